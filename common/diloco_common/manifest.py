@@ -1,0 +1,180 @@
+"""How a model is cut into fragments and placed on shards.
+
+Learners and shards compute the manifest from the same three things (the tensors, P and the number of shards), so
+it never travels: its digest does, and must agree everywhere. Pure; no tensor data here.
+
+The cut: tensors larger than 1/P of the model are split by rows into pieces; then pieces go in descending size,
+ties by name, each to the lightest fragment (greedy bin packing). A flat peak of bandwidth is the point. Fragments
+go to shards by the same rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One trainable parameter of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    mean_merge: bool = False
+    """Merged by plain weighted mean, whatever the merge rule (embeddings and output heads)."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or rows of one, inside a fragment."""
+
+    tensor: str
+    tensor_offset: int
+    """First element, in the flattened tensor."""
+    num_elements: int
+    offset: int
+    """First element, in the flat fragment."""
+    mean_merge: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A part of the model that is synchronised on its own: pieces laid end to end."""
+
+    fragment_id: int
+    shard_index: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(piece.num_elements for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole model, cut and placed."""
+
+    tensors: tuple[TensorSpec, ...]
+    """Sorted by name."""
+    fragments: tuple[Fragment, ...]
+    num_shards: int
+
+    def owned_by(self, shard_index: int) -> tuple[Fragment, ...]:
+        return tuple(f for f in self.fragments if f.shard_index == shard_index)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(f.num_elements for f in self.fragments)
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over the tensors, the cut and the placement."""
+        lines = [f"shards {self.num_shards}"]
+        lines += [f"tensor {t.name!r} {t.shape} {t.mean_merge}" for t in self.tensors]
+        for fragment in self.fragments:
+            lines.append(f"fragment {fragment.fragment_id} {fragment.shard_index}")
+            lines += [f"piece {p.tensor!r} {p.tensor_offset} {p.num_elements}" for p in fragment.pieces]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A piece before it has a fragment."""
+
+    tensor: TensorSpec
+    tensor_offset: int
+    num_elements: int
+
+
+def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
+    """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards.
+
+    Fewer fragments result where the model has fewer pieces than that. Tensors without elements are left out.
+    Raises ValueError if there is nothing to cut, a name stands twice, or a shard would own nothing.
+    """
+    if num_fragments < 1 or num_shards < 1:
+        raise ValueError(f"num_fragments and num_shards must be at least 1, got {num_fragments} and {num_shards}")
+    specs = tuple(sorted(tensors, key=lambda t: t.name))
+    names = [t.name for t in specs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"a tensor name stands twice: {sorted({n for n in names if names.count(n) > 1})[:3]}")
+    total = sum(t.num_elements for t in specs)
+    if total == 0:
+        raise ValueError("the model has no trainable elements")
+
+    pieces = [rows for t in specs if t.num_elements for rows in _split(t, math.ceil(total / num_fragments))]
+    pieces.sort(key=lambda r: (-r.num_elements, r.tensor.name, r.tensor_offset))
+    bins = _pack([r.num_elements for r in pieces], min(num_fragments, len(pieces)))
+    if len(bins) < num_shards:
+        raise ValueError(f"{num_shards} shards for {len(bins)} fragments: every shard must own at least one")
+    sizes = [sum(pieces[i].num_elements for i in members) for members in bins]
+    homes = _pack_index(sizes, num_shards)
+    fragments = tuple(
+        Fragment(fragment_id, homes[fragment_id], _lay_out([pieces[i] for i in members]))
+        for fragment_id, members in enumerate(bins)
+    )
+    return Manifest(specs, fragments, num_shards)
+
+
+def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit: int = 5) -> list[str]:
+    """The first `limit` differences between two models, as lines 'name: mine <-> theirs'."""
+    left, right = {t.name: t for t in mine}, {t.name: t for t in theirs}
+    lines = []
+    for name in sorted(left.keys() | right.keys()):
+        a, b = left.get(name), right.get(name)
+        if a != b:
+            lines.append(f"{name}: {_describe(a)} <-> {_describe(b)}")
+    more = len(lines) - limit
+    return lines[:limit] + ([f"and {more} more"] if more > 0 else [])
+
+
+def _describe(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "absent"
+    return f"{list(spec.shape)}{' (mean merge)' if spec.mean_merge else ''}"
+
+
+def _split(tensor: TensorSpec, target: int) -> list[_Rows]:
+    """Split a tensor by rows into nearly equal pieces of at most about `target` elements."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    row = tensor.num_elements // rows
+    parts = min(rows, math.ceil(tensor.num_elements / target))
+    bounds = [rows * i // parts for i in range(parts + 1)]
+    return [_Rows(tensor, a * row, (b - a) * row) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Put items, given in the order to place them, each into the lightest bin (lowest index on ties)."""
+    loads = [0] * num_bins
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for item, size in enumerate(sizes):
+        lightest = min(range(num_bins), key=lambda b: (loads[b], b))
+        loads[lightest] += size
+        bins[lightest].append(item)
+    return bins
+
+
+def _pack_index(sizes: Sequence[int], num_bins: int) -> list[int]:
+    """The bin of each item, items placed in descending size, ties by index."""
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    homes = [0] * len(sizes)
+    for bin_index, members in enumerate(_pack([sizes[i] for i in order], num_bins)):
+        for position in members:
+            homes[order[position]] = bin_index
+    return homes
+
+
+def _lay_out(rows: Sequence[_Rows]) -> tuple[Piece, ...]:
+    """Lay pieces end to end in a fragment, by name."""
+    pieces, offset = [], 0
+    for r in sorted(rows, key=lambda r: (r.tensor.name, r.tensor_offset)):
+        pieces.append(Piece(r.tensor.name, r.tensor_offset, r.num_elements, offset, r.tensor.mean_merge))
+        offset += r.num_elements
+    return tuple(pieces)

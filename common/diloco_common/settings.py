@@ -1,0 +1,240 @@
+"""All settings of a run: one typed, frozen tree, checked once at the door.
+
+`settings_loader.py` builds the tree from a TOML file, the environment and `--set`. Inside, functions take the few
+values they need. The defaults of `sync` and `outer` were chosen by the runs in docs/quality.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunSettings(Section):
+    id: str = Field(default="local", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the run; learners and shards of different runs refuse each other."""
+    tokens: int = Field(default=0, ge=0)
+    """Budget: the run ends when this many tokens were merged. 0: no end."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the initial weights and of every learner's data order."""
+
+
+class SyncSettings(Section):
+    """When fragments are synchronised, and how contributions become a version. Held by the shards."""
+
+    fragments: int = Field(default=24, ge=1, le=4096)
+    """P: pieces of the model that are synchronised on their own."""
+    sync_every: int = Field(default=24, ge=1)
+    """H: inner steps between two rounds of a fragment."""
+    quorum: int | Literal["all"] = Field(default=1)
+    """K: contributions that let a round close; "all" waits for every live learner."""
+    grace: float | Literal["adaptive"] = Field(default="adaptive")
+    """How long a round stays open after its quorum: seconds, or adapted to the slack that the overlap leaves."""
+    grace_gamma: float = Field(default=0.8, gt=0, le=1)
+    """Share of the slack that the adaptive grace window uses."""
+    overlap_steps: int = Field(default=2, ge=0)
+    """tau: inner steps in which a round should be over; sets the slack of the adaptive grace window."""
+    staleness_max: int = Field(default=8, ge=0)
+    """Contributions relative to a version older than this many are refused."""
+    merge: Literal["rda", "mean"] = "rda"
+    """Radial-directional averaging, or the plain weighted mean."""
+    on_commit: Literal["carry", "overwrite", "blend"] = "carry"
+    """What a learner does with its own progress when a version arrives."""
+    blend_alpha: float = Field(default=0.5, ge=0, le=1)
+    """alpha of "blend": theta <- alpha * theta + (1 - alpha) * new."""
+    push: str = "int8"
+    """Encoding of contributions."""
+    pull: str = "bfloat16"
+    """Encoding of versions."""
+    error_feedback: bool = True
+    """Add what the push encoding lost to the next contribution."""
+
+    @model_validator(mode="after")
+    def _quorum_is_positive(self) -> Self:
+        if self.quorum != "all" and self.quorum < 1:
+            raise ValueError("quorum must be at least 1, or 'all'")
+        if self.grace != "adaptive" and self.grace < 0:
+            raise ValueError("grace must be at least 0 seconds, or 'adaptive'")
+        return self
+
+
+class OuterSettings(Section):
+    """The outer optimizer, one per fragment, in float32."""
+
+    optimizer: Literal["nesterov", "sgd", "adam"] = "nesterov"
+    lr: float = Field(default=0.7, gt=0)
+    """eta."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """mu of nesterov and sgd."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Of adam."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Of adam."""
+
+
+class GuardSettings(Section):
+    """What a shard refuses to merge."""
+
+    norm_factor: float = Field(default=1000.0, gt=1)
+    """A contribution is refused if its norm is above this many times the running median of its fragment."""
+    norm_window: int = Field(default=64, ge=8)
+    """Merged contributions that the running median looks back on."""
+
+
+class LeaseSettings(Section):
+    lease_s: float = Field(default=6.0, gt=0)
+    """Seconds of silence after which a learner is evicted."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """Seconds between two messages, both ways, when nothing else is said."""
+    stalled_s: float = Field(default=30.0, gt=0)
+    """Seconds without an inner step after which a learner that still sends heartbeats is shown as stalled."""
+    progress_timeout_s: float = Field(default=0.0, ge=0)
+    """Seconds without an inner step after which such a learner is evicted. 0: never."""
+
+    @model_validator(mode="after")
+    def _lease_outlasts_heartbeats(self) -> Self:
+        if self.lease_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"lease_s ({self.lease_s:g} s) must be at least two heartbeats (2 x {self.heartbeat_s:g} s), "
+                "or one lost message evicts a learner"
+            )
+        return self
+
+
+class ShardSettings(Section):
+    """One server process."""
+
+    index: int = Field(default=0, ge=0)
+    count: int = Field(default=1, ge=1)
+    """Shards of the run; this one is number `index` of them, counted from 0."""
+    listen: str = "127.0.0.1:0"
+    """Address of gRPC. Port 0 picks a free one."""
+    http: str = "127.0.0.1:0"
+    """Address of /metrics, /healthz, /readyz and /status."""
+    max_pushes: int = Field(default=64, ge=1)
+    """Pushes that may be open at once; more are answered BUSY."""
+    max_learners: int = Field(default=1024, ge=1)
+    """Leases held at once; more are answered BUSY."""
+
+    @model_validator(mode="after")
+    def _index_within_count(self) -> Self:
+        if self.index >= self.count:
+            raise ValueError(f"index {self.index} does not exist among {self.count} shards (counted from 0)")
+        return self
+
+
+class WorkerSettings(Section):
+    """One worker process."""
+
+    shards: tuple[str, ...] = ()
+    """Addresses of all shards, host:port, in any order."""
+    learner_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
+    """Unique in the run; empty makes one from the host name and the process id."""
+    http: str = "127.0.0.1:0"
+    """Address of /metrics, /healthz, /readyz and /status."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda" or "cuda:N"."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of torch; 0 leaves torch's own choice."""
+    folder: Path | None = None
+    """Where the worker's own checkpoint lies (optimizer, data position, step); none: nothing is kept."""
+    checkpoint_every_s: float = Field(default=30.0, gt=0)
+    """Seconds between two of the worker's own checkpoints."""
+    step_delay_s: float = Field(default=0.0, ge=0)
+    """Sleep added to every inner step: makes a straggler for trials."""
+
+
+class ModelSettings(Section):
+    """The built-in GPT over bytes."""
+
+    layers: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1)
+    width: int = Field(default=128, ge=8)
+    context: int = Field(default=128, ge=8)
+    """Bytes that the model sees."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width ({self.width}) must be a multiple of 2 x heads ({2 * self.heads})")
+        return self
+
+
+class TrainSettings(Section):
+    """The inner optimizer (AdamW) and its schedule, of the built-in training."""
+
+    batch: int = Field(default=8, ge=1)
+    """Sequences per inner step and learner."""
+    lr: float = Field(default=2e-3, gt=0)
+    lr_final: float = Field(default=0.1, ge=0, le=1)
+    """Share of `lr` that the cosine ends at."""
+    warmup: float = Field(default=0.05, ge=0, le=1)
+    """Share of the token budget over which the learning rate rises."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    clip: float = Field(default=1.0, gt=0)
+    """Norm to which gradients are clipped."""
+
+
+class DataSettings(Section):
+    source: str = "stdlib"
+    """"stdlib" (source text of the running Python's standard library), or a file or folder of text."""
+    held_out: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the files kept for evaluation, by a hash of their names."""
+
+
+class SecuritySettings(Section):
+    token_file: Path | None = None
+    """File with the bearer token that shards ask for and learners send."""
+    insecure: bool = False
+    """Serve on a non-loopback address without a token."""
+
+
+class ClusterSettings(Section):
+    """The local cluster of `diloco up`."""
+
+    shards: int = Field(default=2, ge=1, le=64)
+    workers: int = Field(default=3, ge=1, le=256)
+    folder: Path = Path("runs/local")
+    """Where logs, addresses, the report and the exported model go."""
+    restart: bool = True
+    """Start a shard or worker again when it dies unexpectedly."""
+
+
+class Settings(Section):
+    run: RunSettings = RunSettings()
+    sync: SyncSettings = SyncSettings()
+    outer: OuterSettings = OuterSettings()
+    guard: GuardSettings = GuardSettings()
+    lease: LeaseSettings = LeaseSettings()
+    shard: ShardSettings = ShardSettings()
+    worker: WorkerSettings = WorkerSettings()
+    model: ModelSettings = ModelSettings()
+    train: TrainSettings = TrainSettings()
+    data: DataSettings = DataSettings()
+    security: SecuritySettings = SecuritySettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.sync.quorum != "all" and self.sync.quorum > self.cluster.workers and self.is_local_cluster:
+            raise ValueError(
+                f"sync.quorum ({self.sync.quorum}) is above cluster.workers ({self.cluster.workers}): "
+                "no round could ever close"
+            )
+        return self
+
+    @property
+    def is_local_cluster(self) -> bool:
+        """True for `diloco up`, which knows all workers; a lone shard does not."""
+        return not self.worker.shards and self.shard.count == 1

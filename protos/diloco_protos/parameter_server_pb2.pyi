@@ -1,0 +1,271 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "shape", "mean_merge")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_MERGE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    mean_merge: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("protocol", "instance", "tensors", "decodes", "observe")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    DECODES_FIELD_NUMBER: _ClassVar[int]
+    OBSERVE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    instance: str
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    decodes: _containers.RepeatedScalarFieldContainer[str]
+    observe: bool
+    def __init__(self, protocol: _Optional[int] = ..., instance: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("generation", "epoch", "lease_s", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    epoch: int
+    lease_s: float
+    heartbeat_s: float
+    shard_index: int
+    num_shards: int
+    num_fragments: int
+    manifest_digest: str
+    policy: LearnerPolicy
+    fragments: _containers.RepeatedCompositeFieldContainer[FragmentStatus]
+    pulse: Pulse
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class LearnerPolicy(_message.Message):
+    __slots__ = ("sync_every", "push_encoding", "pull_encoding", "on_commit", "blend_alpha", "error_feedback")
+    SYNC_EVERY_FIELD_NUMBER: _ClassVar[int]
+    PUSH_ENCODING_FIELD_NUMBER: _ClassVar[int]
+    PULL_ENCODING_FIELD_NUMBER: _ClassVar[int]
+    ON_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    BLEND_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    sync_every: int
+    push_encoding: str
+    pull_encoding: str
+    on_commit: str
+    blend_alpha: float
+    error_feedback: bool
+    def __init__(self, sync_every: _Optional[int] = ..., push_encoding: _Optional[str] = ..., pull_encoding: _Optional[str] = ..., on_commit: _Optional[str] = ..., blend_alpha: _Optional[float] = ..., error_feedback: bool = ...) -> None: ...
+
+class FragmentStatus(_message.Message):
+    __slots__ = ("fragment_id", "seeded", "version", "merged_version")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SEEDED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    seeded: bool
+    version: int
+    merged_version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "idle_s")
+    INNER_STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    inner_step: int
+    tokens: int
+    loss: float
+    step_time_s: float
+    idle_s: float
+    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
+
+class Directive(_message.Message):
+    __slots__ = ("collect", "committed", "pulse", "drain", "stop", "evicted")
+    COLLECT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    collect: Collect
+    committed: Committed
+    pulse: Pulse
+    drain: Drain
+    stop: Stop
+    evicted: Evicted
+    def __init__(self, collect: _Optional[_Union[Collect, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
+
+class Collect(_message.Message):
+    __slots__ = ("fragment_id", "round")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    round: int
+    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("fragment_id", "version", "participants", "merged_version")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    version: int
+    participants: int
+    merged_version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., participants: _Optional[int] = ..., merged_version: _Optional[int] = ...) -> None: ...
+
+class Pulse(_message.Message):
+    __slots__ = ("tokens_merged", "tokens_budget", "learners_alive")
+    TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    LEARNERS_ALIVE_FIELD_NUMBER: _ClassVar[int]
+    tokens_merged: int
+    tokens_budget: int
+    learners_alive: int
+    def __init__(self, tokens_merged: _Optional[int] = ..., tokens_budget: _Optional[int] = ..., learners_alive: _Optional[int] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Evicted(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("fragment_id", "round", "epoch", "base_version", "tokens", "steps", "payload", "manifest_digest", "tokens_merged")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    round: int
+    epoch: int
+    base_version: int
+    tokens: int
+    steps: int
+    payload: Payload
+    manifest_digest: str
+    tokens_merged: int
+    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., tokens_merged: _Optional[int] = ...) -> None: ...
+
+class Payload(_message.Message):
+    __slots__ = ("encoding", "num_elements", "chunk_elements", "num_bytes", "crc32c")
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    NUM_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    encoding: str
+    num_elements: int
+    chunk_elements: int
+    num_bytes: int
+    crc32c: int
+    def __init__(self, encoding: _Optional[str] = ..., num_elements: _Optional[int] = ..., chunk_elements: _Optional[int] = ..., num_bytes: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("outcome", "code", "message")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[PushResponse.Outcome]
+        ACCEPTED: _ClassVar[PushResponse.Outcome]
+        DUPLICATE: _ClassVar[PushResponse.Outcome]
+        LATE: _ClassVar[PushResponse.Outcome]
+        REJECTED: _ClassVar[PushResponse.Outcome]
+    OUTCOME_UNSPECIFIED: PushResponse.Outcome
+    ACCEPTED: PushResponse.Outcome
+    DUPLICATE: PushResponse.Outcome
+    LATE: PushResponse.Outcome
+    REJECTED: PushResponse.Outcome
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    outcome: PushResponse.Outcome
+    code: str
+    message: str
+    def __init__(self, outcome: _Optional[_Union[PushResponse.Outcome, str]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("fragment_id", "encodings", "have_version", "epoch")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
+    HAVE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    encodings: _containers.RepeatedScalarFieldContainer[str]
+    have_version: int
+    epoch: int
+    def __init__(self, fragment_id: _Optional[int] = ..., encodings: _Optional[_Iterable[str]] = ..., have_version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: PullHeader
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("fragment_id", "version", "epoch", "payload", "merged_version")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    version: int
+    epoch: int
+    payload: Payload
+    merged_version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., merged_version: _Optional[int] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
