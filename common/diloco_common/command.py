@@ -1,0 +1,57 @@
+"""How every command of this project ends: one clear line for a known error, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that refuses with one line (exit code 2) instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def run_command(command: Callable[[], int | None], *, name: str) -> int:
+    """Run the body of a command and return its exit code.
+
+    A `DilocoError` becomes `name: message [CODE]` on stderr, one line per problem, without a traceback.
+    Ctrl-C becomes 130, a reader that closed our stdout ends us quietly. Anything else is a bug and keeps its
+    traceback.
+    """
+    try:
+        code = command()
+        sys.stdout.flush()
+    except DilocoError as error:
+        print(one_line(error, name), file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_is_broken():
+            raise
+        return EXIT_OK
+    return EXIT_OK if code is None else code
+
+
+def one_line(error: DilocoError, name: str) -> str:
+    """The text of an error for people: `name: message [CODE]`, the code after the last line."""
+    lines = str(error).splitlines() or ["failed"]
+    return "\n".join(f"{name}: {line}" for line in lines) + f" [{error.code}]"
+
+
+def _stdout_is_broken() -> bool:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

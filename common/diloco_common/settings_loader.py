@@ -1,0 +1,366 @@
+"""The door of the settings: TOML file, environment, `--set` and flags become one checked `Settings`.
+
+Later sources win: defaults < file < environment (DILOCO_SECTION__KEY) < `--set section.key=value` < flags.
+Whatever is wrong is refused as one `ConfigError` with one line per problem, each naming the setting, where it
+came from and what would be right. `--settings FILE.json` is what `diloco up` gives its children: it holds
+every effective setting, and then the environment is not read, so that a child has what its parent decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from diloco_common.address import write_json
+from diloco_common.command import run_command as run_command
+from diloco_common.errors import ConfigError
+from diloco_common.settings import Settings
+
+ENV_PREFIX = "DILOCO_"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value and where it came from: "run.toml:4", "DILOCO_SYNC__QUORUM", "--set" or the name of a flag."""
+
+    value: object
+    source: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Checked settings, and for each one that is not a default (section.key) what was given."""
+
+    settings: Settings
+    given: Mapping[str, Given]
+
+    def describe_sources(self) -> list[str]:
+        """One line for each setting that an environment variable decided: none wins in secret."""
+        return [
+            f"{name} = {given.value} from the environment variable {given.source}"
+            for name, given in sorted(self.given.items())
+            if given.source.startswith(ENV_PREFIX)
+        ]
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(
+    config: Path | None,
+    environ: Mapping[str, str],
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Given] | None = None,
+) -> Loaded:
+    """Build the settings of a process.
+
+    Args:
+        config: TOML file, or none.
+        environ: the environment; only variables that begin with DILOCO_ are looked at.
+        overrides: the arguments of `--set`, each "section.key=value".
+        flags: section.key to the value of an explicit flag.
+
+    Raises:
+        ConfigError: the file is missing or malformed, a name is unknown, a value is out of its range, or
+            values contradict each other.
+    """
+    problems: list[str] = []
+    given: dict[str, Given] = {}
+    if config is not None:
+        given.update(_from_tree(_read_toml(config), config, problems))
+    given.update(_from_environ(environ, problems))
+    return _finish(given, overrides, flags, problems)
+
+
+def load_saved(path: Path, overrides: Sequence[str] = (), flags: Mapping[str, Given] | None = None) -> Loaded:
+    """Read what `save` wrote; `--set` and flags still win over it. Raises `ConfigError` like `load`."""
+    problems: list[str] = []
+    try:
+        tree = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds no settings")
+    return _finish(_from_tree(tree, path, problems), overrides, flags, problems)
+
+
+def save(settings: Settings, path: Path) -> None:
+    """Write every effective setting as JSON, for `--settings`."""
+    write_json(path, settings.model_dump(mode="json"))
+
+
+def _finish(
+    given: dict[str, Given],
+    overrides: Sequence[str],
+    flags: Mapping[str, Given] | None,
+    problems: list[str],
+) -> Loaded:
+    given.update(_from_overrides(overrides, problems))
+    given.update(flags or {})
+    tree: dict[str, dict[str, object]] = {}
+    for name, one in given.items():
+        section, key = name.split(".")
+        tree.setdefault(section, {})[key] = one.value
+    try:
+        settings = Settings.model_validate(tree)
+    except ValidationError as error:
+        problems.extend(_explain(error, given))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Loaded(settings, given)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        at = re.search(r"\s*\(at line (\d+), column (\d+)\)$", message)
+        line = at[1] if at else str(text.count("\n") + 1)
+        said = re.sub(r"\s*\(at [^()]*\)$", "", message)
+        raise ConfigError(f"{path}:{line}: TOML error: {said}") from None
+
+
+def _from_tree(tree: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Given]:
+    """Flatten the sections of a file."""
+    given: dict[str, Given] = {}
+    text = _read_text(path)
+    for section, keys in tree.items():
+        where = _whereabouts(path, text, section, None)
+        if section not in Settings.model_fields:
+            problems.append(f"{where}: there is no section [{section}]{_did_you_mean(section, _SECTIONS)}")
+        elif not isinstance(keys, dict):
+            problems.append(f"{where}: {section} is a section; write [{section}] and its keys below")
+        else:
+            for key, value in keys.items():
+                name, where = f"{section}.{key}", _whereabouts(path, text, section, key)
+                if name in _FIELDS:
+                    given[name] = Given(value, where)
+                else:
+                    problems.append(f"{where}: {_unknown(name)}")
+    return given
+
+
+def _whereabouts(path: Path, text: str, section: str, key: str | None) -> str:
+    """`file:line` of a key, as far as a plain look at the lines can tell (tomllib keeps no positions)."""
+    if path.suffix != ".toml":
+        return str(path)
+    current = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+            current = header[1]
+            if key is None and current == section:
+                return f"{path}:{number}"
+        wanted = section if key is None else key if current == section else f"{section}.{key}"
+        if re.match(rf"\s*{re.escape(wanted)}\s*=", line):
+            return f"{path}:{number}"
+    return str(path)
+
+
+def _from_environ(environ: Mapping[str, str], problems: list[str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    for variable in sorted(v for v in environ if v.startswith(ENV_PREFIX)):
+        name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
+        if name in _FIELDS and variable == _variable(name):
+            given[name] = Given(_from_text(name, environ[variable]), variable)
+        else:
+            hint = _did_you_mean(variable.upper(), [_variable(field) for field in _FIELDS])
+            problems.append(f"the environment variable {variable} is not a setting{hint}")
+    return given
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.replace(".", "__").upper()
+
+
+def _from_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = name.strip()
+        if not equals:
+            problems.append(f"--set {override}: write section.key=value, such as --set sync.quorum=2")
+        elif name not in _FIELDS:
+            problems.append(f"--set {override}: {_unknown(name)}")
+        else:
+            given[name] = Given(_from_text(name, text.strip()), "--set")
+    return given
+
+
+def _from_text(name: str, text: str) -> object:
+    """Text of a variable or of `--set` as pydantic understands it: lists by commas, "" for none."""
+    allowed = _FIELDS[name].annotation
+    if get_origin(allowed) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if type(None) in get_args(allowed) and text.lower() in ("", "none"):
+        return None
+    return text
+
+
+# ---------------------------------------------------------------- explaining
+
+
+def _sections() -> Iterable[tuple[str, type[BaseModel]]]:
+    for section, field in Settings.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        yield section, field.annotation
+
+
+_SECTIONS = list(Settings.model_fields)
+_FIELDS: dict[str, FieldInfo] = {
+    f"{section}.{key}": field for section, model in _sections() for key, field in model.model_fields.items()
+}
+
+
+def _unknown(name: str) -> str:
+    return f"there is no setting {name}{_did_you_mean(name, list(_FIELDS))}"
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    same_key = [name for name in known if name.rpartition(".")[2] == word.rpartition(".")[2]]
+    close = same_key or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _explain(error: ValidationError, given: Mapping[str, Given]) -> list[str]:
+    """One line per wrong setting, and one per contradiction between settings of a section."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        name = ".".join(str(part) for part in problem["loc"][:2])
+        if name in _FIELDS:
+            one = given[name]
+            lines[name] = f"{name} = {one.value} ({one.source}): must be {allowed(name)}"
+        else:
+            said = problem["msg"].removeprefix("Value error, ")
+            involved = [n for n in given if n.startswith(f"{name}.") and n.split(".")[1] in said]
+            origin = ", ".join(f"{n} = {given[n].value} ({given[n].source})" for n in involved)
+            lines[f"{name}: {said}"] = f"{name}: {said}" + (f"; given: {origin}" if origin else "")
+    return list(lines.values())
+
+
+def allowed(name: str) -> str:
+    """What a setting may be, in words: "a whole number from 1 to 4096", "a number above 0 (seconds)"."""
+    field = _FIELDS[name]
+    unit = (
+        "seconds" if name.endswith("_s") or name == "sync.grace" else "tokens" if name == "run.tokens" else ""
+    )
+    words = _allowed_type(field.annotation) + _allowed_range(field.metadata)
+    return f"{words} ({unit})" if unit else words
+
+
+def _allowed_type(annotation: object) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        plain, *metadata = get_args(annotation)
+        bounds = [bound for one in metadata for bound in getattr(one, "metadata", [one])]
+        return _allowed_type(plain) + _allowed_range(bounds)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_allowed_type(part) for part in get_args(annotation))
+    if origin is Literal:
+        choices = [f"'{choice}'" for choice in get_args(annotation)]
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if origin is tuple:
+        return "a list, separated by commas"
+    known: dict[object, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Path: "a path",
+        type(None): "none",
+    }
+    return known[annotation]
+
+
+def _allowed_range(metadata: Sequence[Any]) -> str:
+    bounds = {
+        bound: value
+        for part in metadata
+        for bound in ("ge", "gt", "le", "lt", "pattern")
+        if (value := getattr(part, bound, None)) is not None
+    }
+    if "pattern" in bounds:
+        return f" like {bounds['pattern']}"
+    if "ge" in bounds and "le" in bounds:
+        return f" from {bounds['ge']} to {bounds['le']}"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    said = " and ".join(f"{words[bound]} {value}" for bound, value in bounds.items())
+    return f" {said}" if said else ""
+
+
+# ---------------------------------------------------------------- command line
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--config`, `--set` and `--settings`, the same for every command."""
+    group = parser.add_argument_group("settings")
+    group.add_argument("--config", type=Path, metavar="FILE.toml", help="settings of the run")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="one setting, such as sync.quorum=2; may be repeated",
+    )
+    group.add_argument(
+        "--settings",
+        type=Path,
+        metavar="FILE.json",
+        help="every setting as `diloco up` saved them; the environment is then not read",
+    )
+
+
+def settings_from_args(
+    args: argparse.Namespace, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
+    """The settings that a command line asks for; says on stderr which of them the environment decided.
+
+    Args:
+        args: parsed by a parser that `add_settings_arguments` prepared.
+        flags: name of an attribute of `args` to the setting it sets, such as {"data": "data.source"};
+            attributes that are None were not given.
+        environ: the process environment unless given.
+
+    Raises:
+        ConfigError: see `load`.
+    """
+    explicit = {
+        name: Given(_from_text(name, str(value)), f"--{flag.replace('_', '-')}")
+        for flag, name in (flags or {}).items()
+        if (value := getattr(args, flag)) is not None
+    }
+    if args.settings is not None:
+        if args.config is not None:
+            raise ConfigError("--settings already holds every setting; leave out --config")
+        return load_saved(args.settings, args.overrides, explicit).settings
+    loaded = load(args.config, os.environ if environ is None else environ, args.overrides, explicit)
+    for line in loaded.describe_sources():
+        print(line, file=sys.stderr)
+    return loaded.settings
