@@ -1,0 +1,167 @@
+"""Addresses that processes listen on: parsing, binding, and saying who has a port that is taken.
+
+HTTP takes the bound socket. gRPC binds by itself: give it `str(parse_address(...))` with the option
+`grpc.so_reuseport` 0, and raise `in_use(address)` when it cannot have the port.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_common.errors import ConfigError, InUse
+
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_BACKLOG = 128
+_TCP_LISTEN = "0A"  # the state column of /proc/net/tcp
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Parse "host:port" or "[v6]:port". Raises ConfigError on anything else."""
+
+    def wrong(why: str) -> ConfigError:
+        shown = text if len(text) <= 80 else text[:80] + "..."
+        return ConfigError(
+            f"{shown!a} is not an address: {why}. Write host:port, for example 127.0.0.1:50051 or [::1]:50051"
+        )
+
+    if "://" in text:
+        raise wrong("it has a scheme")
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        raise wrong("the port is missing")
+    if not host:
+        raise wrong("the host is missing (0.0.0.0 is every IPv4 interface, [::] every interface)")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise wrong("the port must be a number from 0 to 65535")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise wrong("there is no IPv6 address between the brackets") from None
+    elif ":" in host:
+        raise wrong("an IPv6 address needs brackets")
+    elif not _HOST.fullmatch(host):
+        raise wrong("a host name has letters, digits, '.', '-' and '_' only")
+    return Address(host, int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`: localhost, 127.0.0.0/8 or ::1. Resolves no names."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def bind_socket(address: str) -> socket.socket:
+    """Bind and listen on "host:port"; port 0 takes a free one. Non-blocking, for an event loop.
+
+    Raises ConfigError (nonsense, a host that is not this machine, no permission) or InUse.
+    """
+    wanted = parse_address(address)
+    try:
+        found = socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {wanted}: {error.strerror or error}") from None
+    family, kind, protocol, _, name = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and wanted.host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(name)
+        sock.listen(_BACKLOG)  # two sockets may bind one port, only one may listen: claim it now
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise in_use(address) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"cannot listen on {wanted}: no interface of this machine has that address. "
+                "Use one that it has, or 0.0.0.0 for all"
+            ) from None
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise ConfigError(
+                f"cannot listen on {wanted}: not permitted. Ports below 1024 need privileges"
+            ) from None
+        raise
+    return sock
+
+
+def bound_address(sock: socket.socket) -> Address:
+    """The address that a socket got, with the real port where 0 was asked for."""
+    host, port = sock.getsockname()[:2]
+    return Address(host, port)
+
+
+def in_use(address: str) -> InUse:
+    """The error for a port that is taken, with the process that has it where /proc tells."""
+    wanted = parse_address(address)
+    pid = who_listens(wanted.port)
+    owner = "another process" if pid is None else f"process {pid} ({_command(pid)})"
+    return InUse(
+        f"{wanted} is in use by {owner}. Stop it, or listen on another port (port 0 takes a free one)"
+    )
+
+
+def who_listens(port: int) -> int | None:
+    """Process id that listens on a TCP port of this machine. None: nobody, not ours to see, or no /proc."""
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return None
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            if any(os.readlink(fd) in wanted for fd in (process / "fd").iterdir()):
+                return int(process.name)
+        except OSError:  # it has ended, or belongs to somebody else
+            continue
+    return None
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            columns = line.split()
+            local, state, inode = columns[1], columns[3], columns[9]
+            if state == _TCP_LISTEN and int(local.rpartition(":")[2], 16) == port:
+                inodes.add(inode)
+    return inodes
+
+
+def _command(pid: int) -> str:
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return "ended meanwhile"
+    return name if name.isprintable() else ascii(name)

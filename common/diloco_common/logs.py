@@ -1,0 +1,160 @@
+"""One event per line with its identifiers, over the standard library's logging.
+
+    log = Log("shard-0")
+    log.event("round closed", fragment=3, version=7, participants=2)
+
+writes `12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Whatever comes from outside
+is escaped: no control character, newline or terminal sequence is ever written raw. `configure` is for entry
+points; a library leaves the handlers to its user.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+import traceback
+from typing import Any, TextIO
+
+_VALUE_MAX = 200
+"""Characters of a value that are shown."""
+_MESSAGE_MAX = 2000
+"""Characters of a foreign library's message that are shown."""
+
+
+class Log:
+    """Says what happened. `name` names the process or the part, for example "shard-0"."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._logger = logging.getLogger(f"diloco.{name}")
+
+    def event(self, what: str, **fields: object) -> None:
+        """Something changed."""
+        self._write(logging.INFO, what, fields)
+
+    def debug(self, what: str, **fields: object) -> None:
+        """Something that only a search for a fault wants to see."""
+        self._write(logging.DEBUG, what, fields)
+
+    def warning(self, what: str, **fields: object) -> None:
+        """Something that goes on, but not as meant."""
+        self._write(logging.WARNING, what, fields)
+
+    def error(self, what: str, *, trace: BaseException | None = None, **fields: object) -> None:
+        """Something that ends; `trace` adds the traceback of an error that nobody expected."""
+        self._write(logging.ERROR, what, fields, trace)
+
+    def _write(
+        self, level: int, what: str, fields: dict[str, object], trace: BaseException | None = None
+    ) -> None:
+        if not self._logger.isEnabledFor(level):
+            return
+        text = " ".join([escape(what), *(f"{key}={show(value)}" for key, value in fields.items())])
+        extra = {"diloco_process": self.name, "diloco_event": what, "diloco_fields": fields}
+        # msg with no args: stdlib logging does no %-formatting then.
+        self._logger.log(level, text, exc_info=trace, extra=extra)
+
+
+def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Send our events, and the warnings of other libraries, to stderr. Replaces what was set up before."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("diloco").setLevel(level)
+    logging.captureWarnings(True)
+
+
+class TextFormatter(logging.Formatter):
+    """`HH:MM:SS process [LEVEL] event key=value ...`; the level is left out where it is INFO."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%H:%M:%S", time.gmtime(record.created))
+        process = getattr(record, "diloco_process", record.name)
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        lines = [f"{stamp} {process} {level}{_message(record)}"]
+        lines += [f"    {line}" for line in _traceback_lines(record)]
+        return "\n".join(lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC, ISO 8601), process, level, event and the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, object] = getattr(record, "diloco_fields", {})
+        known: dict[str, object] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "process": getattr(record, "diloco_process", record.name),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "diloco_event", None) or _message(record),
+        }
+        if lines := _traceback_lines(record):
+            known["traceback"] = lines
+        # What we say about the line wins over a field of the same name. ASCII only, so nothing raw.
+        return json.dumps(_jsonable(fields) | known)
+
+
+def show(value: object) -> str:
+    """A value as `key=value` shows it: one word, or quoted; escaped; cut if long."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=str) if isinstance(value, set | frozenset) else value
+        return ",".join(show(item) for item in items) or "-"
+    text = str(value)
+    shown = escape(text)
+    if not text or any(c in text for c in ' "=,'):
+        return '"' + shown.replace('"', '\\"') + '"'
+    return shown
+
+
+def escape(text: str, limit: int = _VALUE_MAX) -> str:
+    """Text that is safe for a terminal and keeps to one line; longer than `limit` characters it is cut."""
+    cut = "" if len(text) <= limit else f"...(+{len(text) - limit})"
+    return "".join(_escape_character(c) for c in text[:limit]) + cut
+
+
+def _escape_character(c: str) -> str:
+    if c == "\\":
+        return "\\\\"
+    # Not printable: control characters, ESC, line separators, direction overrides, lone surrogates.
+    return c if c.isprintable() else ascii(c)[1:-1]
+
+
+def _message(record: logging.LogRecord) -> str:
+    if hasattr(record, "diloco_event"):
+        return record.getMessage()  # escaped where it was made
+    return escape(record.getMessage(), _MESSAGE_MAX)
+
+
+def _traceback_lines(record: logging.LogRecord) -> list[str]:
+    if not record.exc_info or record.exc_info[1] is None:
+        return []
+    text = "".join(traceback.format_exception(record.exc_info[1]))
+    return [escape(line, _MESSAGE_MAX) for line in text.splitlines()]
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):  # JSON knows no NaN and no infinity
+        return None
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= _MESSAGE_MAX else f"{text[:_MESSAGE_MAX]}...(+{len(text) - _MESSAGE_MAX})"
