@@ -1,0 +1,133 @@
+"""What learners and shards say to each other, as plain values.
+
+The pure cores speak these; `rpc.py` turns them into the protobuf messages of diloco.v1 and back. The meaning of
+each field is documented once, in protos/diloco_protos/parameter_server.proto.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from diloco_common.codec import PayloadHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A learner's report after an inner step; also its heartbeat."""
+
+    inner_step: int
+    tokens: int
+    loss: float | None = None
+    step_time_s: float = 0.0
+    idle_s: float = 0.0
+    """Seconds since the last inner step ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Snapshot the fragment at the next step boundary and push it for this round."""
+
+    fragment_id: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A new version is there to pull."""
+
+    fragment_id: int
+    version: int
+    participants: int
+    merged_version: int
+    """The last version that the receiver's contribution was merged into; 0 if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The shard lives, and this is the state of the run."""
+
+    tokens_merged: int
+    tokens_budget: int
+    learners_alive: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The shard is shutting down; it will be back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The token budget is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The lease is over, for the reason that the code names."""
+
+    code: str
+    message: str
+
+
+Directive = Collect | Committed | Pulse | Drain | Stop | Evicted
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerPolicy:
+    """Settings that must be equal for all learners of a run; the shards hold them."""
+
+    sync_every: int
+    push_encoding: str
+    pull_encoding: str
+    on_commit: str
+    blend_alpha: float
+    error_feedback: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentStatus:
+    """What a shard has of one fragment, as told to a learner that joins."""
+
+    fragment_id: int
+    seeded: bool
+    version: int
+    merged_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushHeader:
+    """Announces a contribution, or a seed (round 0), before its bytes."""
+
+    fragment_id: int
+    round: int
+    epoch: int
+    base_version: int
+    tokens: int
+    steps: int
+    payload: PayloadHeader
+    manifest_digest: str
+    tokens_merged: int = 0
+    """Of a seed: tokens merged as far as the learner knows."""
+
+    @property
+    def is_seed(self) -> bool:
+        return self.round == 0
+
+
+class Outcome(Enum):
+    """What became of a push."""
+
+    ACCEPTED = "accepted"  # held until the round closes
+    DUPLICATE = "duplicate"  # the same contribution was accepted before
+    LATE = "late"  # the round has closed; carry the work into the next one
+    REJECTED = "rejected"  # refused for a reason
+
+
+@dataclass(frozen=True, slots=True)
+class PushAnswer:
+    """Outcome of a push; a rejection has a stable code and words."""
+
+    outcome: Outcome
+    code: str = ""
+    message: str = ""

@@ -1,0 +1,1 @@
+"""A shard: one parameter-server process. `core/` decides; the files beside it act (gRPC, threads, disk)."""

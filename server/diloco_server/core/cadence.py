@@ -1,0 +1,43 @@
+"""When a fragment is due: at least K live learners took H inner steps since its last round opened.
+
+Counted per learner, from the steps that each reports itself: an absolute clock would stop with the fastest learner,
+and no clock at all would let a fast network drive H towards 1, which ruins learning.
+
+The first time, fragment p is due after ceil((p + 1) * H / P) steps, so that the fragments spread evenly over H and the
+traffic is flat: with P = H = 24 one is due per step, and with P = 1 the first round comes after H steps as in DiLoCo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from diloco_server.core.membership import Member
+
+Quorum = int | Literal["all"]
+
+
+def first_interval(fragment_id: int, num_fragments: int, sync_every: int) -> int:
+    """Inner steps until the first round of a fragment; at least 1, at most H."""
+    return -(-(fragment_id + 1) * sync_every // num_fragments)
+
+
+def needed(quorum: Quorum, learners: int) -> int:
+    """K, held to the number of learners that could contribute."""
+    return learners if quorum == "all" else min(quorum, learners)
+
+
+def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int, quorum: Quorum) -> bool:
+    """Whether K live learners took `interval` steps since the fragment's last round.
+
+    `base_steps` maps a learner to the inner step it had reported then; a learner that was not there counts from
+    its first report.
+    """
+    members = [m for m in live if m.first_step is not None]
+    ready = sum(1 for m in members if m.progress.inner_step - _base(m, base_steps) >= interval)
+    return ready > 0 and ready >= needed(quorum, len(members))
+
+
+def _base(member: Member, base_steps: Mapping[str, int]) -> int:
+    first = member.first_step or 0
+    return max(first, base_steps.get(member.learner_id, first))

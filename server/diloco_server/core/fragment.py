@@ -1,0 +1,92 @@
+"""One fragment on its shard: its latest version, its open round, and the arithmetic that makes the next version."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.manifest import Fragment
+from torch import Tensor
+
+from diloco_server.core.merge import Workspace, merge
+from diloco_server.core.outer import OuterOptimizer
+from diloco_server.core.rounds import Contribution, Round
+
+NORMS_MIN = 8
+"""Merged contributions after which their median is trusted."""
+
+
+@dataclass
+class Values:
+    """The numbers of a fragment: changed only by `seed` and `step`, on the shard's compute thread."""
+
+    theta: Tensor
+    """float32 [num_elements]."""
+    buffers: list[Tensor]
+    """State of the outer optimizer, float32 [num_elements] each."""
+
+
+@dataclass
+class FragmentState:
+    """What the shard knows of one of its fragments."""
+
+    fragment: Fragment
+    norms: deque[float]
+    """Norms of the contributions merged last, for the running median."""
+    seed_norm: float = 0.0
+    """Norm of version 0: the yardstick until there is a median."""
+    version: int = 0
+    """Outer steps taken; grows within an epoch."""
+    seeded: bool = False
+    """Version 0 is there. Until then nothing can be pulled, and only a seed can be pushed."""
+    computing: bool = False
+    """A seed or a closed round is with the compute thread; the next version is not announced yet."""
+    round: Round | None = None
+    """The open round."""
+    rounds_opened: int = 0
+    base_steps: dict[str, int] = field(default_factory=dict)
+    """Learner -> inner step it had reported when the last round opened, for the cadence."""
+    merged_versions: dict[str, int] = field(default_factory=dict)
+    """Learner -> the last version that its contribution was merged into. Makes every merge visible exactly once."""
+    tokens_merged: int = 0
+    """Grows; never reset within an epoch."""
+    values: Values | None = None
+    published: Payload | None = None
+    """The announced version in the run's pull encoding: encoded once, served to all."""
+
+    def typical_norm(self) -> float:
+        """Running median of merged norms; the norm of version 0 until there are enough of them."""
+        if len(self.norms) >= NORMS_MIN:
+            return median(self.norms)
+        return max(self.seed_norm, 0.01 * self.fragment.num_elements**0.5)
+
+
+def seed(payload: Payload, optimizer: OuterOptimizer) -> Values:
+    """The values of version 0. Raises BadEncoding."""
+    theta = torch.empty(payload.header.num_elements)
+    decode_payload(payload, theta)
+    return Values(theta, [torch.zeros_like(theta) for _ in range(optimizer.num_buffers)])
+
+
+def step(
+    values: Values,
+    fragment: Fragment,
+    contributions: Sequence[Contribution],
+    *,
+    outer_step: int,
+    rule: str,
+    optimizer: OuterOptimizer,
+    workspace: Workspace,
+) -> None:
+    """Merge a closed round and take one outer step, in place."""
+    gradient = merge(contributions, fragment.pieces, rule, workspace)
+    optimizer.step(values.theta, gradient, values.buffers, outer_step)
+
+
+def publish(values: Values, encoding: str) -> Payload:
+    """Encode the current values for learners."""
+    return encode_payload(values.theta, encoding)

@@ -1,0 +1,79 @@
+"""What a shard refuses before it can touch state. Each check raises a `Refusal` that says what to do.
+
+The order of the whole gauntlet: auth, run (the shell, from metadata), lease and generation (membership.py), manifest, epoch,
+round, sizes (here, from the header alone), sizes and checksum of the bytes, decoder limits (codec), finite, norm (here).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from diloco_common.codec import check_header
+from diloco_common.errors import ManifestMismatch, NormTooLarge, NotFinite, TooStale, WrongEpoch, WrongRound
+from diloco_common.manifest import Manifest, TensorSpec, differences
+from diloco_common.messages import PushHeader
+
+from diloco_server.core.fragment import FragmentState
+
+SEED_ENCODINGS = ("float32", "bfloat16")
+
+
+def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
+    """The caller's model is the shard's. Raises ManifestMismatch with the first differences."""
+    different = differences(mine.tensors, theirs)
+    if different:
+        table = "; ".join(different)
+        raise ManifestMismatch(f"the model differs from the shard's (shard <-> caller): {table}")
+
+
+def check_origin(header: PushHeader, manifest: Manifest, epoch: int) -> None:
+    """The contribution is for this model and this life of the shard."""
+    if header.manifest_digest != manifest.digest:
+        raise ManifestMismatch(
+            f"manifest {header.manifest_digest[:12]!r} is not this run's {manifest.digest[:12]!r}; join again"
+        )
+    if header.epoch != epoch:
+        raise WrongEpoch(f"epoch {header.epoch} is over, {epoch} is current; join again")
+
+
+def check_round(header: PushHeader, state: FragmentState, learner_id: str, staleness_max: int) -> None:
+    """The round is open, asked this learner, and the base version is one that it can have."""
+    where = f"fragment {header.fragment_id}"
+    if header.steps < 1 or header.tokens < 0:
+        raise WrongRound(f"{where}: a contribution takes at least 1 step, got {header.steps}, {header.tokens} tokens")
+    if state.round is None or header.round != state.round.round:
+        raise WrongRound(f"{where}: round {header.round} is not open (latest version {state.version})")
+    if learner_id not in state.round.asked or learner_id in state.round.lost:
+        raise WrongRound(f"{where}: round {header.round} did not ask {learner_id}")
+    if header.base_version > state.version:
+        raise WrongRound(f"{where}: base version {header.base_version} does not exist yet, latest is {state.version}")
+    if state.version - header.base_version > staleness_max:
+        raise TooStale(
+            f"{where}: base version {header.base_version} is {state.version - header.base_version} versions old, "
+            f"at most {staleness_max} are merged (sync.staleness_max); pull first"
+        )
+
+
+def check_sizes(header: PushHeader, state: FragmentState, encodings: Collection[str]) -> None:
+    """The announced bytes are what the fragment and the encoding imply. Raises BadSize or UnknownEncoding."""
+    check_header(header.payload, state.fragment.num_elements, encodings)
+
+
+def check_norm(norms: Sequence[float], state: FragmentState, norm_factor: float) -> None:
+    """Every value is finite, and together they are not far above what is usual for this fragment."""
+    norm = total_norm(norms)
+    where = f"fragment {state.fragment.fragment_id}"
+    if not math.isfinite(norm):
+        raise NotFinite(f"{where}: a value is NaN or infinite, or their squares overflow; check the learner's loss")
+    typical = state.typical_norm()
+    if typical > 0 and norm > norm_factor * typical:
+        raise NormTooLarge(
+            f"{where}: norm {norm:.3g} is {norm / typical:.3g} times the usual {typical:.3g}, "
+            f"at most {norm_factor:g} times is merged (guard.norm_factor)"
+        )
+
+
+def total_norm(norms: Sequence[float]) -> float:
+    """L2 norm of a fragment from those of its pieces."""
+    return math.hypot(*norms)

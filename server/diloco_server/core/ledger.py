@@ -1,0 +1,37 @@
+"""Honest accounting: what became of everything that was pushed to this shard."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Ledger:
+    """Counts that only grow. Tokens count once per fragment that they were pushed for."""
+
+    rounds: int = 0
+    """Rounds that became a version."""
+    participants: int = 0
+    """Contributions merged, over all rounds."""
+    duplicates: int = 0
+    late: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Refusals by stable code."""
+    evictions: Counter[str] = field(default_factory=Counter)
+    """Evictions by stable code."""
+    tokens_accepted: int = 0
+    tokens_merged: int = 0
+    tokens_late: int = 0
+    """Of contributions that came too late; their learners carry them into the next round."""
+    tokens_refused: Counter[str] = field(default_factory=Counter)
+    tokens_fenced: int = 0
+    """Accepted, then dropped because the learner lost its lease before the round closed; carried if it lives."""
+
+    @property
+    def tokens_in_flight(self) -> int:
+        return self.tokens_accepted - self.tokens_merged - self.tokens_fenced
+
+    @property
+    def participants_mean(self) -> float:
+        return self.participants / self.rounds if self.rounds else 0.0

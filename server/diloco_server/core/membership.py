@@ -1,0 +1,149 @@
+"""Leases and generations: who is alive and may contribute.
+
+A lease ends when the learner was silent for `lease_s`. Every join, of any learner, gets the next generation, so an
+old one can never be current again; whoever speaks with it is fenced off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration
+from diloco_common.errors import Stalled as StalledError
+from diloco_common.messages import Progress
+from diloco_common.settings import LeaseSettings
+
+
+class State(Enum):
+    """Of a member."""
+
+    ALIVE = "alive"  # holds a lease
+    STALLED = "stalled"  # holds a lease, but no inner step has ended for long
+    EVICTED = "evicted"  # the lease ran out
+    LEFT = "left"  # said goodbye
+
+
+@dataclass
+class Member:
+    """A learner as one shard knows it: the current generation, and its record over all of them."""
+
+    learner_id: str
+    instance: str
+    generation: int
+    last_heard: float
+    last_step_at: float
+    state: State = State.ALIVE
+    evicted_for: str = ""
+    """Stable code of the eviction."""
+    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    first_step: int | None = None
+    """Inner step of the first report of this generation; cadence counts from here."""
+    asked: int = 0
+    contributed: int = 0
+    merged: int = 0
+    tokens_merged: int = 0
+    """Summed over fragments."""
+    missed: Counter[str] = field(default_factory=Counter)
+    """Why contributions that were asked for are not in a version."""
+
+    @property
+    def live(self) -> bool:
+        return self.state in (State.ALIVE, State.STALLED)
+
+
+class Membership:
+    """All learners that this shard has met, at most `max_learners` with a lease and as many without."""
+
+    def __init__(self, settings: LeaseSettings, max_learners: int) -> None:
+        self._settings = settings
+        self._max_learners = max_learners
+        self._members: dict[str, Member] = {}
+        self._generations = 0  # grows; never reset within an epoch
+
+    def join(self, learner_id: str, instance: str, now: float) -> Member:
+        """Grant a lease under a new generation. Raises Busy when too many are held."""
+        old = self._members.get(learner_id)
+        if (old is None or not old.live) and len(self.live()) >= self._max_learners:
+            raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
+        self._generations += 1
+        member = Member(learner_id, instance, self._generations, last_heard=now, last_step_at=now)
+        if old is not None:
+            member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
+            member.tokens_merged, member.missed = old.tokens_merged, old.missed
+        self._members[learner_id] = member
+        return member
+
+    def get(self, learner_id: str) -> Member | None:
+        return self._members.get(learner_id)
+
+    def check(self, learner_id: str, generation: int) -> Member:
+        """The member that speaks, if its lease is current.
+
+        Raises NotJoined, StaleGeneration, LeaseExpired or Stalled.
+        """
+        member = self._members.get(learner_id)
+        if member is None or generation > member.generation:
+            raise NotJoined(f"{learner_id} has no lease here; join first")
+        if generation < member.generation:
+            raise StaleGeneration(learner_id, generation, member.generation)
+        if member.live:
+            return member
+        raise self.eviction(member)
+
+    def eviction(self, member: Member) -> Refusal:
+        """Why this member's lease is over, in words."""
+        if member.state is State.LEFT:
+            return NotJoined(f"{member.learner_id} has left; join again to come back")
+        if member.evicted_for == StalledError.code:
+            limit = f"{self._settings.progress_timeout_s:g} s (lease.progress_timeout_s)"
+            return StalledError(f"{member.learner_id}: no inner step ended for {limit}; join again")
+        limit = f"{self._settings.lease_s:g} s (lease.lease_s)"
+        return LeaseExpired(f"{member.learner_id} was silent for more than {limit}; join again")
+
+    def heard(self, member: Member, progress: Progress, now: float) -> None:
+        """Renew the lease, and note the progress."""
+        member.last_heard = now
+        if member.first_step is None:
+            member.first_step = progress.inner_step
+        if progress.inner_step > member.progress.inner_step:
+            member.last_step_at = now
+            member.state = State.ALIVE
+        member.progress = progress
+
+    def leave(self, member: Member) -> None:
+        member.state = State.LEFT
+
+    def expire(self, now: float) -> list[Member]:
+        """End the leases that ran out; returns the members that lost theirs just now."""
+        gone = []
+        for member in self.live():
+            idle_s = now - member.last_step_at
+            timeout_s = self._settings.progress_timeout_s
+            if now - member.last_heard > self._settings.lease_s:
+                member.evicted_for = LeaseExpired.code
+            elif timeout_s and idle_s > timeout_s:
+                member.evicted_for = StalledError.code
+            else:
+                if idle_s > self._settings.stalled_s:
+                    member.state = State.STALLED
+                continue
+            member.state = State.EVICTED
+            gone.append(member)
+        return gone
+
+    def forget(self) -> list[str]:
+        """Drop the longest-gone members above the bound; returns their ids."""
+        gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
+        dropped = [m.learner_id for m in gone[: max(0, len(gone) - self._max_learners)]]
+        for learner_id in dropped:
+            del self._members[learner_id]
+        return dropped
+
+    def live(self) -> list[Member]:
+        """Members with a lease, by learner id."""
+        return [m for m in self.all() if m.live]
+
+    def all(self) -> list[Member]:
+        return [self._members[learner_id] for learner_id in sorted(self._members)]

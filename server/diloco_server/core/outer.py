@@ -1,0 +1,81 @@
+"""Pseudo-gradient -> new version: the outer optimizers, per fragment, in float32.
+
+G is the merged pseudo-gradient (anchor minus local value), so descending along G moves towards the learners.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from diloco_common.settings import OuterSettings
+from torch import Tensor
+
+SLICE = 1 << 18
+"""Elements that one pass works on: small enough to stay in cache between the operations of a step."""
+
+
+class OuterOptimizer(ABC):
+    """One rule; the state of each fragment lives with the fragment."""
+
+    num_buffers: int
+    """float32 buffers per fragment, each as large as the fragment."""
+
+    def __init__(self, settings: OuterSettings) -> None:
+        self.settings = settings
+
+    def step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+        """Take one outer step in place. All float32 [num_elements]; `outer_step` counts from 1; spoils `gradient`."""
+        for start in range(0, theta.numel(), SLICE):
+            part = slice(start, start + SLICE)
+            self._step(theta[part], gradient[part], [b[part] for b in buffers], outer_step)
+
+    @abstractmethod
+    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None: ...
+
+
+class Sgd(OuterOptimizer):
+    """b <- mu b + G;  theta <- theta - eta b.   Without momentum (mu = 0) no buffer is kept."""
+
+    def __init__(self, settings: OuterSettings) -> None:
+        super().__init__(settings)
+        self.num_buffers = 1 if settings.momentum else 0
+
+    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+        for b in buffers:
+            gradient = b.mul_(self.settings.momentum).add_(gradient)
+        theta.add_(gradient, alpha=-self.settings.lr)
+
+
+class Nesterov(OuterOptimizer):
+    """b <- mu b + G;  theta <- theta - eta (G + mu b).   As torch.optim.SGD(nesterov=True)."""
+
+    num_buffers = 1
+
+    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+        (b,) = buffers
+        b.mul_(self.settings.momentum).add_(gradient)
+        theta.add_(gradient.add_(b, alpha=self.settings.momentum), alpha=-self.settings.lr)
+
+
+class Adam(OuterOptimizer):
+    """Adam with bias correction (arXiv 1412.6980), as torch.optim.Adam."""
+
+    num_buffers = 2
+
+    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+        first, second = buffers
+        s = self.settings
+        first.lerp_(gradient, 1 - s.beta1)
+        second.mul_(s.beta2).addcmul_(gradient, gradient, value=1 - s.beta2)
+        corrected = torch.sqrt(second, out=gradient).div_((1 - s.beta2**outer_step) ** 0.5).add_(s.eps)
+        theta.addcdiv_(first, corrected, value=-s.lr / (1 - s.beta1**outer_step))
+
+
+_OPTIMIZERS: dict[str, Callable[[OuterSettings], OuterOptimizer]] = {"nesterov": Nesterov, "sgd": Sgd, "adam": Adam}
+
+
+def make_outer_optimizer(settings: OuterSettings) -> OuterOptimizer:
+    """The optimizer that the settings name."""
+    return _OPTIMIZERS[settings.optimizer](settings)

@@ -1,0 +1,80 @@
+"""A round: the collecting of contributions for one outer step of one fragment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco_common.codec import Payload
+
+from diloco_server.core.cadence import Quorum, needed
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One pseudo-gradient, still compressed, and where it came from."""
+
+    learner_id: str
+    generation: int
+    fragment_id: int
+    round: int
+    base_version: int
+    tokens: int
+    steps: int
+    payload: Payload
+    piece_norms: tuple[float, ...]
+    """L2 norm of each piece of the fragment, in order."""
+
+    @property
+    def weight(self) -> float:
+        """Quantity times quality: tokens^2 / steps."""
+        return self.tokens * self.tokens / self.steps
+
+
+@dataclass
+class Round:
+    """What a fragment's open round asked for and has got."""
+
+    round: int
+    """The version that it will make."""
+    opened_at: float
+    asked: dict[str, int]
+    """Learner id -> generation that was asked. Learners that lose their lease stay here."""
+    lost: set[str] = field(default_factory=set)
+    """Asked learners that are gone, or joined again since."""
+    contributions: dict[str, Contribution] = field(default_factory=dict)
+    quorum_at: float | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """Who was asked, could still contribute, and has not."""
+        return sorted(self.asked.keys() - self.lost - self.contributions.keys())
+
+    def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
+        assert contribution.learner_id in self.asked
+        self.contributions[contribution.learner_id] = contribution
+        if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
+            self.quorum_at = now
+
+    def lose(self, learner_id: str) -> Contribution | None:
+        """The learner lost the generation that was asked: fence off what it sent."""
+        if learner_id not in self.asked:
+            return None
+        self.lost.add(learner_id)
+        return self.contributions.pop(learner_id, None)
+
+    def verdict(self, quorum: Quorum, grace_s: float, now: float) -> tuple[bool, str]:
+        """Say whether the round may close, and why."""
+        if not self.contributions:
+            return False, f"0/{len(self.asked)} contributions"
+        if not self.missing:
+            return True, "lease" if self.lost else "all"
+        enough = needed(quorum, len(self.asked))
+        if len(self.contributions) < enough or self.quorum_at is None:
+            return False, f"{len(self.contributions)}/{enough} contributions"
+        left_s = self.quorum_at + grace_s - now
+        return left_s <= 0, "grace" if left_s <= 0 else f"{left_s:.3f} s of grace left"
+
+    @property
+    def is_void(self) -> bool:
+        """Nobody who was asked can contribute any more, and nobody did."""
+        return not self.contributions and not self.missing

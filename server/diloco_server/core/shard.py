@@ -1,0 +1,478 @@
+"""The shard: one state machine that decides everything, and does nothing.
+
+Callers say what happened and when (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`); the shard
+changes its state and leaves `effects` for the shell to carry out. The same code runs in the server, in the simulator
+and in the numerics tests.
+
+    unseeded --seed--> version 0 --due--> round open --verdict--> computing --committed--> version 1 --due--> ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from diloco_common.codec import Payload
+from diloco_common.errors import (
+    ContributionConflict,
+    Draining,
+    ManifestMismatch,
+    NotJoined,
+    NotSeeded,
+    Refusal,
+    StaleGeneration,
+    Superseded,
+    UnknownFragment,
+)
+from diloco_common.manifest import Manifest, TensorSpec, cut
+from diloco_common.messages import (
+    Collect,
+    Committed,
+    Directive,
+    Drain,
+    Evicted,
+    FragmentStatus,
+    LearnerPolicy,
+    Outcome,
+    Progress,
+    Pulse,
+    PushAnswer,
+    PushHeader,
+    Stop,
+)
+from diloco_common.settings import Settings
+
+from diloco_server.core import guards
+from diloco_server.core.cadence import first_interval, is_due
+from diloco_server.core.effects import (
+    BudgetReached,
+    Effect,
+    LearnerForgotten,
+    LearnerGone,
+    LearnerJoined,
+    MergeRound,
+    QuorumReached,
+    RoundClosed,
+    RoundOpened,
+    SeedFragment,
+    Tell,
+    VersionCommitted,
+)
+from diloco_server.core.fragment import FragmentState, Values
+from diloco_server.core.grace import GraceWindow
+from diloco_server.core.ledger import Ledger
+from diloco_server.core.membership import Member, Membership
+from diloco_server.core.rounds import Contribution, Round
+
+ACCEPTED = PushAnswer(Outcome.ACCEPTED)
+DUPLICATE = PushAnswer(Outcome.DUPLICATE)
+LATE = PushAnswer(Outcome.LATE)
+
+
+class Shard:
+    """Decides for the fragments of one shard. Not thread-safe: one owner calls it."""
+
+    def __init__(self, settings: Settings, epoch: int) -> None:
+        self.settings = settings
+        self.epoch = epoch
+        self.manifest: Manifest | None = None
+        self.fragments: dict[int, FragmentState] = {}
+        """Those that this shard owns, once the first learner has brought the model."""
+        self.membership = Membership(settings.lease, settings.shard.max_learners)
+        self.grace = GraceWindow(settings.sync)
+        self.ledger = Ledger()
+        self.draining = False
+        self.done = False
+        """The token budget is reached; no round opens any more."""
+        self._effects: list[Effect] = []
+        self._closed: dict[int, tuple[Round, float]] = {}  # fragment id -> round being computed, when it closed
+
+    def take_effects(self) -> list[Effect]:
+        """What the shell has to do, in order; the list starts anew."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # ------------------------------------------------------------ learners
+
+    def join(self, learner_id: str, instance: str, tensors: Sequence[TensorSpec], now: float) -> Member:
+        """Grant a lease. Raises Draining, ManifestMismatch or Busy."""
+        if self.draining:
+            raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
+        self._adopt_or_check(tensors)
+        old = self.membership.get(learner_id)
+        if old is not None and old.live:
+            if old.instance == instance:
+                self._lose(old, StaleGeneration.code, f"{learner_id} has joined again")
+            else:
+                words = f"another process joined as {learner_id}; give each worker its own learner id"
+                self._lose(old, Superseded.code, words)
+        member = self.membership.join(learner_id, instance, now)
+        self._effects.append(LearnerJoined(learner_id, member.generation, returned=old is not None))
+        return member
+
+    def observe(self, tensors: Sequence[TensorSpec]) -> None:
+        """Check an observer's model, if it brings one. Raises NotSeeded or ManifestMismatch."""
+        if self.manifest is None:
+            raise NotSeeded("no learner has joined yet, so there is no model to look at; try again later")
+        if tensors:
+            guards.check_model(self.manifest, tensors)
+
+    def check(self, learner_id: str, generation: int, epoch: int) -> Member:
+        """The member that speaks. Raises NotJoined, StaleGeneration, LeaseExpired or Stalled."""
+        if epoch != self.epoch:
+            raise NotJoined(f"{learner_id} has no lease here since this shard restarted; join again")
+        return self.membership.check(learner_id, generation)
+
+    def attend(self, member: Member) -> None:
+        """A control stream begins: tell it everything that it could have missed. Repeats are harmless."""
+        self._tell(member, self.pulse())
+        for state in self.fragments.values():
+            if state.seeded:
+                self._tell(member, self._committed(state, member.learner_id))
+            if state.round and member.learner_id in state.round.missing:
+                self._tell(member, Collect(state.fragment.fragment_id, state.round.round))
+        if self.done:
+            self._tell(member, Stop())
+        if self.draining:
+            self._tell(member, Drain())
+
+    def progress(self, member: Member, progress: Progress, now: float) -> None:
+        """A learner reports, which renews its lease."""
+        self.membership.heard(member, progress, now)
+
+    def leave(self, member: Member) -> None:
+        """A learner says goodbye. What it contributed to open rounds counts; nobody waits for the rest."""
+        self.membership.leave(member)
+        self._effects.append(LearnerGone(member.learner_id, member.generation, "LEFT"))
+        for state in self.fragments.values():
+            state.base_steps.pop(member.learner_id, None)
+            if state.round and member.learner_id in state.round.missing:
+                state.round.lose(member.learner_id)
+                member.missed["LEFT"] += 1
+
+    # ------------------------------------------------------------ contributions
+
+    def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
+        """Decide on a push by its header alone. None: send the bytes; else this is the answer."""
+        try:
+            return self._admit(member, header)
+        except Refusal as refusal:
+            return self.reject(header, refusal)
+
+    def contribute(
+        self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
+    ) -> PushAnswer:
+        """Take a push whose bytes are whole and valid. State may have moved on since `admit`, so it asks again."""
+        try:
+            answer = self._admit(member, header)
+            if answer is not None:
+                return answer
+            state = self.fragments[header.fragment_id]
+            if header.is_seed:
+                guards.check_norm(piece_norms, state, float("inf"))
+                return self._accept_seed(state, header, payload, piece_norms)
+            guards.check_norm(piece_norms, state, self.settings.guard.norm_factor)
+        except Refusal as refusal:
+            return self.reject(header, refusal)
+        return self._accept(member, state, header, payload, piece_norms, now)
+
+    def reject(self, header: PushHeader, refusal: Refusal) -> PushAnswer:
+        """Count a refused push."""
+        self.ledger.rejected[refusal.code] += 1
+        self.ledger.tokens_refused[refusal.code] += header.tokens
+        return PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
+
+    def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
+        if self.manifest is None:
+            raise NotSeeded("no learner has joined since this shard started; join again")
+        guards.check_origin(header, self.manifest, self.epoch)
+        state = self.owned(header.fragment_id)
+        if header.is_seed:
+            if state.seeded or state.computing:
+                return DUPLICATE
+            guards.check_sizes(header, state, guards.SEED_ENCODINGS)
+            return None
+        if not state.seeded:
+            raise NotSeeded(f"fragment {header.fragment_id} has no version yet; seed it first")
+        known = state.round.contributions.get(member.learner_id) if state.round else None
+        if known is not None and known.round == header.round:
+            return self._repeated(known, header)
+        if header.round <= state.version or (state.round is None and header.round == state.version + 1):
+            return self._after_the_close(member, state, header)
+        guards.check_round(header, state, member.learner_id, self.settings.sync.staleness_max)
+        guards.check_sizes(header, state, (self.settings.sync.push,))
+        return None
+
+    def _repeated(self, known: Contribution, header: PushHeader) -> PushAnswer:
+        """The learner has contributed to this open round already."""
+        if (known.payload.header, known.tokens, known.steps) == (header.payload, header.tokens, header.steps):
+            self.ledger.duplicates += 1
+            return DUPLICATE
+        raise ContributionConflict(
+            f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
+            "a contribution cannot be changed"
+        )
+
+    def _after_the_close(self, member: Member, state: FragmentState, header: PushHeader) -> PushAnswer:
+        """The round is over, or being computed: either this contribution is in, or it came too late."""
+        computing, _ = self._closed.get(header.fragment_id, (None, 0.0))
+        taken = computing.contributions.get(member.learner_id) if computing else None
+        if taken is not None and taken.round == header.round:
+            return self._repeated(taken, header)
+        if state.merged_versions.get(member.learner_id) == header.round:
+            self.ledger.duplicates += 1
+            return DUPLICATE
+        self.ledger.late += 1
+        self.ledger.tokens_late += header.tokens
+        return LATE
+
+    def _accept_seed(
+        self, state: FragmentState, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]
+    ) -> PushAnswer:
+        state.computing = True
+        state.seed_norm = guards.total_norm(piece_norms)
+        state.tokens_merged = header.tokens_merged
+        self._effects.append(SeedFragment(header.fragment_id, payload))
+        return ACCEPTED
+
+    def _accept(
+        self,
+        member: Member,
+        state: FragmentState,
+        header: PushHeader,
+        payload: Payload,
+        piece_norms: tuple[float, ...],
+        now: float,
+    ) -> PushAnswer:
+        assert state.round is not None
+        had_quorum = state.round.quorum_at is not None
+        contribution = Contribution(
+            member.learner_id, member.generation, header.fragment_id, header.round, header.base_version,
+            header.tokens, header.steps, payload, piece_norms,
+        )  # fmt: skip
+        state.round.accept(contribution, self.settings.sync.quorum, now)
+        member.contributed += 1
+        self.ledger.tokens_accepted += header.tokens
+        if not had_quorum and state.round.quorum_at is not None:
+            after_s = now - state.round.opened_at
+            self.grace.to_quorum.add(after_s)
+            self._effects.append(QuorumReached(header.fragment_id, header.round, after_s))
+        return ACCEPTED
+
+    # ------------------------------------------------------------ versions
+
+    def seeded(self, fragment_id: int, values: Values, published: Payload) -> None:
+        """Version 0 is computed and durable: announce it."""
+        state = self.fragments[fragment_id]
+        state.values, state.published = values, published
+        state.computing, state.seeded = False, True
+        self._announce(state)
+        self._check_budget()
+
+    def seed_failed(self, fragment_id: int) -> None:
+        """The seed could not be used; another learner may seed."""
+        self.fragments[fragment_id].computing = False
+
+    def committed(self, fragment_id: int, published: Payload, now: float) -> None:
+        """The next version is computed and durable: announce it."""
+        state = self.fragments[fragment_id]
+        closed, closed_at = self._closed.pop(fragment_id)
+        state.computing = False
+        state.version = closed.round
+        state.published = published
+        tokens = 0
+        for contribution in closed.contributions.values():
+            tokens += contribution.tokens
+            state.merged_versions[contribution.learner_id] = closed.round
+            state.norms.append(guards.total_norm(contribution.piece_norms))
+            member = self.membership.get(contribution.learner_id)
+            if member is not None:
+                member.merged += 1
+                member.tokens_merged += contribution.tokens
+        state.tokens_merged += tokens
+        self.ledger.rounds += 1
+        self.ledger.participants += len(closed.contributions)
+        self.ledger.tokens_merged += tokens
+        self.grace.to_publish.add(now - closed_at)
+        self._effects.append(
+            VersionCommitted(fragment_id, state.version, len(closed.contributions), tokens, now - closed.opened_at)
+        )
+        self._announce(state, len(closed.contributions))
+        self._check_budget()
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, now: float) -> None:
+        """Let time pass: leases end, rounds open and close. Call often, and after every event."""
+        for member in self.membership.expire(now):
+            self.ledger.evictions[member.evicted_for] += 1
+            refusal = self.membership.eviction(member)
+            self._lose(member, refusal.code, str(refusal))
+        for learner_id in self.membership.forget():
+            for state in self.fragments.values():
+                state.merged_versions.pop(learner_id, None)
+            self._effects.append(LearnerForgotten(learner_id))
+        grace_s = self.grace_s()
+        live = [m for m in self.membership.live() if m.first_step is not None]
+        for state in self.fragments.values():
+            if state.round is not None:
+                self._close_if_ready(state, grace_s, now)
+            if state.round is None and self._is_due(state, live):
+                self._open_round(state, live, now)
+
+    def drain(self) -> None:
+        """Take no new work: no joins, no new rounds. Learners are told."""
+        self.draining = True
+        for member in self.membership.live():
+            self._tell(member, Drain())
+
+    def pulse(self) -> Pulse:
+        return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
+
+    def send_pulses(self) -> None:
+        """Tell every learner that the shard lives; about once per heartbeat."""
+        pulse = self.pulse()
+        for member in self.membership.live():
+            self._tell(member, pulse)
+
+    def grace_s(self) -> float:
+        """The grace window now, in seconds."""
+        times = [m.progress.step_time_s for m in self.membership.live() if m.progress.step_time_s > 0]
+        return self.grace.seconds(sum(times) / len(times) if times else 0.0)
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def tokens_merged(self) -> int:
+        """Progress of this shard: merged tokens, averaged over its fragments."""
+        states = self.fragments.values()
+        return sum(s.tokens_merged for s in states) // len(states) if states else 0
+
+    @property
+    def all_seeded(self) -> bool:
+        return bool(self.fragments) and all(s.seeded for s in self.fragments.values())
+
+    def owned(self, fragment_id: int) -> FragmentState:
+        """Raises UnknownFragment."""
+        state = self.fragments.get(fragment_id)
+        if state is None:
+            mine = ", ".join(map(str, sorted(self.fragments))) or "none yet"
+            raise UnknownFragment(f"shard {self.settings.shard.index} owns fragments {mine}, not {fragment_id}")
+        return state
+
+    def published(self, fragment_id: int) -> tuple[int, Payload]:
+        """The latest announced version and its bytes. Raises UnknownFragment or NotSeeded."""
+        state = self.owned(fragment_id)
+        if not state.seeded or state.published is None:
+            raise NotSeeded(f"fragment {fragment_id} has no version yet; wait for Committed")
+        return state.version, state.published
+
+    def fragment_statuses(self, learner_id: str) -> list[FragmentStatus]:
+        return [
+            FragmentStatus(i, s.seeded, s.version, s.merged_versions.get(learner_id, 0))
+            for i, s in sorted(self.fragments.items())
+        ]
+
+    def policy(self) -> LearnerPolicy:
+        sync = self.settings.sync
+        return LearnerPolicy(
+            sync.sync_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+        )
+
+    # ------------------------------------------------------------ transitions
+
+    def _adopt_or_check(self, tensors: Sequence[TensorSpec]) -> None:
+        """The first learner brings the model. It may be replaced while nothing is seeded and nobody holds a lease."""
+        in_use = any(s.seeded or s.computing for s in self.fragments.values()) or self.membership.live()
+        if self.manifest is not None and in_use:
+            guards.check_model(self.manifest, tensors)
+            return
+        shard = self.settings.shard
+        try:
+            self.manifest = cut(tensors, self.settings.sync.fragments, shard.count)
+        except ValueError as error:
+            raise ManifestMismatch(f"the model cannot be cut: {error}") from error
+        window = self.settings.guard.norm_window
+        self.fragments = {
+            f.fragment_id: FragmentState(f, deque(maxlen=window)) for f in self.manifest.owned_by(shard.index)
+        }
+
+    def _lose(self, member: Member, code: str, words: str) -> None:
+        """A generation ends: tell it, and fence off what it has in open rounds."""
+        self._tell(member, Evicted(code, words))
+        self._effects.append(LearnerGone(member.learner_id, member.generation, code))
+        for state in self.fragments.values():
+            state.base_steps.pop(member.learner_id, None)
+            if state.round is None or member.learner_id not in state.round.missing + list(state.round.contributions):
+                continue
+            fenced = state.round.lose(member.learner_id)
+            member.missed["FENCED" if fenced else code] += 1
+            if fenced:
+                self.ledger.tokens_fenced += fenced.tokens
+
+    def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
+        if not state.seeded or state.computing or self.draining or self._has_budget(state):
+            return False
+        sync, total = self.settings.sync, len(self.manifest.fragments) if self.manifest else 1
+        never = state.rounds_opened == 0 and state.version == 0
+        interval = first_interval(state.fragment.fragment_id, total, sync.sync_every) if never else sync.sync_every
+        return is_due(live, state.base_steps, interval, sync.quorum)
+
+    def _open_round(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
+        round_number = state.version + 1
+        state.round = Round(round_number, now, {m.learner_id: m.generation for m in live})
+        state.rounds_opened += 1
+        state.base_steps = {m.learner_id: m.progress.inner_step for m in live}
+        self._effects.append(RoundOpened(state.fragment.fragment_id, round_number, len(live)))
+        for member in live:
+            member.asked += 1
+            self._tell(member, Collect(state.fragment.fragment_id, round_number))
+
+    def _close_if_ready(self, state: FragmentState, grace_s: float, now: float) -> None:
+        assert state.round is not None
+        collected = state.round
+        if collected.is_void:
+            state.round = None
+            return
+        closes, why = collected.verdict(self.settings.sync.quorum, grace_s, now)
+        if not closes:
+            return
+        fragment_id = state.fragment.fragment_id
+        for learner_id in collected.missing:
+            member = self.membership.get(learner_id)
+            if member is not None:
+                member.missed[LATE.outcome.name] += 1
+        state.round, state.computing = None, True
+        self._closed[fragment_id] = (collected, now)
+        contributions = tuple(collected.contributions[i] for i in sorted(collected.contributions))
+        self._effects.append(
+            RoundClosed(
+                fragment_id, collected.round, why, len(contributions), len(collected.asked), now - collected.opened_at
+            )
+        )
+        self._effects.append(MergeRound(fragment_id, collected.round, contributions))
+
+    def _announce(self, state: FragmentState, participants: int = 0) -> None:
+        for member in self.membership.live():
+            self._tell(member, self._committed(state, member.learner_id, participants))
+
+    def _committed(self, state: FragmentState, learner_id: str, participants: int = 0) -> Committed:
+        merged = state.merged_versions.get(learner_id, 0)
+        return Committed(state.fragment.fragment_id, state.version, participants, merged)
+
+    def _has_budget(self, state: FragmentState) -> bool:
+        """The fragment has merged all the tokens that the run asks for."""
+        return 0 < self.settings.run.tokens <= state.tokens_merged
+
+    def _check_budget(self) -> None:
+        if self.done or not self.all_seeded or not all(self._has_budget(s) for s in self.fragments.values()):
+            return
+        self.done = True
+        self._effects.append(BudgetReached(self.tokens_merged))
+        for member in self.membership.live():
+            self._tell(member, Stop())
+
+    def _tell(self, member: Member, directive: Directive) -> None:
+        self._effects.append(Tell(member.learner_id, member.generation, directive))
+
+
