@@ -1,7 +1,7 @@
 """Settings of glibc's malloc for processes that move large chunks.
 
 By default glibc gives large chunks back to the kernel when they are freed and faults every page in again on
-the next one: 50 to 200 faults per MB, the same gRPC stream 1.3 to 2 times slower, twice the CPU in the server.
+the next: 50 to 200 faults per MB, the same gRPC stream 1.3 to 2 times slower, twice the CPU in the server.
 Measured with grpcio 1.85 on loopback with 1 MiB messages. An mmap threshold of 1 GiB gains nothing more and
 lets peak RSS grow 2.5 times.
 """

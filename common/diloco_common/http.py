@@ -1,7 +1,7 @@
 """What every process says about itself over HTTP: /metrics, /healthz, /readyz and /status.
 
-A few lines of ASGI under uvicorn, inside the caller's event loop. What "ready" means and what the status holds
-is the caller's; it keeps secrets out of it.
+A few lines of ASGI under uvicorn, inside the caller's event loop. What "ready" means and what the status
+holds is the caller's; it keeps secrets out of it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class HttpServer:
         sock = bind_socket(self._address)
         config = uvicorn.Config(
             self._answer,
+            interface="asgi3",
             http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)

@@ -1,8 +1,9 @@
 """Every metric of shards and workers: names, help, labels and buckets stand here and nowhere else.
 
-Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has its own
-registry, because a worker may live in a process that has metrics of its own. Labels are bounded: fragments, codes of
-errors.py, and learner ids, which the shard checks before they get here and forgets when they are gone.
+Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has
+its own registry, because a worker may live in a process that has metrics of its own. Labels are bounded:
+fragments, codes of errors.py, and learner ids, which the shard checks before they get here and forgets when
+they are gone.
 
 The methods are named after what happened; the gauges of one sort are set together.
 """
@@ -21,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """What became of a push: the four of the protocol, and "failed" for no answer."""
 CloseReason = Literal["all", "grace", "lease"]
-"""Why a round closed: every learner asked contributed, the grace window ended, all missing lost their leases."""
+"""Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
 
 _COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -37,7 +38,7 @@ class ShardMetrics:
         self._epoch = Gauge("diloco_shard_epoch", "Restores of this shard.", registry=registry)
         self._learners = Gauge(
             "diloco_shard_learners",
-            'Learners with a lease: "alive" all of them, "stalled" those that send heartbeats but end no inner step.',
+            'Learners with a lease: "alive" are all, "stalled" those that send heartbeats but end no step.',
             ["state"],
             registry=registry,
         )
@@ -283,7 +284,7 @@ class WorkerMetrics:
         )
         self._tokens_carried = Counter(
             "diloco_worker_tokens_carried_total",
-            "Tokens whose contribution missed its round and that went on into a later one, averaged over fragments.",
+            "Tokens that missed a round and went on into a later one, averaged over fragments.",
             registry=registry,
         )
         self._pushed_bytes = Counter(

@@ -1,0 +1,177 @@
+"""One event per line, with its identifiers, and nothing raw from outside."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_common.logs import Log, configure, show
+
+ANSI = "\x1b[31mred\x1b[0m"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("diloco")
+    before = list(root.handlers), root.level, ours.level
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+    logging.captureWarnings(False)
+
+
+@pytest.fixture
+def written() -> io.StringIO:
+    stream = io.StringIO()
+    configure(stream=stream)
+    return stream
+
+
+def test_an_event_is_one_line_with_its_identifiers(written):
+    Log("shard-0").event("round closed", fragment=3, version=7, participants=2)
+
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d shard-0 round closed fragment=3 version=7 participants=2\n", written.getvalue()
+    )
+
+
+def test_time_is_utc():
+    stream = io.StringIO()
+    configure(stream=stream)
+    record = logging.LogRecord("diloco.x", logging.INFO, "", 0, "begin", None, None)
+    record.created = 12 * 3600 + 65.0
+
+    assert logging.getLogger().handlers[0].format(record).startswith("12:01:05 ")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (3, "3"),
+        (0.123456, "0.1235"),
+        (True, "yes"),
+        (None, "-"),
+        ("worker-1", "worker-1"),
+        ("every live learner contributed", '"every live learner contributed"'),
+        ("", '""'),
+        ("a=b", '"a=b"'),
+        ('say "hi"', '"say \\"hi\\""'),
+        (("a", "b"), "a,b"),
+        ({"b", "a"}, "a,b"),
+        ((), "-"),
+        ("a\nb", "a\\nb"),
+        (ANSI, "\\x1b[31mred\\x1b[0m"),
+        ("nul\x00", "nul\\x00"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("back\\slash", "back\\\\slash"),
+        (["a b", "c\n"], '"a b",c\\n'),
+    ],
+)
+def test_values_are_shown_escaped(value, shown):
+    assert show(value) == shown
+
+
+def test_a_long_value_is_cut_and_says_by_how_much():
+    assert show("x" * 10_000) == "x" * 200 + "...(+9800)"
+
+
+@given(st.text(), st.text())
+def test_no_text_breaks_the_line_or_reaches_the_terminal_raw(what, value):
+    stream = io.StringIO()
+    configure(stream=stream)
+
+    Log("shard-0").event(what, learner=value)
+
+    line = stream.getvalue()
+    assert line.endswith("\n")
+    assert line[:-1].isprintable()
+
+
+def test_levels_are_named_where_they_are_not_the_usual_one(written):
+    log = Log("worker-1")
+    log.debug("tick")
+    log.warning("shard away", shard="ps-0:50051")
+    log.error("giving up")
+
+    lines = [line.split(" ", 1)[1] for line in written.getvalue().splitlines()]
+    assert lines == ["worker-1 WARNING shard away shard=ps-0:50051", "worker-1 ERROR giving up"]
+
+
+def test_a_traceback_follows_its_event_indented_and_escaped(written):
+    try:
+        raise ValueError(ANSI)
+    except ValueError as error:
+        Log("shard-0").error("unexpected", trace=error)
+
+    first, *rest = written.getvalue().splitlines()
+    assert first.endswith("shard-0 ERROR unexpected")
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)
+    assert rest[-1] == "    ValueError: \\x1b[31mred\\x1b[0m"
+
+
+def test_other_libraries_are_heard_only_when_they_warn_and_never_raw(written):
+    library = logging.getLogger("some.library")
+    library.info("chatter")
+    library.warning("odd: %s", ANSI + "\nsecond line")
+
+    assert written.getvalue().endswith("some.library WARNING odd: \\x1b[31mred\\x1b[0m\\nsecond line\n")
+    assert "chatter" not in written.getvalue()
+
+
+def test_json_lines_hold_the_same_event():
+    stream = io.StringIO()
+    configure(json_lines=True, stream=stream)
+
+    Log("shard-0").event("round closed", fragment=3, loss=float("nan"), why=ANSI, learners=("a", "b"))
+    logging.getLogger("some.library").warning("odd")
+
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "process": "shard-0",
+        "level": "info",
+        "event": "round closed",
+        "fragment": 3,
+        "loss": None,
+        "why": ANSI,
+        "learners": ["a", "b"],
+    }
+    assert "\x1b" not in stream.getvalue()
+    assert second["event"] == "odd"
+
+
+def test_a_field_cannot_pretend_to_be_another_event():
+    stream = io.StringIO()
+    configure(json_lines=True, stream=stream)
+
+    Log("shard-0").event("evicted", process="shard-9", level="debug")
+
+    assert json.loads(stream.getvalue()) | {"time": ""} == {
+        "time": "",
+        "process": "shard-0",
+        "level": "info",
+        "event": "evicted",
+    }
+
+
+def test_configuring_again_does_not_say_everything_twice(written):
+    configure(stream=written)
+
+    Log("shard-0").event("ready")
+
+    assert len(written.getvalue().splitlines()) == 1
+
+
+def test_without_configuration_the_users_own_handlers_get_whole_lines(caplog):
+    with caplog.at_level(logging.INFO, logger="diloco"):
+        Log("worker-1").event("joined", generation=2)
+
+    assert caplog.messages == ["joined generation=2"]

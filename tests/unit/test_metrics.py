@@ -1,0 +1,198 @@
+"""Metrics: what each event counts, that labels stay bounded, that names are as Prometheus wants them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import warnings
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from diloco_common.metrics import ShardMetrics, WorkerMetrics
+
+
+def values(registry: CollectorRegistry) -> dict[str, float]:
+    """All series that are not those of the process, as `name{label=value}` -> value."""
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("diloco_")
+    }
+
+
+def busy_shard() -> ShardMetrics:
+    """A shard in which everything has happened."""
+    m = ShardMetrics()
+    m.ready(True)
+    m.epoch(2)
+    m.call_refused("NOT_JOINED")
+    m.learner_joined()
+    m.learner_evicted("LEASE_EXPIRED")
+    m.learners(alive=3, stalled=1)
+    m.learner_progress("worker-1", inner_step=10, tokens=1000, step_seconds=0.25, loss=2.5)
+    m.learner_silent("worker-1", 0.5)
+    m.contribution_accepted(staleness=1)
+    m.contribution_duplicate()
+    m.contribution_late()
+    m.contribution_rejected("NOT_FINITE")
+    m.received(100)
+    m.sent(200)
+    m.open_rounds(4)
+    m.grace(0.75)
+    m.quorum_reached(0.1)
+    m.round_closed("grace", 2)
+    m.merged(0.02)
+    m.version_committed(3, 7, 1.5)
+    m.tokens(merged=5000, budget=10_000)
+    return m
+
+
+def busy_worker(now: float = 0.0) -> WorkerMetrics:
+    """A worker in which everything has happened."""
+    m = WorkerMetrics(clock=lambda: now)
+    m.stepped(tokens=1024, seconds=0.25, loss=2.5)
+    m.stalled(0.0002)
+    m.encoded(0.01)
+    m.pushed("accepted", 500)
+    m.contributions_unmerged(2)
+    m.carried(64)
+    m.pulled(700)
+    m.applied(3, 7, 0.004)
+    m.connected(2)
+    m.reconnected()
+    return m
+
+
+@pytest.mark.parametrize(
+    ("series", "value"),
+    [
+        ("diloco_shard_ready", 1),
+        ("diloco_shard_epoch", 2),
+        ("diloco_shard_refused_calls_total{code=NOT_JOINED}", 1),
+        ("diloco_shard_joins_total", 1),
+        ("diloco_shard_evictions_total{code=LEASE_EXPIRED}", 1),
+        ("diloco_shard_learners{state=alive}", 3),
+        ("diloco_shard_learners{state=stalled}", 1),
+        ("diloco_shard_learner_inner_step{learner=worker-1}", 10),
+        ("diloco_shard_learner_tokens{learner=worker-1}", 1000),
+        ("diloco_shard_learner_step_seconds{learner=worker-1}", 0.25),
+        ("diloco_shard_learner_loss{learner=worker-1}", 2.5),
+        ("diloco_shard_learner_silent_seconds{learner=worker-1}", 0.5),
+        ("diloco_shard_contributions_total{outcome=accepted}", 1),
+        ("diloco_shard_contributions_total{outcome=duplicate}", 1),
+        ("diloco_shard_contributions_total{outcome=late}", 1),
+        ("diloco_shard_contributions_rejected_total{code=NOT_FINITE}", 1),
+        ("diloco_shard_staleness_versions_sum", 1),
+        ("diloco_shard_received_bytes_total", 100),
+        ("diloco_shard_sent_bytes_total", 200),
+        ("diloco_shard_open_rounds", 4),
+        ("diloco_shard_grace_seconds", 0.75),
+        ("diloco_shard_quorum_seconds_sum", 0.1),
+        ("diloco_shard_rounds_closed_total{why=grace}", 1),
+        ("diloco_shard_rounds_closed_total{why=lease}", 0),
+        ("diloco_shard_round_participants_sum", 2),
+        ("diloco_shard_merge_seconds_sum", 0.02),
+        ("diloco_shard_round_seconds_sum", 1.5),
+        ("diloco_shard_version{fragment=3}", 7),
+        ("diloco_shard_tokens_merged_total", 5000),
+        ("diloco_shard_tokens_budget", 10_000),
+    ],
+)
+def test_what_happens_in_a_shard_is_counted(series, value):
+    assert values(busy_shard().registry)[series] == value
+
+
+@pytest.mark.parametrize(
+    ("series", "value"),
+    [
+        ("diloco_worker_inner_steps_total", 1),
+        ("diloco_worker_tokens_total", 1024),
+        ("diloco_worker_loss", 2.5),
+        ("diloco_worker_inner_step_seconds_sum", 0.25),
+        ("diloco_worker_sync_stall_seconds_sum", 0.0002),
+        ("diloco_worker_encode_seconds_sum", 0.01),
+        ("diloco_worker_pushes_total{outcome=accepted}", 1),
+        ("diloco_worker_pushes_total{outcome=failed}", 0),
+        ("diloco_worker_pushed_bytes_total", 500),
+        ("diloco_worker_pulled_bytes_total", 700),
+        ("diloco_worker_contributions_unmerged", 2),
+        ("diloco_worker_tokens_carried_total", 64),
+        ("diloco_worker_version{fragment=3}", 7),
+        ("diloco_worker_apply_seconds_sum", 0.004),
+        ("diloco_worker_connected_shards", 2),
+        ("diloco_worker_reconnects_total", 1),
+    ],
+)
+def test_what_happens_in_a_worker_is_counted(series, value):
+    assert values(busy_worker().registry)[series] == value
+
+
+def test_the_age_of_a_version_grows_until_the_next_one():
+    now = [100.0]
+    m = WorkerMetrics(clock=lambda: now[0])
+    age = "diloco_worker_version_age_seconds{fragment=3}"
+
+    m.applied(3, 1, 0.001)
+    now[0] = 130.0
+    assert values(m.registry)[age] == 30
+
+    m.applied(3, 2, 0.001)
+    assert values(m.registry)[age] == 0
+
+
+def test_an_unknown_loss_is_not_zero():
+    unknown = values(WorkerMetrics().registry)["diloco_worker_loss"]
+    assert unknown != unknown
+
+    m = ShardMetrics()
+    m.learner_progress("worker-1", inner_step=0, tokens=0, step_seconds=0, loss=None)
+    assert "diloco_shard_learner_loss{learner=worker-1}" not in values(m.registry)
+
+
+def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
+    m = ShardMetrics()
+    for merged in (5000, 4000, 6000):
+        m.tokens(merged=merged, budget=0)
+
+    assert values(m.registry)["diloco_shard_tokens_merged_total"] == 6000
+
+
+def test_a_learner_that_is_forgotten_leaves_no_series():
+    m = busy_shard()
+    m.learner_silent("worker-2", 0.1)
+
+    m.forget("worker-1")
+    m.forget("worker-1")
+
+    left = [series for series in values(m.registry) if "learner=" in series]
+    assert left == ["diloco_shard_learner_silent_seconds{learner=worker-2}"]
+
+
+@pytest.mark.parametrize("metrics", [busy_shard(), busy_worker()], ids=["shard", "worker"])
+def test_every_process_says_what_it_runs_and_what_it_uses(metrics):
+    text = generate_latest(metrics.registry).decode()
+
+    assert 'diloco_build_info{grpcio="' in text
+    assert "process_resident_memory_bytes" in text
+    assert "_created" not in text
+
+
+@pytest.mark.parametrize("metrics", [busy_shard(), busy_worker()], ids=["shard", "worker"])
+def test_promtool_finds_nothing_to_say(metrics):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        warnings.warn("promtool is not installed: the metrics were NOT checked by it", stacklevel=1)
+        pytest.skip("promtool is not installed (Debian package: prometheus)")
+
+    text = generate_latest(metrics.registry)
+    found = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
+
+    assert (found.returncode, found.stdout + found.stderr) == (0, b"")
+
+
+def test_two_learners_in_one_process_do_not_share_metrics():
+    busy_worker()
+
+    assert values(WorkerMetrics().registry)["diloco_worker_inner_steps_total"] == 0
