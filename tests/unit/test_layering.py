@@ -1,0 +1,218 @@
+"""Who may import whom, read from the source with ast: the cores stay pure, the packages stay apart.
+
+Imports inside functions and under TYPE_CHECKING count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+OURS = {
+    "diloco_protos": "protos",
+    "diloco_common": "common",
+    "diloco_server": "server",
+    "diloco_worker": "worker",
+    "diloco_simulator": "simulator",
+    "diloco_deploy": "deploy",
+}
+"""Package -> its source root."""
+
+# What a pure decision may not reach: network, threads, clocks, chance, the machine, the log, other processes.
+# fmt: off
+IMPURE = frozenset({
+    "asyncio", "concurrent", "datetime", "http", "importlib", "io", "logging", "multiprocessing", "os", "pathlib",
+    "queue", "random", "sched", "secrets", "select", "selectors", "shutil", "signal", "socket", "socketserver",
+    "sqlite3", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid", "warnings",
+})
+# fmt: on
+PURE_STDLIB = sys.stdlib_module_names - IMPURE
+"""`io`, `sys`, `warnings` and `importlib` would be ways around the rule."""
+SHELL_OF_COMMON = frozenset(
+    f"diloco_common.{name}"
+    for name in ["addresses", "allocator", "http", "logs", "metrics", "rpc", "settings_loader"]
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the modules below a dotted name may import; the longest name that fits a module decides."""
+
+    ours: frozenset[str]
+    """Dotted names of our own that may be imported, with everything below them."""
+    outside: frozenset[str] | None = None
+    """Top-level names of the standard library and others that may be imported; None: any but `never`."""
+    never: frozenset[str] = frozenset()
+    """Dotted names that may not be imported although `ours` or `outside` would allow it."""
+
+
+def allow(*ours: str, outside: frozenset[str] | None = None, never: frozenset[str] = frozenset()) -> Rule:
+    return Rule(frozenset(ours), outside, never)
+
+
+def core(package: str) -> Rule:
+    return allow("diloco_common", f"{package}.core", outside=PURE_STDLIB | {"torch"}, never=SHELL_OF_COMMON)
+
+
+TORCH = frozenset({"torch"})
+RULES = {
+    "diloco_protos": allow("diloco_protos", outside=frozenset({"google", "grpc"}) | sys.stdlib_module_names),
+    "diloco_common": allow("diloco_common", never=TORCH),
+    "diloco_common.codec": allow("diloco_common"),
+    "diloco_common.rpc": allow("diloco_common", "diloco_protos", never=TORCH),
+    "diloco_server": allow("diloco_server", "diloco_common", "diloco_protos"),
+    "diloco_server.core": core("diloco_server"),
+    "diloco_worker": allow("diloco_worker", "diloco_common", "diloco_protos"),
+    "diloco_worker.core": core("diloco_worker"),
+    "diloco_simulator": allow(
+        "diloco_simulator", "diloco_common", "diloco_server.core", "diloco_worker.core"
+    ),
+    "diloco_deploy": allow(*OURS),
+}
+
+
+def is_below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def rule_of(module: str) -> Rule:
+    return RULES[max((name for name in RULES if is_below(module, name)), key=len)]
+
+
+def why_not(module: str, imported: str) -> str | None:
+    """Why `module` may not import `imported`; None if it may."""
+    rule = rule_of(module)
+    if any(is_below(imported, name) for name in rule.never):
+        return f"{imported} is ruled out here"
+    top = imported.partition(".")[0]
+    if top in OURS:
+        if any(is_below(imported, name) for name in rule.ours):
+            return None
+        return f"only {', '.join(sorted(rule.ours))} of our own"
+    if rule.outside is not None and top not in rule.outside:
+        return f"{top} is not among what may be imported here"
+    return None
+
+
+def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that a module imports. `from a import b` gives a.b."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                up = ".".join(parts[: len(parts) - node.level + 1])
+                base = f"{up}.{base}" if base else up
+            for alias in node.names:
+                yield node.lineno, base if alias.name == "*" else f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__import__":
+            yield node.lineno, "importlib"
+
+
+def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    return [
+        f"{module}:{line} imports {imported}: {reason}"
+        for line, imported in imports(source, module, is_package=is_package)
+        if (reason := why_not(module, imported))
+    ]
+
+
+def modules(repository: Path) -> Iterator[tuple[Path, str]]:
+    for package, folder in OURS.items():
+        for path in sorted((repository / folder / package).rglob("*.py")):
+            parts = path.relative_to(repository / folder).with_suffix("").parts
+            yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_every_module_keeps_to_its_layer(repository):
+    found = []
+    seen = set()
+    for path, module in modules(repository):
+        seen.add(module.partition(".")[0])
+        found += violations(path.read_text(), module, is_package=path.name == "__init__.py")
+
+    assert seen >= {"diloco_protos", "diloco_common"}, "the checker looked in the wrong place"
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("diloco_common.manifest", "import torch"),
+        ("diloco_common.manifest", "from torch.nn import Module"),
+        ("diloco_common.rpc", "import torch"),
+        ("diloco_common.logs", "from diloco_protos import parameter_server_pb2"),
+        ("diloco_common.rpc", "from diloco_server.core import shard"),
+        ("diloco_protos.extra", "import diloco_common"),
+        ("diloco_protos.extra", "import torch"),
+        ("diloco_server.core.shard", "import time"),
+        ("diloco_server.core.shard", "import asyncio"),
+        ("diloco_server.core.shard", "from threading import Lock"),
+        ("diloco_server.core.shard", "import os.path"),
+        ("diloco_server.core.shard", "import random"),
+        ("diloco_server.core.shard", "import logging"),
+        ("diloco_server.core.shard", "import grpc"),
+        ("diloco_server.core.shard", "import numpy"),
+        ("diloco_server.core.shard", "from diloco_protos import parameter_server_pb2"),
+        ("diloco_server.core.shard", "from diloco_common import rpc"),
+        ("diloco_server.core.shard", "from diloco_common.metrics import ShardMetrics"),
+        ("diloco_server.core.shard", "from diloco_server.service import Service"),
+        ("diloco_server.core.shard", "from ..service import Service"),
+        ("diloco_server.core.shard", "from .. import service"),
+        ("diloco_server.core.shard", "def now():\n    import time\n    return time.monotonic()"),
+        ("diloco_server.core.shard", "if TYPE_CHECKING:\n    import grpc"),
+        ("diloco_server.core.shard", "clock = __import__('time').monotonic"),
+        ("diloco_worker.core.learner", "import time"),
+        ("diloco_worker.core.learner", "from diloco_server.core.rounds import Round"),
+        ("diloco_worker.client", "from diloco_server.core.rounds import Round"),
+        ("diloco_server.service", "import diloco_worker"),
+        ("diloco_server.service", "import diloco_deploy.cli"),
+        ("diloco_simulator.cluster", "from diloco_server.service import Service"),
+        ("diloco_simulator.cluster", "import diloco_deploy"),
+    ],
+)
+def test_a_module_that_breaks_its_layer_is_found(module, source):
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("diloco_common.codec.int8", "import torch"),
+        ("diloco_common.rpc", "import grpc\nfrom diloco_protos import parameter_server_pb2 as pb"),
+        ("diloco_server.core.shard", "import math\nimport torch\nfrom dataclasses import dataclass"),
+        (
+            "diloco_server.core.shard",
+            "from diloco_common.errors import Late\nfrom .rounds import Round",
+        ),
+        ("diloco_server.core", "from .rounds import Round"),
+        ("diloco_server.service", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
+        ("diloco_simulator.cluster", "import random\nfrom diloco_worker.core.learner import Learner"),
+        ("diloco_deploy.up", "import diloco_server.cli, diloco_worker, diloco_simulator"),
+    ],
+)
+def test_a_module_that_keeps_to_its_layer_is_left_alone(module, source):
+    assert violations(source, module, is_package=module == "diloco_server.core") == []
+
+
+@pytest.mark.parametrize("module", ["diloco_deploy.cli", "diloco_common.settings", "diloco_common.http"])
+def test_what_a_command_needs_to_start_does_not_load_torch(repository, module):
+    """It costs three seconds, and `diloco --help` and `diloco status` must be quick."""
+    path = Path(OURS[module.partition(".")[0]], *module.split(".")).with_suffix(".py")
+    if not (repository / path).exists():
+        pytest.skip(f"there is no {module} yet")
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert out.strip() == "False"
