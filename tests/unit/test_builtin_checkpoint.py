@@ -1,0 +1,106 @@
+"""The worker's own checkpoint: whole or refused, and never of another model or run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_common.errors import EXIT_DATA, DataError
+from diloco_common.settings import ModelSettings, TrainSettings
+from diloco_worker.builtin import checkpoint
+from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
+from diloco_worker.builtin.gpt import build_gpt
+from diloco_worker.builtin.training import make_optimizer
+
+PROGRESS = TrainingProgress(inner_step=3, tokens=96, data_position=12)
+
+
+def model_and_optimizer(width=8, steps=0):
+    model = build_gpt(ModelSettings(layers=1, heads=2, width=width, context=8), seed=0)
+    optimizer = make_optimizer(model, TrainSettings())
+    text = torch.arange(8)[None]
+    for _ in range(steps):
+        model.loss(text, text + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved(folder: Path) -> Path:
+    path = folder / "worker" / "checkpoint.safetensors"
+    save_checkpoint(path, *model_and_optimizer(steps=3), PROGRESS, run_id="r")
+    return path
+
+
+def flat_state(optimizer):
+    return {
+        (i, key): value
+        for i, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    }
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    path = saved(tmp_path)
+    model, optimizer = model_and_optimizer()
+    assert load_checkpoint(path, model, optimizer, run_id="r") == PROGRESS
+    want = flat_state(model_and_optimizer(steps=3)[1])
+    got = flat_state(optimizer)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], value) for key, value in want.items())
+    assert {p.name for p in path.parent.iterdir()} == {path.name}
+
+
+def test_an_optimizer_that_never_stepped_can_be_saved(tmp_path):
+    path = tmp_path / "c"
+    save_checkpoint(path, *model_and_optimizer(), TrainingProgress(), run_id="r")
+    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == TrainingProgress()
+
+
+def test_no_file_is_no_checkpoint(tmp_path):
+    assert load_checkpoint(tmp_path / "none", *model_and_optimizer(), run_id="r") is None
+
+
+def test_another_model_or_run_is_refused_with_what_differs(tmp_path):
+    path = saved(tmp_path)
+    model, optimizer = model_and_optimizer(width=16)
+    with pytest.raises(DataError, match=r"embedding.weight: \[256, 16\] <-> \[256, 8\]") as caught:
+        load_checkpoint(path, model, optimizer, run_id="r")
+    assert caught.value.exit_code == EXIT_DATA
+    with pytest.raises(DataError, match="belongs to run 'r', this is 'other'"):
+        load_checkpoint(path, *model_and_optimizer(), run_id="other")
+
+
+def test_every_flipped_bit_and_every_cut_is_named_and_nothing_is_loaded(tmp_path):
+    path = saved(tmp_path)
+    good = path.read_bytes()
+    model, optimizer = model_and_optimizer()
+    at = torch.randint(len(good), (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    damaged = [good[:i] + bytes([good[i] ^ (1 << i % 8)]) + good[i + 1 :] for i in [*range(0, 1200, 7), *at]]
+    for content in [b"", b"garbage", *damaged, *(good[:i] for i in at)]:
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="is damaged") as caught:
+            load_checkpoint(path, model, optimizer, run_id="r")
+        assert str(path) in str(caught.value)
+        assert not optimizer.state
+    path.write_bytes(good)
+    assert load_checkpoint(path, model, optimizer, run_id="r") == PROGRESS
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch, fails):
+    path = saved(tmp_path)
+
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((checkpoint.os, "fsync") if fails == "fsync" else (Path, "replace")), broken)
+    later = TrainingProgress(9, 9, 9)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, *model_and_optimizer(steps=5), later, run_id="r")
+    monkeypatch.undo()
+    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == PROGRESS
+    save_checkpoint(path, *model_and_optimizer(steps=5), later, run_id="r")  # over what was left behind
+    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == later

@@ -1,0 +1,183 @@
+"""What is read, what is held out, and each learner's own stream."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_common.errors import EXIT_DATA, DataError
+from diloco_worker.builtin import data
+from diloco_worker.builtin.data import TokenStream, is_held_out, load_corpus
+
+
+def stream(text, learner_id="a", seed=0, context=8, batch=4, position=0):
+    return TokenStream(
+        text, learner_id=learner_id, seed=seed, context=context, batch=batch, position=position
+    )
+
+
+def numbered(n):
+    """Text whose every byte tells its place (n up to 256)."""
+    return torch.arange(n, dtype=torch.uint8)
+
+
+def write_files(root: Path, count: int, size: int = 64) -> None:
+    """Files filled with one byte each, so that a byte says which file it is from."""
+    for i in range(count):
+        path = root / f"sub{i % 3}" / f"{i:03d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([i]) * size)
+
+
+def test_files_are_held_out_by_a_hash_of_their_name(tmp_path):
+    write_files(tmp_path, 60)
+    corpus = load_corpus(str(tmp_path), held_out=0.2)
+    held = {i for i in range(60) if is_held_out(f"sub{i % 3}/{i:03d}.txt", 0.2)}
+    assert set(corpus.held_out.tolist()) == held
+    assert set(corpus.train.tolist()) == set(range(60)) - held
+    assert (corpus.files, corpus.train.dtype) == (60, torch.uint8)
+
+
+def test_another_folder_with_the_same_names_holds_out_the_same(tmp_path):
+    for copy in ("x", "y"):
+        write_files(tmp_path / copy, 30)
+    x, y = (load_corpus(str(tmp_path / copy), held_out=0.3) for copy in ("x", "y"))
+    assert torch.equal(x.held_out, y.held_out)
+    assert torch.equal(x.train, y.train)
+
+
+def test_the_share_that_is_held_out_is_about_what_was_asked_for():
+    held = sum(is_held_out(f"package/module_{i}.py", 0.05) for i in range(10_000))
+    assert 400 < held < 600
+
+
+@pytest.mark.parametrize("size", [80, 10_000, 3_000_000])
+def test_a_single_file_is_held_out_by_regions(tmp_path, size):
+    text = os.urandom(size)
+    (tmp_path / "one.bin").write_bytes(text)
+    corpus = load_corpus(str(tmp_path / "one.bin"), held_out=0.05)
+    assert len(corpus.train) + len(corpus.held_out) == size
+    assert 0.02 < len(corpus.held_out) / size < 0.08
+    first = text.find(bytes(corpus.held_out[:4].tolist()))
+    assert bytes(corpus.train[:first].tolist()) == text[:first]
+
+
+def test_a_folder_with_too_few_files_to_hold_one_out_is_split_by_regions(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a" * 500)
+    (tmp_path / "b.txt").write_bytes(b"b" * 500)
+    assert not any(is_held_out(name, 0.05) for name in ("a.txt", "b.txt"))
+    corpus = load_corpus(str(tmp_path), held_out=0.05)
+    assert len(corpus.held_out) == 50
+    assert len(corpus.train) == 950
+
+
+def test_hidden_and_unreadable_files_and_things_that_are_not_files_are_passed_over(tmp_path):
+    write_files(tmp_path, 40)
+    want = load_corpus(str(tmp_path), held_out=0.2)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index").write_bytes(b"\xff" * 100)
+    (tmp_path / ".hidden").write_bytes(b"\xff" * 100)
+    (tmp_path / "empty").touch()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    got = load_corpus(str(tmp_path), held_out=0.2)
+    assert torch.equal(got.train, want.train)
+    assert torch.equal(got.held_out, want.held_out)
+
+
+def test_the_standard_library_is_megabytes_of_source_text_without_its_tests():
+    corpus = load_corpus("stdlib", held_out=0.05)
+    assert len(corpus.train) > 5_000_000
+    assert len(corpus.held_out) > 100_000
+    assert b"import" in bytes(corpus.train[:100_000].tolist())
+    _, paths = data._stdlib()
+    assert not [p for p in paths if {"test", "site-packages"} & set(p.parts)]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda root: None, "there is no file or folder"),
+        (lambda root: root.mkdir(), "no readable file"),
+        (lambda root: root.touch(), "too little"),
+        (lambda root: root.write_bytes(b"x" * 79), "holds 79 bytes"),
+        (lambda root: (root.mkdir(), (root / "a").write_bytes(b"x")), "holds 1 bytes"),
+    ],
+    ids=["missing", "empty folder", "empty file", "small file", "small folder"],
+)
+def test_bad_data_is_refused_with_its_path(tmp_path, make, says):
+    source = tmp_path / "data"
+    make(source)
+    with pytest.raises(DataError, match=says) as caught:
+        load_corpus(str(source), held_out=0.05)
+    assert str(source) in str(caught.value)
+    assert caught.value.exit_code == EXIT_DATA
+
+
+def test_data_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CORPUS_BYTES_MAX", 1000)
+    write_files(tmp_path, 16)
+    with pytest.raises(DataError, match="memory"):
+        load_corpus(str(tmp_path), held_out=0.05)
+
+
+def test_a_stream_visits_every_window_once_in_a_pass():
+    text = numbered(8 * 25 + 8)
+    a = stream(text, batch=5)
+    first = torch.cat([a.next_batch()[0] for _ in range(5)])
+    assert first.shape == (25, 8)
+    flat = first.flatten().tolist()
+    assert len(set(flat)) == len(flat) == 200
+
+
+def test_targets_are_the_inputs_one_byte_on():
+    inputs, targets = stream(numbered(200)).next_batch()
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 5, 6, 7, 50])
+def test_a_stream_set_to_a_position_goes_on_exactly_there(drawn):
+    text = numbered(208)  # 25 windows: batches of 4 straddle the passes
+    a = stream(text)
+    for _ in range(drawn):
+        a.next_batch()
+    b = stream(text, position=a.position)
+    for _ in range(10):
+        assert torch.equal(a.next_batch()[0], b.next_batch()[0])
+
+
+def test_streams_differ_by_learner_seed_and_pass():
+    text = numbered(208)
+    orders = {
+        tuple(torch.cat([s.next_batch()[0] for _ in range(5)]).flatten().tolist())
+        for s in [
+            stream(text, batch=5),
+            stream(text, batch=5, learner_id="b"),
+            stream(text, batch=5, seed=1),
+            stream(text, batch=5, position=25),
+        ]
+    }
+    assert len(orders) == 4
+
+
+def test_no_held_out_byte_is_ever_in_a_training_batch(tmp_path):
+    write_files(tmp_path, 60)
+    corpus = load_corpus(str(tmp_path), held_out=0.2)
+    a = stream(corpus.train)
+    seen = {byte for _ in range(300) for part in a.next_batch() for byte in part.unique().tolist()}
+    assert seen
+    assert not seen & set(corpus.held_out.tolist())
+
+
+@pytest.mark.parametrize(("length", "enough"), [(15, False), (16, True)])
+def test_a_text_shorter_than_two_windows_is_refused(length, enough):
+    if enough:
+        assert stream(numbered(length), batch=3).next_batch()[0].shape == (3, 8)
+    else:
+        with pytest.raises(DataError, match="a context of 8 needs at least 16"):
+            stream(numbered(length))

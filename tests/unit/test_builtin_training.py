@@ -1,0 +1,175 @@
+"""The loop: it learns, stops when told, and goes on after a restart as if nothing had been."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_common.errors import ConfigError
+from diloco_common.settings import ModelSettings, TrainSettings
+from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
+from diloco_worker.builtin.data import TokenStream
+from diloco_worker.builtin.evaluation import evaluate
+from diloco_worker.builtin.gpt import build_gpt
+from diloco_worker.builtin.training import Saver, choose_device, make_optimizer, train
+
+MODEL = ModelSettings(layers=1, heads=2, width=32, context=16)
+TRAIN = TrainSettings(batch=4, lr=1e-2, warmup=0.1)
+TEXT = torch.tensor(list(b"the quick brown fox jumps over the lazy dog; " * 40), dtype=torch.uint8)
+TOKENS_PER_STEP = 4 * 16
+
+
+class Alone:
+    """A synchroniser without a network: everything counts as merged at once, until the budget is reached."""
+
+    def __init__(self, stop_after: int, budget: int = 0, merged: int = 0) -> None:
+        self.budget = budget
+        self.tokens_merged = merged
+        self.losses: list[torch.Tensor] = []
+        self._stop_after = stop_after
+
+    def step(self, tokens, loss=None):
+        self.tokens_merged += tokens
+        self.losses.append(loss)
+
+    @property
+    def done(self):
+        return len(self.losses) >= self._stop_after
+
+    @property
+    def fraction(self):
+        return min(self.tokens_merged / self.budget, 1.0) if self.budget else 0.0
+
+
+def parts(seed=0):
+    model = build_gpt(MODEL, seed=seed)
+    stream = TokenStream(TEXT, learner_id="a", seed=0, context=MODEL.context, batch=TRAIN.batch)
+    return model, make_optimizer(model, TRAIN), stream
+
+
+def run(steps, model, optimizer, stream, *, merged=0, **options):
+    synchroniser = Alone(steps, budget=20 * TOKENS_PER_STEP, merged=merged)
+    progress = train(synchroniser, model, optimizer, stream, TRAIN, budget=synchroniser.budget, **options)
+    return synchroniser, progress
+
+
+def test_the_loss_falls_on_a_tiny_corpus():
+    model, optimizer, stream = parts()
+    before = evaluate(model, TEXT, MODEL.context)
+    synchroniser = Alone(150)
+    train(synchroniser, model, optimizer, stream, TRAIN, budget=0)
+    assert before > 5
+    assert evaluate(model, TEXT, MODEL.context) < 1
+    assert not any(loss.requires_grad for loss in synchroniser.losses)
+
+
+def test_ten_steps_are_five_a_checkpoint_and_five(tmp_path):
+    torch.set_num_threads(1)
+    whole = parts()
+    _, at_ten = run(10, *whole)
+
+    model, optimizer, stream = parts()
+    half, at_five = run(5, model, optimizer, stream)
+    save_checkpoint(tmp_path / "c", model, optimizer, at_five, run_id="r")
+
+    again, optimizer, stream = parts(seed=99)
+    again.load_state_dict(model.state_dict())  # the weights come from the shards
+    progress = load_checkpoint(tmp_path / "c", again, optimizer, run_id="r")
+    assert progress == at_five == TrainingProgress(5, 5 * TOKENS_PER_STEP, 5 * TRAIN.batch)
+    _, resumed = run(5, again, optimizer, stream, merged=half.tokens_merged, progress=progress)
+
+    assert resumed == at_ten
+    for name, value in whole[0].state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_nothing_is_trained_once_the_run_is_over():
+    model, optimizer, stream = parts()
+    _, progress = run(0, model, optimizer, stream)
+    assert progress == TrainingProgress()
+    assert not optimizer.state
+
+
+def test_every_step_is_reported_with_its_tokens_and_rate():
+    steps = []
+    synchroniser, _ = run(20, *parts(), on_step=steps.append)
+    assert [s.progress.inner_step for s in steps] == list(range(1, 21))
+    assert [s.progress.tokens for s in steps] == [TOKENS_PER_STEP * i for i in range(1, 21)]
+    assert [s.loss for s in steps] == synchroniser.losses
+    rates = [s.learning_rate for s in steps]
+    assert rates[0] < max(rates) <= TRAIN.lr
+    assert rates[-1] < max(rates)
+
+
+def test_a_straggler_sleeps_in_every_step():
+    naps = []
+    run(3, *parts(), step_delay_s=0.25, sleep=naps.append)
+    assert naps == [0.25] * 3
+
+
+def test_the_checkpoint_is_due_by_elapsed_time_and_at_the_end():
+    saved = []
+    now = 100.0
+
+    def clock():
+        return now
+
+    def one_second_passes(step):
+        nonlocal now
+        now += 1.0
+
+    saver = Saver(lambda progress: saved.append(progress.inner_step), every_s=3.0, clock=clock)
+    run(8, *parts(), saver=saver, on_step=one_second_passes)
+    assert saved == [3, 6, 8]
+
+
+def test_a_disk_that_fails_does_not_stop_training(caplog):
+    def full(progress):
+        raise OSError(28, "No space left on device")
+
+    _, progress = run(2, *parts(), saver=Saver(full, every_s=0.0, clock=lambda: 0.0))
+    assert progress.inner_step == 2
+    assert "inner_step=1" in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+def test_gradients_are_clipped():
+    model, optimizer, stream = parts()
+    tight = TRAIN.model_copy(update={"clip": 1e-12})
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+    )
+    train(Alone(1), model, optimizer, stream, tight, budget=0)
+    assert seen == [pytest.approx(1e-12, rel=1e-3)]
+
+
+def test_vectors_do_not_decay_and_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[2].requires_grad_(False)
+    decay = {
+        id(p): group["weight_decay"]
+        for group in make_optimizer(model, TRAIN).param_groups
+        for p in group["params"]
+    }
+    assert decay == {
+        id(model[0].weight): TRAIN.weight_decay,
+        id(model[0].bias): 0.0,
+        id(model[1].weight): 0.0,
+        id(model[1].bias): 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("tpu", "not one of"), ("meta", "not one of"), ("cuda:99", "CUDA devices"), ("", "not one of")],
+)
+def test_a_device_that_is_not_there_is_refused(name, says):
+    with pytest.raises(ConfigError, match=says):
+        choose_device(name)
+
+
+def test_the_cpu_can_be_asked_for_and_auto_finds_something():
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type in ("cpu", "cuda")

@@ -1,0 +1,149 @@
+"""The worker's own checkpoint: optimizer state and how far it has come. Weights are the shards' business.
+
+One safetensors file: optimizer tensors as `parameter/key`, and metadata (the model's shapes, the run, the
+progress) under a checksum over everything. Written whole or not at all; damage is named, never loaded. No
+pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from diloco_common.errors import DataError
+from diloco_common.manifest import TensorSpec, differences
+
+FORMAT = "diloco-worker-checkpoint-1"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """How far one learner has come, over all its restarts."""
+
+    inner_step: int = 0
+    tokens: int = 0
+    """Tokens trained on."""
+    data_position: int = 0
+    """`TokenStream.position`."""
+
+
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: TrainingProgress, run_id: str
+) -> None:
+    """Replace the checkpoint at `path`; after a crash either the old or the new one is there.
+
+    Makes the folder if need be. Raises OSError where the disk does.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {
+        f"{names[parameter]}/{key}": value.detach().cpu().contiguous()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    body = json.dumps(
+        {
+            "format": FORMAT,
+            "run": run_id,
+            "progress": asdict(progress),
+            "model": {name: list(p.shape) for name, p in model.named_parameters()},
+        },
+        sort_keys=True,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _replace(path, save(tensors, {"checkpoint": body, "crc32c": _checksum(body, tensors)}))
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run_id: str
+) -> TrainingProgress | None:
+    """Put the optimizer back into the state saved at `path` and return the progress.
+
+    None if there is no file. Raises DataError, and changes nothing, if the file is damaged, or of another run
+    or model.
+    """
+    if not path.exists():
+        return None
+    content, tensors = _read(path)
+    if content["run"] != run_id:
+        raise DataError(
+            f"{path} belongs to run {content['run']!r}, this is {run_id!r}: "
+            "use another worker.folder, or delete the file"
+        )
+    mine = [TensorSpec(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    theirs = [TensorSpec(name, tuple(shape)) for name, shape in content["model"].items()]
+    if mine != theirs and (lines := differences(mine, theirs)):
+        raise DataError(
+            f"{path} is of another model (this one <-> the checkpoint):\n  "
+            + "\n  ".join(lines)
+            + "\ngive the settings it was made with, or delete the file"
+        )
+    _put_back(optimizer, dict(model.named_parameters()), tensors)
+    return TrainingProgress(**content["progress"])
+
+
+def _put_back(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    index = {parameter: i for i, parameter in enumerate(ordered)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        parameter, key = name.rsplit("/", 1)
+        state.setdefault(index[parameters[parameter]], {})[key] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, str(error)) from error
+    body = metadata.get("checkpoint", "")
+    if metadata.get("crc32c") != _checksum(body, tensors):
+        raise _damaged(path, "the checksum differs")
+    content: dict[str, Any] = json.loads(body)
+    if content["format"] != FORMAT:
+        raise DataError(
+            f"{path} has format {content['format']!r}, this version reads {FORMAT!r}: delete the file"
+        )
+    return content, tensors
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is damaged ({why}): delete it, and training goes on with a fresh optimizer")
+
+
+def _checksum(body: str, tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32C, 8 hex digits, over the metadata and every tensor's name, dtype, shape and bytes, by name."""
+    checksum: Any = google_crc32c.Checksum(body.encode())  # type: ignore[no-untyped-call]
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        checksum.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return str(checksum.hexdigest().decode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,111 @@
+"""The built-in model: a compact GPT over bytes (RMSNorm, rotary positions, SwiGLU).
+
+Owns the architecture and its deterministic initial values. Embedding and output head are two tensors, not
+tied. The norms have no gains, so every parameter is a matrix (on a CPU the gradient of a gain costs more than
+the norm).
+
+Shapes: B sequences, T bytes, H heads, D = width / heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diloco_common.settings import ModelSettings
+
+BYTES = 256
+"""Size of the vocabulary."""
+ROTARY_BASE = 10_000.0
+INITIAL_STD = 0.02
+
+
+class GPT(nn.Module):
+    """Predicts the next byte at every position."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.context = settings.context
+        self.embedding = nn.Embedding(BYTES, settings.width)
+        self.layers = nn.ModuleList(Layer(settings.width, settings.heads) for _ in range(settings.layers))
+        self.lm_head = nn.Linear(settings.width, BYTES, bias=False)
+        cos, sin = _rotary_table(settings.context, settings.width // settings.heads)
+        self.register_buffer("rotary", torch.complex(cos, sin), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits, float32 [B, T, 256] (bfloat16 under autocast), of integer bytes [B, T], T <= context."""
+        rotary = self.get_buffer("rotary")[: inputs.shape[1]]
+        x = self.embedding(inputs)
+        for layer in self.layers:
+            x = layer(x, rotary)
+        logits: Tensor = self.lm_head(_norm(x))
+        return logits
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte, a float32 scalar; both arguments int64 [B, T]."""
+        return F.cross_entropy(self(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+class Layer(nn.Module):
+    """Causal self-attention, then SwiGLU, each on the normed residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        hidden = _swiglu_width(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        x = x + self._attend(_norm(x), rotary)
+        gate, up = self.gate_up(_norm(x)).chunk(2, dim=-1)
+        residual: Tensor = x + self.down(F.silu(gate) * up)
+        return residual
+
+    def _attend(self, x: Tensor, rotary: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, T, D]
+        mixed = F.scaled_dot_product_attention(_rotate(q, rotary), _rotate(k, rotary), v, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def build_gpt(settings: ModelSettings, seed: int) -> GPT:
+    """The model with its initial values, float32 on the CPU: a pure function of the arguments.
+
+    Neither reads nor moves torch's global random state.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(settings)
+    generator = torch.Generator().manual_seed(seed)
+    into_residual = INITIAL_STD / math.sqrt(2 * settings.layers)
+    for name, parameter in model.named_parameters():
+        std = into_residual if name.endswith(("attention_out.weight", "down.weight")) else INITIAL_STD
+        nn.init.normal_(parameter, std=std, generator=generator)
+    return model
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def _rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turn each pair of neighbours of [B, H, T, D] by its position's angle; keeps the dtype."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
+
+
+def _rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [T, D / 2]."""
+    frequency = ROTARY_BASE ** -(torch.arange(0, head_width, 2) / head_width)
+    angle = torch.arange(context)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def _swiglu_width(width: int) -> int:
+    """8/3 of the width (as many weights as a 4x MLP), rounded up to a multiple of 8."""
+    return math.ceil(8 * width / 3 / 8) * 8

@@ -1,0 +1,181 @@
+"""The built-in training loop of one learner.
+
+Owns the inner step (batch, loss, clipping, AdamW, learning rate) and when the worker's own checkpoint is due.
+Merging with other learners is left to the `Synchroniser`, which the loop calls once after every inner step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from diloco_common.errors import ConfigError
+from diloco_common.settings import TrainSettings
+from diloco_worker.builtin.checkpoint import TrainingProgress
+from diloco_worker.builtin.data import TokenStream
+from diloco_worker.builtin.gpt import GPT
+from diloco_worker.builtin.schedule import rate_at
+
+log = logging.getLogger(__name__)
+
+
+class Synchroniser(Protocol):
+    """What the loop knows of the rest of the run."""
+
+    def step(self, tokens: int, loss: Tensor | float | None = None) -> None:
+        """Take note of one inner step; may change the model's values. Never blocks on the network."""
+
+    @property
+    def done(self) -> bool:
+        """The budget is reached, or somebody said stop."""
+
+    @property
+    def fraction(self) -> float:
+        """Global progress, merged tokens over the budget, 0 to 1; 0 without a budget."""
+
+    @property
+    def tokens_merged(self) -> int:
+        """Tokens merged so far, of all learners."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerStep:
+    """What the loop says about a step that is over."""
+
+    progress: TrainingProgress
+    loss: Tensor
+    """Nats per byte of the batch before the step: a detached float32 scalar on the training device."""
+    learning_rate: float
+
+
+class Saver:
+    """Calls `save` when `every_s` seconds have passed since it last did; a disk that fails stops no
+    training."""
+
+    def __init__(
+        self,
+        save: Callable[[TrainingProgress], None],
+        every_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._save = save
+        self._every_s = every_s
+        self._clock = clock
+        self._saved_at = clock()
+
+    def maybe(self, progress: TrainingProgress) -> None:
+        if self._clock() - self._saved_at >= self._every_s:
+            self.now(progress)
+
+    def now(self, progress: TrainingProgress) -> None:
+        try:
+            self._save(progress)
+        except OSError as error:
+            log.warning(
+                "checkpoint not written, training goes on: inner_step=%d error=%s", progress.inner_step, error
+            )
+        self._saved_at = self._clock()
+
+
+def train(
+    synchroniser: Synchroniser,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    stream: TokenStream,
+    settings: TrainSettings,
+    *,
+    budget: int,
+    progress: TrainingProgress | None = None,
+    step_delay_s: float = 0.0,
+    saver: Saver | None = None,
+    on_step: Callable[[InnerStep], None] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> TrainingProgress:
+    """Take inner steps until the synchroniser is done; returns how far the learner has come.
+
+    `budget` is run.tokens (0: no end, see schedule.py). `progress` is where a checkpoint left off; the stream
+    is set to its position. `saver` is asked after every step, and called once more at the end.
+    """
+    progress = progress or TrainingProgress(data_position=stream.position)
+    stream.position = progress.data_position
+    device = next(model.parameters()).device
+    while not synchroniser.done:
+        rate = rate_at(
+            fraction=synchroniser.fraction,
+            inner_step=progress.inner_step,
+            budget=budget,
+            lr=settings.lr,
+            warmup=settings.warmup,
+            final=settings.lr_final,
+        )
+        inputs, targets = (part.to(device, non_blocking=True) for part in stream.next_batch())
+        loss = _inner_step(model, optimizer, inputs, targets, rate, settings.clip)
+        if step_delay_s:
+            sleep(step_delay_s)
+        progress = TrainingProgress(
+            progress.inner_step + 1, progress.tokens + inputs.numel(), stream.position
+        )
+        synchroniser.step(inputs.numel(), loss)
+        if on_step is not None:
+            on_step(InnerStep(progress, loss, rate))
+        if saver is not None:
+            saver.maybe(progress)
+    if saver is not None:
+        saver.now(progress)
+    return progress
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """Fused AdamW. Vectors and scalars (gains, biases) do not decay."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        fused=True,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that worker.device names; "auto" takes CUDA where there is one. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(f'worker.device {name!r} is not one of "auto", "cpu", "cuda", "cuda:N"')
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= found:
+        raise ConfigError(
+            f'worker.device is {name!r} but torch sees {found} CUDA devices here: use "auto" or "cpu"'
+        )
+    return device
+
+
+def _inner_step(
+    model: GPT, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, rate: float, clip: float
+) -> Tensor:
+    """Forward, backward, clip, step. Returns the detached loss; does not wait for the device."""
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type == "cuda"):
+        loss = model.loss(inputs, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
