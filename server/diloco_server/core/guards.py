@@ -40,8 +40,10 @@ def check_origin(header: PushHeader, manifest: Manifest, epoch: int) -> None:
 def check_round(header: PushHeader, state: FragmentState, learner_id: str, staleness_max: int) -> None:
     """The round is open, asked this learner, and the base version is one that it can have."""
     where = f"fragment {header.fragment_id}"
-    if header.steps < 1 or header.tokens < 0:
-        raise WrongRound(f"{where}: a contribution takes at least 1 step, got {header.steps}, {header.tokens} tokens")
+    if header.steps < 1 or header.tokens < 1:
+        raise WrongRound(
+            f"{where}: a contribution takes at least 1 step and 1 token, got {header.steps} and {header.tokens}"
+        )
     if state.round is None or header.round != state.round.round:
         raise WrongRound(f"{where}: round {header.round} is not open (latest version {state.version})")
     if learner_id not in state.round.asked or learner_id in state.round.lost:

@@ -40,13 +40,15 @@ class Workspace:
             self._merged = torch.empty(num_elements)
         return self._merged[:num_elements]
 
-    def decode(self, payload: Payload, index: int, num_elements: int) -> Tensor:
-        """One chunk of a payload, valid until the next call. Raises BadEncoding."""
+    def decode(self, payload: Payload, index: int) -> tuple[int, Tensor]:
+        """Where chunk `index` starts in the fragment, and its values until the next call. Raises BadEncoding."""
+        bounds = payload.header.chunk_slice(index)
+        num_elements = bounds.stop - bounds.start
         if self._chunk.numel() < num_elements:
             self._chunk = torch.empty(num_elements)
         out = self._chunk[:num_elements]
         decode_chunk(payload.header, index, payload.chunks[index], out)
-        return out
+        return bounds.start, out
 
 
 def piece_norms(payload: Payload, pieces: Sequence[Piece], workspace: Workspace) -> tuple[float, ...]:
@@ -55,9 +57,9 @@ def piece_norms(payload: Payload, pieces: Sequence[Piece], workspace: Workspace)
     Raises BadEncoding.
     """
     squares = [0.0] * len(pieces)
-    for index, (start, end) in enumerate(payload.header.chunk_bounds()):
-        values = workspace.decode(payload, index, end - start)
-        for i, a, b in _overlaps(pieces, start, end):
+    for index in range(payload.header.num_chunks):
+        start, values = workspace.decode(payload, index)
+        for i, a, b in _overlaps(pieces, start, start + values.numel()):
             squares[i] += float(torch.linalg.vector_norm(values[a - start : b - start])) ** 2
     return tuple(square**0.5 for square in squares)
 
@@ -106,23 +108,19 @@ def _sum_up(
     for piece in pieces:
         if piece is not None:
             merged[piece.offset : piece.offset + piece.num_elements].zero_()
-    bounds = contributions[0].payload.header.chunk_bounds()
-    same_chunks = all(c.payload.header.chunk_bounds() == bounds for c in contributions)
-    order = (
-        [(c, chunk) for chunk in range(len(bounds)) for c in range(len(contributions))]  # stays in cache
-        if same_chunks
-        else [(c, chunk) for c in range(len(contributions)) for chunk in _chunks(contributions[c])]
-    )
-    for c, chunk in order:
-        payload = contributions[c].payload
-        start, end = payload.header.chunk_bounds()[chunk]
-        values = workspace.decode(payload, chunk, end - start)
-        for i, a, b in _overlaps(pieces, start, end):
+    for c, chunk in _order(contributions):
+        start, values = workspace.decode(contributions[c].payload, chunk)
+        for i, a, b in _overlaps(pieces, start, start + values.numel()):
             merged[a:b].add_(values[a - start : b - start], alpha=weights[c][i])
 
 
-def _chunks(contribution: Contribution) -> range:
-    return range(len(contribution.payload.chunks))
+def _order(contributions: Sequence[Contribution]) -> Iterator[tuple[int, int]]:
+    """(contribution, chunk): chunk by chunk, so that the sum stays in cache where chunks have one size."""
+    headers = [c.payload.header for c in contributions]
+    for chunk in range(max(h.num_chunks for h in headers)):
+        for c, header in enumerate(headers):
+            if chunk < header.num_chunks:
+                yield c, chunk
 
 
 def _overlaps(pieces: Sequence[Piece | None], start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,151 @@
+"""One fragment of one learner: its anchor, residual, counters, and the contribution that is under way.
+
+    anchor      decoded value of the version applied last
+    snapshot    theta when the contribution was taken
+    delta       anchor - snapshot + residual: what is meant to be sent; encoding turns it into what was lost
+    residual    what encoders lost of contributions that were merged (error feedback)
+
+A contribution is pending until a version tells whether it was merged. Merged: its loss becomes the residual. Not merged: the
+fragment is as if it had not been pushed, and the work is in the next contribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from diloco_common.manifest import Fragment
+from torch import Tensor
+
+from diloco_worker.core.replica import Replica
+
+
+@dataclass
+class Pending:
+    """A contribution from its snapshot until its fate is known."""
+
+    fragment_id: int
+    round: int
+    epoch: int
+    base_version: int
+    tokens: int
+    steps: int
+    snapshot: Tensor
+    """float32 [num_elements]."""
+    delta: Tensor
+    """float32 [num_elements]; belongs to the encoder once handed out, which leaves in it what it lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A round that asked for the fragment."""
+
+    round: int
+    epoch: int
+
+
+class LearnerFragment:
+    """State of one fragment. All tensors are float32 [num_elements] on the model's device."""
+
+    def __init__(self, fragment: Fragment, replica: Replica, *, error_feedback: bool) -> None:
+        self.fragment = fragment
+        self.anchor: Tensor | None = None
+        self.version = 0
+        """Version of the anchor; compares only inside `epoch`."""
+        self.epoch = -1
+        self.pending: Pending | None = None
+        self.wanted: Wanted | None = None
+        """The round that asked for this fragment last, until it is answered."""
+        self._replica = replica
+        self._residual: Tensor | None = None
+        self._error_feedback = error_feedback
+        self._base_tokens = 0  # of the learner, when the counters of this fragment began
+        self._base_steps = 0
+
+    @property
+    def adopted(self) -> bool:
+        """Whether the learner has this fragment from a shard yet."""
+        return self.anchor is not None
+
+    def values(self) -> Tensor:
+        """A copy of what this learner believes the global values are: the anchor, else its own."""
+        if self.anchor is not None:
+            return self.anchor.clone()
+        out = self._empty()
+        self._replica.read(self.fragment, out)
+        return out
+
+    def take(self, round_number: int, tokens: int, steps: int) -> Pending:
+        """Snapshot the fragment for a round. `tokens` and `steps` are the learner's totals now."""
+        assert self.anchor is not None
+        assert self.pending is None
+        snapshot = self._empty()
+        self._replica.read(self.fragment, snapshot)
+        delta = torch.sub(self.anchor, snapshot)
+        if self._residual is not None:
+            delta.add_(self._residual)
+        self.wanted = None
+        self.pending = Pending(
+            self.fragment.fragment_id, round_number, self.epoch, self.version,
+            tokens - self._base_tokens, steps - self._base_steps, snapshot, delta,
+        )  # fmt: skip
+        return self.pending
+
+    def give_back(self) -> None:
+        """The pending contribution was not merged: as if it had not been taken."""
+        self.pending = None
+
+    def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:
+        """theta <- values: the first version that this learner gets, or one that replaces its progress."""
+        self._replica.write(self.fragment, values)
+        self._advance(values, version, epoch)
+        self._restart_counters(tokens, steps)
+
+    def carry(self, values: Tensor, version: int, epoch: int, *, merged: bool) -> None:
+        """Lay a version under the local progress.
+
+        theta <- new + (theta - snapshot) if the pending contribution is merged in it, else new + (theta - anchor).
+        """
+        assert self.anchor is not None
+        if merged:
+            assert self.pending is not None
+            self._replica.rebase(self.fragment, values, self.pending.snapshot)
+            self._settle(self.pending)
+        else:
+            self._replica.rebase(self.fragment, values, self.anchor)
+            if self.pending is not None:  # of a later round: its snapshot moves along
+                self.pending.snapshot.sub_(self.anchor).add_(values)
+        self._advance(values, version, epoch)
+
+    def overwrite(
+        self, values: Tensor, version: int, epoch: int, *, merged: bool, keep: float, tokens: int, steps: int
+    ) -> None:
+        """theta <- keep * theta + (1 - keep) * new; what was trained since the anchor is not counted again."""
+        if merged:
+            assert self.pending is not None
+            self._settle(self.pending)
+        if keep:
+            self._replica.blend(self.fragment, values, keep)
+        else:
+            self._replica.write(self.fragment, values)
+        self._advance(values, version, epoch)
+        self._restart_counters(tokens, steps)
+
+    def tokens_since(self, tokens: int) -> int:
+        """Tokens trained on that no version holds yet, given the learner's total."""
+        return tokens - self._base_tokens
+
+    def _settle(self, pending: Pending) -> None:
+        """The pending contribution is part of the model now."""
+        self._residual = pending.delta if self._error_feedback else None
+        self._restart_counters(self._base_tokens + pending.tokens, self._base_steps + pending.steps)
+        self.pending = None
+
+    def _advance(self, values: Tensor, version: int, epoch: int) -> None:
+        self.anchor, self.version, self.epoch = values, version, epoch
+
+    def _restart_counters(self, tokens: int, steps: int) -> None:
+        self._base_tokens, self._base_steps = tokens, steps
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self.fragment.num_elements, device=self._replica.device)

@@ -1,0 +1,132 @@
+"""The learner: what it does at a step boundary. Owned by the training thread.
+
+The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`) and sends what `snapshots`
+returns. Versions are laid under the local progress between two steps; nothing here waits for anybody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from diloco_common.errors import WrongRound
+from diloco_common.manifest import Manifest
+from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
+from torch import Tensor
+
+from diloco_worker.core.fragment import LearnerFragment, Pending, Wanted
+from diloco_worker.core.replica import Replica
+
+
+class LearnerCore:
+    """All fragments of one learner, and its counters."""
+
+    def __init__(self, replica: Replica, manifest: Manifest, policy: LearnerPolicy) -> None:
+        self.manifest = manifest
+        self.policy = policy
+        self.inner_step = 0
+        self.tokens = 0
+        self.contributions: Counter[str] = Counter()
+        """Contributions by fate: taken, merged, carried (not merged; the work went on), and refusals by code."""
+        self.tokens_carried = 0
+        """Tokens of contributions that were not merged and whose work the next ones hold."""
+        self.fragments = {
+            f.fragment_id: LearnerFragment(f, replica, error_feedback=policy.error_feedback) for f in manifest.fragments
+        }
+
+    # ------------------------------------------------------------ at a step boundary
+
+    def stepped(self, tokens: int) -> None:
+        """An inner step on `tokens` tokens has ended."""
+        self.inner_step += 1
+        self.tokens += tokens
+
+    def snapshots(self) -> list[Pending]:
+        """Take the snapshots that rounds ask for, where there is something to contribute.
+
+        A round that asks again for the contribution that is under way gets the same one.
+        """
+        taken = []
+        for fragment in self.fragments.values():
+            wanted, pending = fragment.wanted, fragment.pending
+            if wanted is None or wanted.epoch != fragment.epoch:
+                continue
+            if pending is not None:
+                if (pending.round, pending.epoch) == (wanted.round, wanted.epoch):
+                    fragment.wanted = None
+                    taken.append(pending)
+                continue  # of an earlier round: wait until its fate is known
+            if fragment.tokens_since(self.tokens) > 0:
+                taken.append(fragment.take(wanted.round, self.tokens, self.inner_step))
+                self.contributions["taken"] += 1
+        return taken
+
+    # ------------------------------------------------------------ what came from the shards
+
+    def collect(self, directive: Collect, epoch: int) -> None:
+        """A round asks for a fragment. Answered once the learner has a version of that epoch."""
+        fragment = self.fragments[directive.fragment_id]
+        if epoch != fragment.epoch or directive.round > fragment.version:
+            fragment.wanted = Wanted(directive.round, epoch)
+
+    def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
+        """A push has its outcome. Whether it was merged, only a version tells; that it was not, LATE and REJECTED do."""
+        fragment = self.fragments[fragment_id]
+        if fragment.pending is None or fragment.pending.round != round_number:
+            return
+        if answer.outcome is Outcome.LATE or answer.code == WrongRound.code:
+            self._carried(fragment)
+        elif answer.outcome is Outcome.REJECTED:
+            self.contributions[answer.code] += 1
+            self._carried(fragment)
+
+    def arrived(self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int) -> bool:
+        """Apply a version: float32 [num_elements] on the model's device, kept as the anchor.
+
+        Returns False, and changes nothing, where the learner has this version or a later one of the same epoch.
+        """
+        fragment = self.fragments[fragment_id]
+        if not fragment.adopted:
+            fragment.adopt(values, version, epoch, self.tokens, self.inner_step)
+            return True
+        if epoch == fragment.epoch and version <= fragment.version:
+            return False
+        merged = self._resolve(fragment, version, epoch, merged_version)
+        if self.policy.on_commit == "carry":
+            fragment.carry(values, version, epoch, merged=merged)
+        else:
+            keep = self.policy.blend_alpha if self.policy.on_commit == "blend" else 0.0
+            fragment.overwrite(
+                values, version, epoch, merged=merged, keep=keep, tokens=self.tokens, steps=self.inner_step
+            )
+        return True
+
+    def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
+        """A shard answered Join. In a new epoch, what it had not made a version of is gone and must be sent again."""
+        for status in statuses:
+            fragment = self.fragments[status.fragment_id]
+            pending = fragment.pending
+            if fragment.epoch == epoch:
+                continue
+            fragment.wanted = None
+            if pending is not None and not (status.seeded and status.merged_version == pending.round <= status.version):
+                self._carried(fragment)
+
+    # ------------------------------------------------------------ helpers
+
+    def _resolve(self, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
+        """Whether the pending contribution is in this version; gives it back if it never will be."""
+        pending = fragment.pending
+        if pending is None or version < pending.round:
+            return False
+        if merged_version == pending.round:
+            self.contributions["merged"] += 1
+            return True
+        self._carried(fragment)
+        return False
+
+    def _carried(self, fragment: LearnerFragment) -> None:
+        assert fragment.pending is not None
+        self.contributions["carried"] += 1
+        self.tokens_carried += fragment.pending.tokens
+        fragment.give_back()

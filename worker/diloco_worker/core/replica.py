@@ -1,0 +1,103 @@
+"""The user's model, seen as flat fragments.
+
+Knows which parameters are synchronised (the trainable ones, under their names without wrapper prefixes), and moves
+values between them and flat float32 tensors laid out by the manifest. Buffers (BatchNorm statistics, for example) stay
+local. Tied parameters count once, under the first of their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from diloco_common.errors import UnsupportedModel
+from diloco_common.manifest import Fragment, Piece, TensorSpec
+from torch import Tensor, nn
+
+_WRAPPERS = ("_orig_mod.", "module.")
+"""Prefixes that torch.compile and DistributedDataParallel put before the user's names."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Replica:
+    """The trainable parameters of one model, by plain name."""
+
+    def __init__(self, model: nn.Module, mean_merge: Collection[str] | None = None) -> None:
+        """`mean_merge` names the parameters merged by plain mean; None means embeddings and the output head.
+
+        Raises UnsupportedModel if nothing is trainable, or a parameter cannot be synchronised.
+        """
+        parameters = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        if not any(p.numel() for p in parameters.values()):
+            raise UnsupportedModel(
+                "the model has no trainable parameters; set requires_grad on those that should be trained"
+            )
+        for name, parameter in parameters.items():
+            _check(name, parameter)
+        averaged = _embeddings_and_heads(model) if mean_merge is None else set(mean_merge)
+        unknown = sorted(averaged - parameters.keys()) if mean_merge is not None else []
+        if unknown:
+            raise UnsupportedModel(f"mean_merge names {unknown[:3]}, which are not trainable parameters of the model")
+        self._parameters: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
+        self.specs = [TensorSpec(name, tuple(p.shape), name in averaged) for name, p in parameters.items()]
+        self.device = next(p.device for p in parameters.values() if p.numel())
+
+    def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece of a fragment with the flat part of the model that it names, in place."""
+        for piece in fragment.pieces:
+            flat = self._parameters[piece.tensor].view(-1)
+            yield piece, flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements]
+
+    def read(self, fragment: Fragment, out: Tensor) -> None:
+        """out <- theta, in float32. `out`: [num_elements] on the model's device."""
+        for piece, theta in self.views(fragment):
+            out[piece.offset : piece.offset + piece.num_elements].copy_(theta)
+
+    def write(self, fragment: Fragment, values: Tensor) -> None:
+        """theta <- values, rounded to the parameter's dtype."""
+        for piece, theta in self.views(fragment):
+            theta.copy_(values[piece.offset : piece.offset + piece.num_elements])
+
+    def rebase(self, fragment: Fragment, new: Tensor, reference: Tensor) -> None:
+        """theta <- new + (theta - reference), computed in float32."""
+        for piece, theta in self.views(fragment):
+            part = slice(piece.offset, piece.offset + piece.num_elements)
+            if theta.dtype == torch.float32:
+                theta.sub_(reference[part]).add_(new[part])
+            else:
+                theta.copy_(theta.float().sub_(reference[part]).add_(new[part]))
+
+    def blend(self, fragment: Fragment, new: Tensor, alpha: float) -> None:
+        """theta <- alpha * theta + (1 - alpha) * new."""
+        for piece, theta in self.views(fragment):
+            part = new[piece.offset : piece.offset + piece.num_elements]
+            theta.copy_(part + alpha * (theta.float() - part))
+
+
+def plain_name(name: str) -> str:
+    """The user's own name of a parameter, whatever wraps the model."""
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "") if name.startswith(prefix) or f".{prefix}" in name else name
+    return name
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    if type(parameter).__name__ == "DTensor" or hasattr(parameter, "full_tensor"):
+        raise UnsupportedModel(f"{name} is a DTensor; sharded models (FSDP2) are not supported yet")
+    if parameter.dtype not in _DTYPES:
+        raise UnsupportedModel(f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16")
+    if not parameter.is_contiguous():
+        raise UnsupportedModel(f"{name} is not contiguous; call .contiguous() on it before joining")
+    if parameter.is_meta:
+        raise UnsupportedModel(f"{name} is on the meta device; materialise the model before joining")
+
+
+def _embeddings_and_heads(model: nn.Module) -> set[str]:
+    """Weights of embeddings, and of linear layers that map to as many classes as an embedding has."""
+    modules = dict(model.named_modules())
+    embeddings = {n: m for n, m in modules.items() if isinstance(m, nn.Embedding)}
+    sizes = {m.num_embeddings for m in embeddings.values()}
+    heads = [n for n, m in modules.items() if isinstance(m, nn.Linear) and m.out_features in sizes]
+    names = [f"{n}.{leaf}" if n else leaf for n in [*embeddings, *heads] for leaf in ("weight", "bias")]
+    return {plain_name(name) for name in names}
