@@ -1,0 +1,107 @@
+# Everything a person does with this repository. `make demo` and `make test` need nothing but Linux and
+# Python 3.11 or newer: they make .venv and install the pinned set into it, once.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+SHELL := /bin/bash
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PROTO_VENV := .venv-proto
+PROTO_INSTALLED := $(PROTO_VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+GRPCIO_TOOLS := grpcio-tools==1.71.2
+SOURCES := protos/diloco_protos common server worker simulator deploy tests tools benchmarks examples
+
+# Overridable: make demo DEMO="--workers 4 --tokens 4_000_000"; make test TESTS="tests/unit -k round"
+DEMO ?= --shards 2 --workers 3 --tokens 1_000_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
+UP ?= --shards 2 --workers 3
+TESTS ?=
+# The interpreter that .venv is made with; without it, the first of these that is new enough.
+PYTHON ?=
+PYTHONS := $(PYTHON) python3 python3.13 python3.12 python3.11 python
+
+# In CI, where nobody watches a progress bar, pip is quiet.
+PIP := -m pip --disable-pip-version-check install $(if $(CI),--quiet)
+
+.PHONY: help
+help: ## Show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: install
+install: $(INSTALLED) ## Make .venv and install the pinned set (the other targets do it by themselves)
+
+# torch first and alone: pinned, it is taken from wherever pip is told to look (PIP_EXTRA_INDEX_URL for a CPU build),
+# and nothing that is installed afterwards exchanges it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@for python in $(PYTHONS); do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "make: no Python 3.11 or newer among: $(PYTHONS). Name one: make PYTHON=/path/to/python3" >&2; exit 2; fi; \
+	echo "$$found -m venv $(VENV)"; \
+	"$$found" -m venv $(VENV) || { echo "make: could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	$(BIN)/python $(PIP) -c constraints.txt $(TORCH)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.PHONY: demo
+demo: $(INSTALLED) ## Train a small GPT on 2 shards and 3 workers; ends by itself
+	$(BIN)/diloco up $(DEMO)
+
+.PHONY: test
+test: $(INSTALLED) ## Run all tests; some of them: make test TESTS="tests/unit -k round"
+	$(BIN)/python -m pytest $(TESTS)
+
+.PHONY: check
+check: check-format check-types check-proto check-metrics check-layers check-wheel ## Check style, types, protocol, metrics, layers and wheel
+
+.PHONY: check-format check-types check-proto check-metrics check-layers check-wheel
+check-format: $(INSTALLED)
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+
+check-types: $(INSTALLED)
+	$(BIN)/mypy --strict
+
+check-proto: $(PROTO_INSTALLED)
+	$(PROTO_VENV)/bin/python tools/protos.py --check
+
+check-metrics: $(INSTALLED)
+	@command -v promtool >/dev/null || printf '%s\n' '' \
+	  '  NOT CHECKED: promtool is not on PATH, so nobody looks at the metrics as Prometheus would.' \
+	  '  It comes with Prometheus (Debian and Ubuntu: apt install prometheus).' '' >&2
+	$(BIN)/python -m pytest -q tests/unit/test_metrics.py -k promtool
+
+check-layers: $(INSTALLED)
+	$(BIN)/python -m pytest -q tests/unit/test_layering.py
+
+check-wheel: $(INSTALLED)
+	$(BIN)/python -m pytest -q tests/unit/test_packaging.py
+
+# The oldest supported generator, on its own: generated code refuses runtimes older than its generator.
+$(PROTO_INSTALLED): Makefile $(INSTALLED)
+	$(BIN)/python -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python $(PIP) $(GRPCIO_TOOLS) setuptools
+	@touch $@
+
+.PHONY: proto
+proto: $(PROTO_INSTALLED) ## Generate the protocol's code again
+	$(PROTO_VENV)/bin/python tools/protos.py
+
+.PHONY: bench
+bench: $(INSTALLED) ## Run every benchmark in benchmarks/, one after the other
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done; \
+	[ -n "$(wildcard benchmarks/*.py)" ] || echo "make: there are no benchmarks yet"
+
+# With a compose file the cluster runs in containers, and `down` ends it; without one it runs in the foreground.
+COMPOSE_FILE := $(firstword $(wildcard docker-compose.yml compose.yaml))
+COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -f $(COMPOSE_FILE)
+
+.PHONY: up down
+up: $(if $(COMPOSE_FILE),,$(INSTALLED)) ## Bring a cluster up that trains without end: in containers, or here until Ctrl-C
+	$(if $(COMPOSE_FILE),$(COMPOSE) up --build --detach,$(BIN)/diloco up $(UP))
+
+down: ## End the containers of `make up`
+	$(if $(COMPOSE_FILE),$(COMPOSE) down,@echo "make: there are no containers; end 'make up' with Ctrl-C where it runs")

@@ -1,0 +1,141 @@
+"""What is shipped: the wheel holds the named packages and nothing else, and pins agree with ranges."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+PACKAGES = {
+    "diloco_protos",
+    "diloco_common",
+    "diloco_server",
+    "diloco_worker",
+    "diloco_simulator",
+    "diloco_deploy",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(out),
+        str(repository),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.iterdir()
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def project(repository: Path) -> dict[str, object]:
+    project: dict[str, object] = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def requirements(project: dict[str, object]) -> list[Requirement]:
+    extras = project["optional-dependencies"]
+    return [Requirement(text) for texts in (project["dependencies"], *extras.values()) for text in texts]
+
+
+def pins(repository: Path) -> dict[str, Version]:
+    lines = (repository / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def test_the_wheel_holds_the_named_packages_and_nothing_else(wheel):
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+    assert len(tops) == len(PACKAGES) + 1
+
+
+def test_the_wheel_holds_every_module_and_no_rubbish(wheel, repository):
+    """A file that git does not ignore is in, others are not."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*/diloco_*/*"]
+    listed = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    sources = {
+        path.partition("/")[2]
+        for path in listed.stdout.splitlines()
+        if path.split("/")[1] in PACKAGES and (repository / path).exists()
+    }
+
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == sources
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_every_package_is_typed(wheel, package):
+    assert f"{package}/py.typed" in wheel.namelist()
+
+
+def test_the_wheel_carries_its_license_its_protocol_and_its_commands(wheel):
+    names = wheel.namelist()
+    (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert "diloco_protos/parameter_server.proto" in names
+    assert set(re.findall(r"^(\S+) =", wheel.read(entry_points).decode(), re.MULTILINE)) == {
+        "diloco",
+        "diloco-server",
+        "diloco-worker",
+    }
+    assert Parser().parsestr(wheel.read(metadata).decode())["License-Expression"] == "Apache-2.0"
+
+
+def test_every_requirement_is_pinned_within_its_range(project, repository):
+    pinned = pins(repository)
+
+    for requirement in requirements(project):
+        name = canonicalize_name(requirement.name)
+        assert name in pinned, f"{name} is not in constraints.txt"
+        assert pinned[name] in requirement.specifier, f"{requirement} excludes the pinned {pinned[name]}"
+
+
+@pytest.mark.parametrize(
+    ("requirement", "file", "pattern"),
+    [
+        ("grpcio", "parameter_server_pb2_grpc.py", r"GRPC_GENERATED_VERSION = '([\d.]+)'"),
+        ("protobuf", "parameter_server_pb2.py", r"# Protobuf Python Version: ([\d.]+)"),
+    ],
+)
+def test_the_lowest_runtime_allowed_is_the_generators(project, repository, requirement, file, pattern):
+    """Generated code refuses an older runtime, so an older one must not be installable."""
+    text = (repository / "protos" / "diloco_protos" / file).read_text()
+    generator = Version(re.search(pattern, text)[1])
+
+    (ours,) = (r for r in requirements(project) if r.name == requirement)
+    (lowest,) = (Version(s.version) for s in ours.specifier if s.operator == ">=")
+    assert lowest == generator
+
+
+def test_the_makefile_explains_every_target_that_is_for_people(repository):
+    shown = subprocess.run(
+        ["make", "help"], cwd=repository, capture_output=True, text=True, check=True
+    ).stdout
+
+    for target in ("install", "demo", "test", "check", "proto", "bench", "up", "down"):
+        assert re.search(rf"^ *make {target} +\S", shown, re.MULTILINE), f"make help is silent about {target}"
