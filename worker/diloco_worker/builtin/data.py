@@ -33,9 +33,12 @@ CORPUS_BYTES_MAX = 4 << 30
 """The corpus lies in memory, once per worker."""
 REGION_BYTES_MAX = 64 << 10
 """A single file is cut into regions of at most this many bytes, of which some are held out."""
-STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-"""Folders of the standard library that are not read. Tests are absent from many distributions of Python (slim
-container images), so without them learners on different machines hold out the same files."""
+STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
+"""Folders of the standard library that are not read: what is installed, generated tables and manuals (one of
+those files would be most of the held-out text), and tests. Tests are absent from many distributions of Python
+(slim container images), so without them learners on different machines hold out the same files."""
 
 
 @dataclass(frozen=True)
