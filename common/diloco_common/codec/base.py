@@ -1,0 +1,89 @@
+"""What an encoding is: how one chunk of float32 values becomes bytes and values again.
+
+A codec holds no state. It runs on the device of the tensors it is given, over cache-sized slices in reused
+buffers, and its result depends on nothing but the values: not on slicing, threads or earlier calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec.scratch import scratch, slices
+from diloco_common.errors import BadSize, NotFinite
+
+BLOCK_ELEMENTS = 256
+"""Elements that share a scale. Chunks, slices and ranges begin at a multiple of it."""
+
+
+class Codec(ABC):
+    """One encoding. Tensors are 1-D and contiguous: values float32, data uint8, both on the same device."""
+
+    name: ClassVar[str]
+    """As it stands in the header of a payload."""
+
+    @abstractmethod
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes of a chunk of that many elements."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Encode a chunk: `values` (n,) float32 into `out` (num_bytes(n),) uint8, which begins at a multiple
+        of 4 bytes of its storage. Waits for the device once.
+
+        Raises NotFinite if a value is NaN or infinite; `out` then holds nothing of use.
+        """
+
+    @abstractmethod
+    def check(self, data: Tensor, num_elements: int) -> None:
+        """Look whether `data` is a chunk of that many elements, so that `decode_range` cannot fail on it.
+
+        Waits for the device at most once. Raises BadSize, and BadEncoding with the index of the block.
+        """
+
+    @abstractmethod
+    def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
+        """Decode elements start..start+m of a chunk of `num_elements` that was checked, into `out` (m,)
+        float32.
+
+        `start` is a multiple of BLOCK_ELEMENTS, m at most SLICE_ELEMENTS. Does not wait for the device.
+        """
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.
+
+        Raises BadSize and BadEncoding before anything is written to `out`.
+        """
+        num_elements = out.numel()
+        self.check(data, num_elements)
+        for part in slices(num_elements):
+            self.decode_range(data, num_elements, part.start, out[part])
+
+    def accumulate(self, data: Tensor, out: Tensor, weight: float) -> None:
+        """out += weight * decoded, in float32; `data` (num_bytes(n),) uint8, `out` (n,) float32.
+
+        Raises BadSize and BadEncoding before anything is written to `out`.
+        """
+        num_elements = out.numel()
+        self.check(data, num_elements)
+        for part in slices(num_elements):
+            decoded = scratch("decoded", torch.float32, part.stop - part.start, out.device)
+            self.decode_range(data, num_elements, part.start, decoded)
+            out[part].add_(decoded, alpha=weight)
+
+    def _check_size(self, data: Tensor, num_elements: int) -> None:
+        expected = self.num_bytes(num_elements)
+        if data.numel() != expected:
+            raise BadSize(f"{self.name}: {num_elements} elements take {expected} bytes, got {data.numel()}")
+
+
+def refuse_non_finite(values: Tensor) -> None:
+    """Raise NotFinite for the first value that is NaN or infinite; call it knowing that there is one."""
+    index = int(torch.isfinite(values).logical_not_().nonzero()[0])
+    raise NotFinite(
+        f"element {index} of {values.numel()} is {values[index].item()}: it cannot be encoded; "
+        "the model has diverged, so look at its loss and learning rate"
+    )

@@ -1,0 +1,134 @@
+"""What the block encodings have in common: a chunk is the scales of all its blocks, then the codes.
+
+A block is 256 elements (the last of a chunk may have fewer) and its scale follows from its largest magnitude:
+`scale = absmax / code_max`, in float32. A block of zeros, or one so small that its scale would be below
+`scale_min`, is written as zeros with scale 1; what is lost goes to the error-feedback residual. Every scale
+that is written lies in scale_min..scale_max, which keeps each decoded value finite and either 0 or normal on
+any machine; a decoder refuses others, and so refuses 0, negative numbers, NaN and infinity.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec.base import BLOCK_ELEMENTS, Codec, refuse_non_finite
+from diloco_common.codec.scratch import scratch, slices
+from diloco_common.errors import BadEncoding
+
+FLOAT32_TINY = torch.finfo(torch.float32).tiny  # 2^-126, the smallest normal number
+
+
+class BlockCodec(Codec):
+    """Scales, then codes. A subclass says how a scaled value becomes a code."""
+
+    code_max: ClassVar[float]
+    """What `absmax` becomes when it is divided by the scale."""
+    scale_min: ClassVar[float]
+    scale_max: ClassVar[float]
+
+    @abstractmethod
+    def num_code_bytes(self, num_elements: int) -> int:
+        """Bytes that the codes of that many elements take."""
+
+    @abstractmethod
+    def encode_codes(self, scaled: Tensor, out: Tensor) -> None:
+        """Encode `scaled` (m,) float32, which may be overwritten, into `out` (num_code_bytes(m),) uint8."""
+
+    @abstractmethod
+    def codes_are_valid(self, codes: Tensor, num_elements: int) -> Tensor:
+        """Whether all codes of a chunk are ones that an encoder writes, as a bool on the device, shape ()."""
+
+    @abstractmethod
+    def refuse_codes(self, codes: Tensor, num_elements: int) -> NoReturn:
+        """Raise BadEncoding for the first code that is not valid."""
+
+    @abstractmethod
+    def decode_codes(self, codes: Tensor, out: Tensor) -> Tensor:
+        """Turn `codes` (num_code_bytes(m),) uint8 into unscaled values (m,), in `out` or in scratch."""
+
+    def num_bytes(self, num_elements: int) -> int:
+        return 4 * num_blocks(num_elements) + self.num_code_bytes(num_elements)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        num_elements, device = values.numel(), values.device
+        self._check_size(out, num_elements)
+        scales, codes = _split(out, num_elements)
+        for part in slices(num_elements):
+            for block_values, block_scales in by_block(values[part], scales[_blocks_of(part)]):
+                _absmax(block_values, out=block_scales[:, 0])
+        if not torch.isfinite(scales).all():  # waits for the device
+            refuse_non_finite(values)
+
+        # Divide by a tensor on the device: CUDA would multiply by the reciprocal of a Python number.
+        scales.div_(torch.full((), self.code_max, device=device)).clamp_(max=self.scale_max)
+        scales.masked_fill_(scales < self.scale_min, 1.0)
+        for part in slices(num_elements):
+            scaled = scratch("scaled", torch.float32, part.stop - part.start, device)
+            for (into, block_scales), (block_values, _) in zip(
+                by_block(scaled, scales[_blocks_of(part)]),
+                by_block(values[part], scales[_blocks_of(part)]),
+                strict=True,
+            ):
+                torch.div(block_values, block_scales, out=into)
+            self.encode_codes(scaled, codes[self.num_code_bytes(part.start) : self.num_code_bytes(part.stop)])
+
+    def check(self, data: Tensor, num_elements: int) -> None:
+        self._check_size(data, num_elements)
+        scales, codes = _split(data, num_elements)
+        scales_valid = (scales >= self.scale_min) & (scales <= self.scale_max)  # False for NaN
+        if scales_valid.all() & self.codes_are_valid(codes, num_elements):  # waits for the device
+            return
+        bad_blocks = scales_valid.logical_not_().nonzero()
+        if not bad_blocks.numel():
+            self.refuse_codes(codes, num_elements)
+        block = int(bad_blocks[0])
+        raise BadEncoding(
+            f"{self.name}: block {block} has scale {scales[block].item():g}, "
+            f"which is not in {self.scale_min:g}..{self.scale_max:g}; the sender's encoder is at fault"
+        )
+
+    def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
+        scales, codes = _split(data, num_elements)
+        stop = start + out.numel()
+        unscaled = self.decode_codes(codes[self.num_code_bytes(start) : self.num_code_bytes(stop)], out)
+        range_scales = scales[_blocks_of(slice(start, stop))]
+        for (into, block_scales), (block, _) in zip(
+            by_block(out, range_scales), by_block(unscaled, range_scales), strict=True
+        ):
+            torch.mul(block, block_scales, out=into)
+
+
+def num_blocks(num_elements: int) -> int:
+    return -(-num_elements // BLOCK_ELEMENTS)
+
+
+def by_block(values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole blocks as a view (blocks, 256) with their scales (blocks, 1), then the partial one."""
+    whole, rest = divmod(values.numel(), BLOCK_ELEMENTS)
+    if whole:
+        yield values[: whole * BLOCK_ELEMENTS].view(whole, BLOCK_ELEMENTS), scales[:whole].view(-1, 1)
+    if rest:
+        yield values[whole * BLOCK_ELEMENTS :].view(1, rest), scales[whole:].view(-1, 1)
+
+
+def _split(data: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
+    """The scales (blocks,) float32 and the codes uint8 of a chunk, as views."""
+    num_scale_bytes = 4 * num_blocks(num_elements)
+    return data[:num_scale_bytes].view(torch.float32), data[num_scale_bytes:]
+
+
+def _blocks_of(part: slice) -> slice:
+    return slice(part.start // BLOCK_ELEMENTS, num_blocks(part.stop))
+
+
+def _absmax(blocks: Tensor, out: Tensor) -> None:
+    """Largest magnitude of each row, or NaN. On a CPU torch's infinity norm takes 20 times as long."""
+    least = scratch("least", torch.float32, blocks.shape[0], blocks.device)
+    torch.amin(blocks, dim=1, out=least)
+    torch.amax(blocks, dim=1, out=out)
+    torch.maximum(out, least.neg_(), out=out)

@@ -1,0 +1,72 @@
+"""The encodings without blocks: float32 and bfloat16, element after element, little-endian.
+
+Their decoders pass NaN and infinity on (encoders never write them): whoever merges looks at the norm anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec.base import Codec, refuse_non_finite
+from diloco_common.codec.scratch import scratch, slices
+
+BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
+
+assert sys.byteorder == "little", "payloads are little-endian and viewed in place"
+
+
+class PlainCodec(Codec):
+    """Casts every element to one torch type."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def num_bytes(self, num_elements: int) -> int:
+        return self.dtype.itemsize * num_elements
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        self._check_size(out, values.numel())
+        least, greatest = torch.aminmax(values)
+        absmax = torch.maximum(least.neg(), greatest).item()  # waits for the device; NaN if there is one
+        if not absmax <= torch.finfo(torch.float32).max:
+            refuse_non_finite(values)
+        self._cast(values, out.view(self.dtype), absmax)
+
+    def check(self, data: Tensor, num_elements: int) -> None:
+        self._check_size(data, num_elements)
+
+    def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
+        out.copy_(data.view(self.dtype)[start : start + out.numel()])
+
+    def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:
+        out.copy_(values)
+
+
+class Float32(PlainCodec):
+    """4 bytes per element. Loses nothing."""
+
+    name = "float32"
+    dtype = torch.float32
+
+
+class Bfloat16(PlainCodec):
+    """2 bytes per element, rounded to nearest, ties to even; magnitudes above the largest bfloat16 become
+    that one.
+
+    Error: |x - y| <= max(2^-8 |x|, 2^-134).
+    """
+
+    name = "bfloat16"
+    dtype = torch.bfloat16
+
+    def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:
+        if absmax <= BFLOAT16_MAX:
+            out.copy_(values)
+            return
+        for part in slices(values.numel()):
+            clamped = scratch("scaled", torch.float32, part.stop - part.start, values.device)
+            torch.clamp(values[part], -BFLOAT16_MAX, BFLOAT16_MAX, out=clamped)
+            out[part].copy_(clamped)

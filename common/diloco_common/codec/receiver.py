@@ -1,0 +1,64 @@
+"""Taking a payload in, chunk by chunk, from a sender that is not trusted; and checksums."""
+
+from __future__ import annotations
+
+import google_crc32c
+
+from diloco_common.codec.payload import Payload, PayloadHeader, check_chunk_size, check_layout
+from diloco_common.errors import BadChecksum, BadSize
+
+
+class Checksum:
+    """CRC-32C (Castagnoli) of bytes that come in parts."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, data: bytes) -> None:
+        self.value = google_crc32c.extend(self.value, data)
+
+    def verify(self, expected: int) -> None:
+        """Raises BadChecksum."""
+        if self.value != expected:
+            raise BadChecksum(
+                f"the bytes have crc32c {self.value:08x}, the header says {expected:08x}; "
+                "they changed on the way, so send them again"
+            )
+
+
+def verify_checksum(payload: Payload) -> None:
+    """Raises BadChecksum if the chunks are not those that the header was made for."""
+    checksum = Checksum()
+    for chunk in payload.chunks:
+        checksum.update(chunk)
+    checksum.verify(payload.header.crc32c)
+
+
+class PayloadReceiver:
+    """Holds the chunks as they come, without a copy; what it holds never exceeds `header.num_bytes`.
+
+    The caller has been through `check_header`; raises UnknownEncoding and BadSize for sizes that do not fit
+    each other.
+    """
+
+    def __init__(self, header: PayloadHeader) -> None:
+        check_layout(header)
+        self.header = header
+        self._chunks: list[bytes] = []
+        self._checksum = Checksum()
+
+    def add(self, chunk: bytes) -> None:
+        """Take the next chunk. Raises BadSize, without holding it, for a wrong size or one chunk too many."""
+        check_chunk_size(self.header, len(self._chunks), chunk)
+        self._checksum.update(chunk)
+        self._chunks.append(chunk)
+
+    def finish(self) -> Payload:
+        """The payload, once the sender is done. Raises BadSize if chunks are missing, and BadChecksum."""
+        missing = self.header.num_chunks - len(self._chunks)
+        if missing:
+            raise BadSize(
+                f"{missing} of {self.header.num_chunks} chunks are missing; the sender stopped early"
+            )
+        self._checksum.verify(self.header.crc32c)
+        return Payload(self.header, tuple(self._chunks))

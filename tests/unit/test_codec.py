@@ -1,0 +1,501 @@
+"""What the encodings promise: bounds, refusals, residuals, and results that depend on the values alone."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco_common.codec import (
+    CHUNK_ELEMENTS,
+    CHUNK_ELEMENTS_MAX,
+    Checksum,
+    Payload,
+    PayloadHeader,
+    PayloadReceiver,
+    check_header,
+    decode_chunk,
+    decode_payload,
+    encode_payload,
+    encoding_names,
+    get_codec,
+    num_payload_bytes,
+    verify_checksum,
+)
+from diloco_common.codec.scratch import SLICE_ELEMENTS
+from diloco_common.errors import BadChecksum, BadEncoding, BadSize, NotFinite, UnknownEncoding
+
+each_encoding = pytest.mark.parametrize("encoding", encoding_names())
+each_block_encoding = pytest.mark.parametrize("encoding", ["int8", "int4", "e3m0"])
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def gaussian(num_elements: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_elements, generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(payload: Payload) -> Tensor:
+    out = torch.full((payload.header.num_elements,), torch.nan)
+    decode_payload(payload, out)
+    return out
+
+
+def round_trip(values: Tensor, encoding: str) -> Tensor:
+    return decoded(encode_payload(values, encoding))
+
+
+def error_bound(values: Tensor, encoding: str) -> Tensor:
+    """The bound of the docstrings, per element, in float64; of one block."""
+    x = values.double().abs()
+    absmax = x.max()
+    match encoding:
+        case "float32":
+            return torch.zeros_like(x)
+        case "bfloat16":
+            return torch.clamp(x * 2.0**-8, min=2.0**-134)
+        case "int8" | "int4":
+            levels = 127 if encoding == "int8" else 7
+            return torch.full_like(x, max(0.5001 * float(absmax) / levels, levels * 2.0**-126))
+        case _:
+            return torch.clamp(1.0001 * torch.maximum(x / 3, absmax / 128), min=2.0**-120)
+
+
+# ------------------------------------------------------------------ error bounds
+
+
+@each_encoding
+@settings(max_examples=150, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=256),
+)
+def test_any_finite_block_comes_back_finite_and_within_the_bound(encoding: str, values: list[float]) -> None:
+    x = torch.tensor(values)
+    y = round_trip(x, encoding)
+    assert y.isfinite().all()
+    assert ((x.double() - y.double()).abs() <= error_bound(x, encoding)).all()
+
+
+@each_encoding
+@pytest.mark.parametrize("scale", [1e-37, 1e-20, 1e-3, 1.0, 1e6, 1e37])
+def test_gaussian_blocks_are_within_the_bound_at_every_magnitude(encoding: str, scale: float) -> None:
+    values = gaussian(64 * 256) * scale
+    for x, y in zip(values.view(-1, 256), round_trip(values, encoding).view(-1, 256), strict=True):
+        assert ((x.double() - y.double()).abs() <= error_bound(x, encoding)).all()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "relative_error"),
+    [("float32", 0.0), ("bfloat16", 0.002), ("int8", 0.008), ("int4", 0.14), ("e3m0", 0.21)],
+)
+def test_a_gaussian_fragment_loses_this_share_of_its_norm(encoding: str, relative_error: float) -> None:
+    x = gaussian(100_000)
+    assert (x - round_trip(x, encoding)).norm() <= relative_error * x.norm()
+
+
+@each_block_encoding
+def test_values_on_the_levels_come_back_exactly(encoding: str) -> None:
+    x = {
+        "int8": torch.arange(-127.0, 128.0),
+        "int4": torch.arange(-7.0, 8.0),
+        "e3m0": torch.tensor([s * 2.0**-k for k in range(7) for s in (1, -1)] + [0.0]),
+    }[encoding]
+    assert torch.equal(round_trip(x, encoding), x)
+
+
+@each_block_encoding
+def test_blocks_do_not_disturb_each_other(encoding: str) -> None:
+    quiet, loud = gaussian(256) * 1e-6, gaussian(256, seed=1) * 1e6
+    together = round_trip(torch.cat([quiet, loud]), encoding)
+    assert torch.equal(together[:256], round_trip(quiet, encoding))
+    assert torch.equal(together[256:], round_trip(loud, encoding))
+
+
+@each_encoding
+@pytest.mark.parametrize("value", [FLOAT32_MAX, -FLOAT32_MAX, 3.4e38, 2.0**127])
+def test_the_largest_numbers_do_not_overflow(encoding: str, value: float) -> None:
+    y = round_trip(torch.tensor([value, 1.0]), encoding)
+    torch.testing.assert_close(y[0], torch.tensor(value), rtol=2.0**-8, atol=0)
+
+
+@each_block_encoding
+@pytest.mark.parametrize("absmax", [0.0, 2.0**-149, 2.0**-130, 0.99 * 2.0**-126])
+def test_a_block_too_small_for_a_scale_becomes_zeros_and_all_of_it_is_residual(
+    encoding: str, absmax: float
+) -> None:
+    values = torch.tensor([absmax, -absmax, 0.0])
+    meant = values.clone()
+    payload = encode_payload(values, encoding, keep_loss=True)
+    assert payload.chunks[0][:4] == struct.pack("<f", 1.0)
+    assert torch.equal(decoded(payload), torch.zeros(3))
+    assert torch.equal(values, meant)
+
+
+# ------------------------------------------------------------------ nothing but the values matters
+
+
+@each_encoding
+@pytest.mark.parametrize("num_elements", [1, 2, 255, 256, 257, 1023, SLICE_ELEMENTS, SLICE_ELEMENTS + 1])
+def test_a_chunk_takes_the_bytes_it_should(encoding: str, num_elements: int) -> None:
+    num_blocks = -(-num_elements // 256)
+    expected = {
+        "float32": 4 * num_elements,
+        "bfloat16": 2 * num_elements,
+        "int8": 4 * num_blocks + num_elements,
+        "int4": 4 * num_blocks + (num_elements + 1) // 2,
+        "e3m0": 4 * num_blocks + (num_elements + 1) // 2,
+    }[encoding]
+    assert get_codec(encoding).num_bytes(num_elements) == expected
+    assert num_payload_bytes(encoding, num_elements) == expected
+    assert encode_payload(gaussian(num_elements), encoding).header.num_bytes == expected
+
+
+@each_encoding
+def test_results_depend_on_neither_slicing_nor_chunks_nor_earlier_calls(encoding: str) -> None:
+    x = gaussian(SLICE_ELEMENTS + 1000)
+    first = encode_payload(x, encoding)
+    encode_payload(gaussian(777, seed=5), encoding)
+    assert encode_payload(x, encoding) == first
+    chunked = encode_payload(x, encoding, chunk_elements=1024)
+    assert chunked.header.num_chunks == len(chunked.chunks) == 257
+    assert torch.equal(decoded(chunked), decoded(first))
+    beginning = encode_payload(x[:512], encoding)
+    assert torch.equal(decoded(beginning), decoded(first)[:512])
+
+
+@each_encoding
+def test_threads_do_not_share_buffers(encoding: str) -> None:
+    fragments = [gaussian(70_001, seed=seed) for seed in range(16)]
+    alone = [encode_payload(x, encoding) for x in fragments]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda x: encode_payload(x, encoding), fragments)) == alone
+        results = list(pool.map(decoded, alone))
+    assert all(torch.equal(a, decoded(b)) for a, b in zip(results, alone, strict=True))
+
+
+@each_encoding
+def test_a_chunk_or_a_range_of_it_is_decoded_alone(encoding: str) -> None:
+    x = gaussian(5000)
+    payload = encode_payload(x, encoding, chunk_elements=2048)
+    whole = decoded(payload)
+    for index, bounds in enumerate(payload.header.chunk_bounds()):
+        assert payload.header.chunk_bytes(index) == len(payload.chunks[index])
+        out = torch.empty(bounds.stop - bounds.start)
+        decode_chunk(payload.header, index, payload.chunks[index], out)
+        assert torch.equal(out, whole[bounds])
+    data = torch.tensor(list(payload.chunks[1]), dtype=torch.uint8)
+    for start, stop in [(0, 256), (256, 1000), (1792, 2048)]:
+        out = torch.empty(stop - start)
+        get_codec(encoding).decode_range(data, 2048, start, out)
+        assert torch.equal(out, whole[2048 + start : 2048 + stop])
+
+
+@each_encoding
+def test_accumulating_adds_the_weighted_values(encoding: str) -> None:
+    x, total = gaussian(3001), gaussian(3001, seed=1)
+    payload = encode_payload(x, encoding)
+    expected = total + 0.25 * decoded(payload)
+    data = torch.frombuffer(bytearray(payload.chunks[0]), dtype=torch.uint8)
+    get_codec(encoding).accumulate(data, total, 0.25)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-7)
+
+
+@each_encoding
+def test_values_may_lie_anywhere_in_a_larger_tensor(encoding: str) -> None:
+    x, room = gaussian(1001), torch.zeros(1004)
+    payload = encode_payload(x, encoding)
+    room[3:] = x
+    assert encode_payload(room[3:], encoding) == payload
+    decode_payload(payload, room[1:1002])
+    assert torch.equal(room[1:1002], decoded(payload))
+
+
+@each_encoding
+def test_parameters_and_inference_mode_are_no_obstacle(encoding: str) -> None:
+    x = gaussian(3 * SLICE_ELEMENTS)
+    expected = encode_payload(x, encoding)
+
+    def in_a_fresh_thread() -> Payload:
+        with torch.inference_mode():
+            first = encode_payload(x, encoding)
+        parameter = torch.nn.Parameter(x.clone())
+        decode_payload(first, parameter.data)
+        assert encode_payload(torch.nn.Parameter(x.clone()), encoding, keep_loss=True) == first
+        return first
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(in_a_fresh_thread).result() == expected
+
+
+@each_encoding
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_makes_the_same_payload_as_any_other(encoding: str, device: str) -> None:
+    x = gaussian(SLICE_ELEMENTS + 777)
+    on_device = x.to(device, copy=True)
+    payload = encode_payload(on_device, encoding, keep_loss=True)
+    assert payload == encode_payload(x, encoding)
+    out = torch.empty_like(on_device)
+    decode_payload(payload, out)
+    assert torch.equal(out.cpu(), decoded(payload))
+    assert torch.equal(on_device.cpu(), x - decoded(payload))
+
+
+def test_decoding_bytes_warns_of_nothing() -> None:
+    payload = encode_payload(gaussian(300), "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoded(payload)
+
+
+# ------------------------------------------------------------------ error feedback
+
+
+@each_encoding
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600),
+)
+def test_the_loss_is_what_the_receiver_does_not_get(encoding: str, values: list[float]) -> None:
+    x = torch.tensor(values)
+    loss = x.clone()
+    payload = encode_payload(loss, encoding, chunk_elements=256, keep_loss=True)
+    assert torch.equal(loss, x - decoded(payload))
+
+
+@each_encoding
+def test_values_are_left_alone_unless_the_loss_is_asked_for(encoding: str) -> None:
+    x = gaussian(1000)
+    before = x.clone()
+    encode_payload(x, encoding)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "tolerance"),
+    [("float32", 1e-4), ("bfloat16", 1e-4), ("int8", 1e-4), ("int4", 1e-4), ("e3m0", 1e-4)],
+)
+def test_over_many_rounds_nothing_that_was_meant_is_lost(encoding: str, tolerance: float) -> None:
+    num_elements = 1500
+    meant, arrived = (torch.zeros(num_elements, dtype=torch.float64) for _ in range(2))
+    residual = torch.zeros(num_elements)
+    for step in range(200):
+        delta = gaussian(num_elements, seed=step) * (1.0 + step % 7)
+        meant += delta
+        residual += delta
+        arrived += decoded(encode_payload(residual, encoding, chunk_elements=512, keep_loss=True))
+    torch.testing.assert_close(arrived + residual, meant, rtol=0, atol=tolerance)
+    # The residual does not grow with the rounds: it stays in the order of one contribution's error.
+    assert residual.norm() <= 0.5 * 7 * gaussian(num_elements).norm()
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@each_encoding
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_encoder_refuses_values_that_are_not_finite_and_leaves_them(encoding: str, value: float) -> None:
+    x = gaussian(1000)
+    x[700] = value
+    before = x.clone()
+    with pytest.raises(NotFinite, match=r"elements from 512: element 188 of 256 is -?(nan|inf)"):
+        encode_payload(x, encoding, chunk_elements=256, keep_loss=True)
+    assert torch.equal(x.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
+def test_plain_decoders_pass_non_finite_values_on_to_the_norm(encoding: str) -> None:
+    payload = encode_payload(torch.tensor([1.0, 2.0]), encoding)
+    size = len(payload.chunks[0]) // 2
+    infinity = struct.pack("<f", torch.inf)[4 - size :]
+    y = decoded(replace(payload, chunks=(payload.chunks[0][:size] + infinity,)))
+    assert y.tolist() == [1.0, torch.inf]
+
+
+@each_block_encoding
+@pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, torch.nan, torch.inf, -torch.inf, 2.0**-127])
+def test_a_decoder_refuses_a_scale_that_no_encoder_writes(encoding: str, scale: float) -> None:
+    payload = encode_payload(gaussian(2000), encoding, chunk_elements=1024)
+    chunk = bytearray(payload.chunks[1])
+    chunk[8:12] = struct.pack("<f", scale)
+    out = torch.zeros(976)
+    with pytest.raises(BadEncoding, match=f"chunk 1: {encoding}: block 2 has scale"):
+        decode_chunk(payload.header, 1, bytes(chunk), out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(("encoding", "beyond"), [("int8", FLOAT32_MAX / 126), ("int4", FLOAT32_MAX / 6)])
+def test_a_decoder_refuses_a_scale_that_could_overflow(encoding: str, beyond: float) -> None:
+    payload = encode_payload(torch.ones(2), encoding)
+    chunk = struct.pack("<f", beyond) + payload.chunks[0][4:]
+    with pytest.raises(BadEncoding, match="block 0 has scale"):
+        decoded(replace(payload, chunks=(chunk,)))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "num_elements", "byte", "value", "says"),
+    [
+        ("int8", 600, 300, 0x80, "block 1 has the code -128"),
+        ("int4", 600, 299, 0x08, "block 2 has the nibble 1000"),
+        ("int4", 600, 100, 0x80, "block 0 has the nibble 1000"),
+        ("int4", 599, 299, 0x10, "block 2 has an unused last nibble"),
+        ("e3m0", 600, 130, 0x81, "block 1 has the nibble 1000"),
+        ("e3m0", 599, 299, 0x70, "block 2 has an unused last nibble"),
+        ("e3m0", 599, 299, 0x80, "block 2 has the nibble 1000"),
+    ],
+)
+def test_a_decoder_refuses_a_code_that_no_encoder_writes(
+    encoding: str, num_elements: int, byte: int, value: int, says: str
+) -> None:
+    payload = encode_payload(gaussian(num_elements), encoding)
+    chunk = bytearray(payload.chunks[0])
+    chunk[4 * 3 + byte] = value
+    with pytest.raises(BadEncoding, match=says):
+        decoded(replace(payload, chunks=(bytes(chunk),)))
+
+
+@each_encoding
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_arbitrary_bytes_are_refused_or_decode(encoding: str, data: st.DataObject) -> None:
+    num_elements = data.draw(st.integers(1, 300))
+    size = get_codec(encoding).num_bytes(num_elements)
+    chunk = data.draw(st.binary(min_size=size, max_size=size))
+    header = PayloadHeader(encoding, num_elements, 512, size, 0)
+    try:
+        y = decoded(Payload(header, (chunk,)))
+    except BadEncoding:
+        assert encoding not in ("float32", "bfloat16")
+    else:
+        assert encoding in ("float32", "bfloat16") or y.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.zeros(4, dtype=torch.float64),
+        torch.zeros(2, 2),
+        torch.zeros(8)[::2],
+        torch.zeros(0),
+    ],
+)
+def test_only_a_flat_float32_tensor_is_encoded_or_decoded_into(values: Tensor) -> None:
+    with pytest.raises(ValueError, match="contiguous 1-D float32"):
+        encode_payload(values, "int8")
+    with pytest.raises(ValueError, match="contiguous 1-D float32"):
+        decode_payload(encode_payload(torch.ones(4), "int8"), values)
+
+
+def test_an_unknown_encoding_is_refused_with_the_names_that_are_known() -> None:
+    with pytest.raises(UnknownEncoding, match="'int3'; choose one of float32, bfloat16, int8, int4, e3m0"):
+        get_codec("int3")
+
+
+GOOD = encode_payload(gaussian(1000), "int8", chunk_elements=512).header
+
+
+def test_a_header_that_fits_is_taken() -> None:
+    check_header(GOOD, 1000, ("int8", "float32"))
+    assert GOOD.chunk_bounds() == (slice(0, 512), slice(512, 1000))
+    assert CHUNK_ELEMENTS % 256 == 0
+    assert CHUNK_ELEMENTS <= CHUNK_ELEMENTS_MAX
+
+
+@pytest.mark.parametrize(
+    ("header", "error", "says"),
+    [
+        (replace(GOOD, encoding="int4"), UnknownEncoding, "'int4' is not taken here; send float32 or int8"),
+        (replace(GOOD, encoding="zip"), UnknownEncoding, "'zip' is not taken here"),
+        (replace(GOOD, num_elements=999), BadSize, "999 elements, the fragment 1000"),
+        (replace(GOOD, num_elements=2**63), BadSize, "the fragment 1000"),
+        (replace(GOOD, chunk_elements=0), BadSize, "multiple of 256"),
+        (replace(GOOD, chunk_elements=-256), BadSize, "multiple of 256"),
+        (replace(GOOD, chunk_elements=300), BadSize, "multiple of 256"),
+        (replace(GOOD, chunk_elements=2 * CHUNK_ELEMENTS_MAX), BadSize, "to 4194304"),
+        (replace(GOOD, num_bytes=1015), BadSize, "take 1016 bytes, the header says 1015"),
+        (replace(GOOD, num_bytes=2**62), BadSize, "take 1016 bytes"),
+    ],
+)
+def test_a_header_is_refused_before_its_bytes_come(
+    header: PayloadHeader, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        check_header(header, 1000, ("int8", "float32"))
+
+
+def test_a_payload_that_does_not_fit_its_header_is_not_decoded() -> None:
+    payload = encode_payload(gaussian(1000), "int8", chunk_elements=512)
+    first, second = payload.chunks
+    out = torch.zeros(1000)
+    for chunks in [(first,), (first, second, second), (first, second[:-1]), (second, first)]:
+        with pytest.raises(BadSize):
+            decode_payload(replace(payload, chunks=chunks), out)
+    with pytest.raises(BadSize, match="`out` 999"):
+        decode_payload(payload, out[:999])
+    with pytest.raises(BadSize, match="there is no chunk 2"):
+        decode_chunk(payload.header, 2, first, out[:512])
+    with pytest.raises(BadSize, match="`out_slice` 511"):
+        decode_chunk(payload.header, 0, first, out[:511])
+    assert not out.any()
+
+
+# ------------------------------------------------------------------ receiving
+
+
+def test_a_receiver_gives_back_the_payload_and_holds_the_chunks_themselves() -> None:
+    payload = encode_payload(gaussian(1000), "int4", chunk_elements=256)
+    receiver = PayloadReceiver(payload.header)
+    for chunk in payload.chunks:
+        receiver.add(chunk)
+    got = receiver.finish()
+    assert got == payload
+    assert all(a is b for a, b in zip(got.chunks, payload.chunks, strict=True))
+
+
+def test_a_receiver_refuses_wrong_sizes_at_once_and_stays_usable() -> None:
+    payload = encode_payload(gaussian(1000), "int8", chunk_elements=512)
+    first, last = payload.chunks
+    receiver = PayloadReceiver(payload.header)
+    for wrong in (b"", first[:-1], first + b"\0", last):
+        with pytest.raises(BadSize, match="chunk 0 of 2 takes 520 bytes"):
+            receiver.add(wrong)
+    receiver.add(first)
+    with pytest.raises(BadSize, match="1 of 2 chunks are missing"):
+        receiver.finish()
+    receiver.add(last)
+    with pytest.raises(BadSize, match="there is no chunk 2"):
+        receiver.add(last)
+    assert receiver.finish() == payload
+
+
+def test_a_receiver_refuses_a_header_that_contradicts_itself() -> None:
+    with pytest.raises(BadSize):
+        PayloadReceiver(replace(GOOD, chunk_elements=0))
+
+
+def test_changed_bytes_are_noticed() -> None:
+    payload = encode_payload(gaussian(1000), "float32", chunk_elements=512)
+    changed = bytearray(payload.chunks[1])
+    changed[17] ^= 0x01
+    receiver = PayloadReceiver(payload.header)
+    receiver.add(payload.chunks[0])
+    receiver.add(bytes(changed))
+    with pytest.raises(BadChecksum, match=f"the header says {payload.header.crc32c:08x}"):
+        receiver.finish()
+    with pytest.raises(BadChecksum):
+        verify_checksum(replace(payload, chunks=(payload.chunks[0], bytes(changed))))
+    verify_checksum(payload)
+
+
+def test_the_checksum_is_crc32c() -> None:
+    checksum = Checksum()
+    checksum.update(b"1234")
+    checksum.update(b"56789")
+    assert checksum.value == 0xE3069283  # the check value of CRC-32C

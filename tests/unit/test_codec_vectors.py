@@ -1,0 +1,281 @@
+"""The wire format a second time, in plain Python: codec, vectors and docs/wire-format.md must agree with it.
+
+`python tests/unit/test_codec_vectors.py` writes tests/data/wire-vectors.json and the table of the page anew,
+from the reference here and not from the codec.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from diloco_common.codec import (
+    Payload,
+    PayloadHeader,
+    decode_payload,
+    encode_payload,
+    encoding_names,
+    verify_checksum,
+)
+
+ROOT = Path(__file__).parents[2]
+VECTORS = ROOT / "tests/data/wire-vectors.json"
+PAGE = ROOT / "docs/wire-format.md"
+BEGIN, END = "<!-- vectors: begin -->\n", "<!-- vectors: end -->\n"
+
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+INT8_SCALE_MAX, INT4_SCALE_MAX = float.fromhex("0x1.020406p+121"), float.fromhex("0x1.249248p+125")
+SUBNORMAL = 2.0**-149
+
+# ------------------------------------------------------------------ the reference
+
+
+def to_float32(x: float) -> float:
+    """Round to float32. Quotients and products of two float32 come out right: float64 has the bits for it."""
+    return float(struct.unpack("<f", struct.pack("<f", x))[0])
+
+
+def reference_bfloat16(x: float) -> bytes:
+    """Nearest, ties to even, by exact comparison with the two neighbours; saturates."""
+    bits = struct.unpack("<I", struct.pack("<f", abs(x)))[0]
+    below = bits >> 16
+    above = min(below + 1, 0x7F7F)
+    value = [Fraction(struct.unpack("<f", struct.pack("<I", code << 16))[0]) for code in (below, above)]
+    to_below, to_above = Fraction(abs(x)) - value[0], value[1] - Fraction(abs(x))
+    code = below if to_below < to_above or (to_below == to_above and below % 2 == 0) else above
+    return struct.pack("<H", code | (0x8000 if math.copysign(1.0, x) < 0 else 0))
+
+
+def reference_scale(absmax: float, code_max: int, scale_min: float, scale_max: float) -> float:
+    scale = min(to_float32(absmax / code_max), scale_max)
+    return scale if scale >= scale_min else 1.0
+
+
+def reference_e3m0(q: float) -> int:
+    levels = [0.0] + [2.0 ** (e - 7) for e in range(1, 8)]
+    distances = [abs(abs(q) - level) for level in levels]
+    exponent = max(e for e in range(8) if distances[e] == min(distances))
+    return exponent | (8 if q < 0 and exponent else 0)
+
+
+def reference_chunk(values: list[float], encoding: str) -> bytes:
+    if encoding == "float32":
+        return struct.pack(f"<{len(values)}f", *values)
+    if encoding == "bfloat16":
+        return b"".join(map(reference_bfloat16, values))
+    code_max, scale_min, scale_max = {
+        "int8": (127, 2.0**-126, INT8_SCALE_MAX),
+        "int4": (7, 2.0**-126, INT4_SCALE_MAX),
+        "e3m0": (1, 2.0**-120, FLOAT32_MAX),
+    }[encoding]
+    scales: list[float] = []
+    codes: list[int] = []
+    for start in range(0, len(values), 256):
+        block = values[start : start + 256]
+        scale = reference_scale(max(map(abs, block)), code_max, scale_min, scale_max)
+        scales.append(scale)
+        scaled = [to_float32(x / scale) for x in block]
+        codes += map(reference_e3m0, scaled) if encoding == "e3m0" else map(round, scaled)
+    if encoding == "int8":
+        body = struct.pack(f"<{len(codes)}b", *codes)
+    else:
+        nibbles = [code & 0x0F for code in codes] + [0] * (len(codes) % 2)
+        body = bytes(low | high << 4 for low, high in zip(nibbles[::2], nibbles[1::2], strict=True))
+    return struct.pack(f"<{len(scales)}f", *scales) + body
+
+
+def reference_decode(data: bytes, num_elements: int, encoding: str) -> list[float]:
+    if encoding == "float32":
+        return list(struct.unpack(f"<{num_elements}f", data))
+    if encoding == "bfloat16":
+        halves = struct.unpack(f"<{num_elements}H", data)
+        return [struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in halves]
+    num_blocks = -(-num_elements // 256)
+    scales = struct.unpack(f"<{num_blocks}f", data[: 4 * num_blocks])
+    body = data[4 * num_blocks :]
+    if encoding == "int8":
+        levels: list[float] = list(struct.unpack(f"<{num_elements}b", body))
+    else:
+        nibbles = [nibble for byte in body for nibble in (byte & 0x0F, byte >> 4)][:num_elements]
+        if encoding == "int4":
+            levels = [nibble - 16 if nibble > 7 else nibble for nibble in nibbles]
+        else:
+            levels = [(-1) ** (k >> 3) * 2.0 ** ((k & 7) - 7) if k & 7 else 0.0 for k in nibbles]
+    return [to_float32(level * scales[i // 256]) for i, level in enumerate(levels)]
+
+
+def reference_crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+# ------------------------------------------------------------------ the vectors
+
+PLAIN = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.37, 1e-3]
+TWO_CHUNKS = [((7 * i) % 31 - 15) / 8 for i in range(259)]
+CASES: list[tuple[str, list[float], str, tuple[str, ...]]] = [
+    ("eight values", PLAIN, "", encoding_names()),
+    ("odd count", [7.0, -7.0, 2.5, 3.5, -0.5], "", ("int8", "int4", "e3m0")),
+    ("all zero", [0.0, 0.0, 0.0], "", ("int8", "int4", "e3m0")),
+    ("too small for a scale", [3 * SUBNORMAL, -SUBNORMAL], "", ("int8", "int4", "e3m0")),
+    ("largest float32", [FLOAT32_MAX, -FLOAT32_MAX, 2.0**126], "", encoding_names()),
+    ("ties to even", [1 + 2.0**-8, 1 + 3 * 2.0**-8, -(1 + 2.0**-8)], "", ("bfloat16",)),
+    ("ties to even codes", [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5], "", ("int8",)),
+    ("ties to even codes", [7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5], "", ("int4",)),
+    (
+        "ties away from zero",
+        [128.0, 96.0, 95.0, 1.0, 0.99, -1.0, -3.0, -2.99, 2.0],
+        "",
+        ("e3m0",),
+    ),
+    ("two chunks", TWO_CHUNKS, "x[i] = ((7 i) mod 31 - 15) / 8, i = 0..258", ("int8", "int4", "e3m0")),
+]
+
+
+def reference_vectors() -> list[dict[str, Any]]:
+    vectors = []
+    for name, numbers, rule, encodings in CASES:
+        values = [to_float32(x) for x in numbers]
+        for encoding in encodings:
+            chunks = [reference_chunk(values[i : i + 256], encoding) for i in range(0, len(values), 256)]
+            decoded = [
+                y
+                for i, chunk in enumerate(chunks)
+                for y in reference_decode(chunk, min(256, len(values) - 256 * i), encoding)
+            ]
+            vectors.append(
+                {
+                    "name": f"{encoding}: {name}",
+                    "encoding": encoding,
+                    "num_elements": len(values),
+                    "chunk_elements": 256,
+                    "num_bytes": sum(map(len, chunks)),
+                    "crc32c": f"{reference_crc32c(b''.join(chunks)):08x}",
+                    "rule": rule,
+                    "values": struct.pack(f"<{len(values)}f", *values).hex(),
+                    "chunks": [chunk.hex() for chunk in chunks],
+                    "decoded": struct.pack(f"<{len(values)}f", *decoded).hex(),
+                }
+            )
+    return vectors
+
+
+def rendered(vectors: list[dict[str, Any]]) -> str:
+    """The vectors as the page shows them."""
+    parts = []
+    for v in vectors:
+        parts.append(
+            f"**{v['name']}** ({v['num_elements']} elements, {v['num_bytes']} bytes, "
+            f"crc32c `{v['crc32c']}`)\n\n```text"
+        )
+        parts.append(f"values   {v['rule'] or words(v['values'])}")
+        parts += [f"chunk {i}  {wrapped(chunk)}" for i, chunk in enumerate(v["chunks"])]
+        if not v["rule"]:
+            parts.append(f"decoded  {words(v['decoded'])}")
+        parts.append("```\n")
+    return "\n".join(parts)
+
+
+def words(digits: str) -> str:
+    return " ".join(digits[i : i + 8] for i in range(0, len(digits), 8))
+
+
+def wrapped(digits: str) -> str:
+    return "\n         ".join(digits[i : i + 96] for i in range(0, len(digits), 96))
+
+
+VECTORS_IN_FILE: list[dict[str, Any]] = json.loads(VECTORS.read_text()) if VECTORS.exists() else []
+each_vector = pytest.mark.parametrize("vector", VECTORS_IN_FILE, ids=lambda v: v["name"])
+
+
+def floats(digits: str) -> torch.Tensor:
+    return torch.tensor(struct.unpack(f"<{len(digits) // 8}f", bytes.fromhex(digits)), dtype=torch.float32)
+
+
+def payload_of(vector: dict[str, Any]) -> Payload:
+    header = PayloadHeader(
+        vector["encoding"],
+        vector["num_elements"],
+        vector["chunk_elements"],
+        vector["num_bytes"],
+        int(vector["crc32c"], 16),
+    )
+    return Payload(header, tuple(bytes.fromhex(chunk) for chunk in vector["chunks"]))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@each_vector
+def test_a_vector_is_what_the_encoder_writes(vector: dict[str, Any]) -> None:
+    got = encode_payload(
+        floats(vector["values"]), vector["encoding"], chunk_elements=vector["chunk_elements"]
+    )
+    assert [chunk.hex() for chunk in got.chunks] == vector["chunks"]
+    assert got == payload_of(vector)
+
+
+@each_vector
+def test_a_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
+    payload = payload_of(vector)
+    verify_checksum(payload)
+    out = torch.full((vector["num_elements"],), torch.nan)
+    decode_payload(payload, out)
+    assert same_bits(out, floats(vector["decoded"]))
+
+
+def test_the_vectors_are_those_of_the_reference_and_of_the_page() -> None:
+    assert reference_vectors() == VECTORS_IN_FILE
+    table = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    assert table == rendered(VECTORS_IN_FILE)
+
+
+def test_the_page_names_every_encoding() -> None:
+    page = PAGE.read_text()
+    assert all(f"### {name}\n" in page for name in encoding_names())
+    assert {v["encoding"] for v in VECTORS_IN_FILE} == set(encoding_names())
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+similar = st.floats(min_value=-2.0, max_value=2.0, width=32)
+on_levels = st.integers(-127, 127).map(float)
+
+
+@pytest.mark.parametrize("encoding", encoding_names())
+@settings(max_examples=60, deadline=None)
+@given(values=st.one_of(*(st.lists(kind, min_size=1, max_size=40) for kind in (finite, similar, on_levels))))
+@example(values=[0.5] * 300 + [FLOAT32_MAX])
+@example(values=[-0.0, 0.0])
+def test_the_codec_equals_the_reference_bit_for_bit(encoding: str, values: list[float]) -> None:
+    chunks = [reference_chunk(values[i : i + 256], encoding) for i in range(0, len(values), 256)]
+    payload = encode_payload(torch.tensor(values), encoding, chunk_elements=256)
+    assert list(payload.chunks) == chunks
+    assert payload.header.crc32c == reference_crc32c(b"".join(chunks))
+    out = torch.empty(len(values))
+    decode_payload(payload, out)
+    decoded = [
+        y
+        for i, chunk in enumerate(chunks)
+        for y in reference_decode(chunk, min(256, len(values) - 256 * i), encoding)
+    ]
+    assert same_bits(out, torch.tensor(decoded))
+
+
+if __name__ == "__main__":
+    VECTORS.write_text(json.dumps(reference_vectors(), indent=1) + "\n")
+    head, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(head + BEGIN + rendered(reference_vectors()) + END + rest.split(END)[1])
