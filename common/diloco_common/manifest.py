@@ -11,6 +11,7 @@ go to shards by the same rule.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def _split(tensor: TensorSpec, target: int) -> list[_Rows]:
     row = tensor.num_elements // rows
     parts = min(rows, math.ceil(tensor.num_elements / target))
     bounds = [rows * i // parts for i in range(parts + 1)]
-    return [_Rows(tensor, a * row, (b - a) * row) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [_Rows(tensor, a * row, (b - a) * row) for a, b in itertools.pairwise(bounds)]
 
 
 def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:

@@ -9,10 +9,9 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
-from diloco_protos import parameter_server_pb2 as pb
 
 from diloco_common import errors
 from diloco_common.codec import Payload, PayloadHeader
@@ -32,6 +31,7 @@ from diloco_common.messages import (
     PushHeader,
     Stop,
 )
+from diloco_protos import parameter_server_pb2 as pb
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 20 << 20
@@ -63,7 +63,10 @@ CHANNEL_OPTIONS = [
 SERVER_OPTIONS = [
     *_KEEPALIVE,
     *_SIZES,
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),  # else idle channels are cut off for too many pings
+    (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        500,
+    ),  # else idle channels are cut off for too many pings
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # or a second process takes the same port in silence
 ]
@@ -175,9 +178,10 @@ def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:
     return None
 
 
-async def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: errors.Refusal) -> None:
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: errors.Refusal) -> NoReturn:
     """End a call with a refusal. Does not return."""
     await context.abort(status_of(refusal), str(refusal), ((CODE_KEY, refusal.code),))
+    raise AssertionError("abort returned")
 
 
 # ---------------------------------------------------------------- plain values <-> protobuf
@@ -248,7 +252,9 @@ def progress_from_pb(progress: pb.Progress) -> Progress:
 
 def pulse_to_pb(pulse: Pulse) -> pb.Pulse:
     return pb.Pulse(
-        tokens_merged=pulse.tokens_merged, tokens_budget=pulse.tokens_budget, learners_alive=pulse.learners_alive
+        tokens_merged=pulse.tokens_merged,
+        tokens_budget=pulse.tokens_budget,
+        learners_alive=pulse.learners_alive,
     )
 
 

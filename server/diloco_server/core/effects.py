@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from diloco_common.codec import Payload
 from diloco_common.messages import Directive
-
 from diloco_server.core.rounds import Contribution
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
-from diloco_common.codec import Payload, decode_payload, encode_payload
-from diloco_common.manifest import Fragment
 from torch import Tensor
 
+from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.manifest import Fragment
 from diloco_server.core.merge import Workspace, merge
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.core.rounds import Contribution, Round
@@ -62,7 +63,7 @@ class FragmentState:
         """Running median of merged norms; the norm of version 0 until there are enough of them."""
         if len(self.norms) >= NORMS_MIN:
             return median(self.norms)
-        return max(self.seed_norm, 0.01 * self.fragment.num_elements**0.5)
+        return max(self.seed_norm, 0.01 * math.sqrt(self.fragment.num_elements))
 
 
 def seed(payload: Payload, optimizer: OuterOptimizer) -> Values:

@@ -13,7 +13,6 @@ from diloco_common.codec import check_header
 from diloco_common.errors import ManifestMismatch, NormTooLarge, NotFinite, TooStale, WrongEpoch, WrongRound
 from diloco_common.manifest import Manifest, TensorSpec, differences
 from diloco_common.messages import PushHeader
-
 from diloco_server.core.fragment import FragmentState
 
 SEED_ENCODINGS = ("float32", "bfloat16")

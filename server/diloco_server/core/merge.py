@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from diloco_common.codec import Payload, decode_chunk
-from diloco_common.manifest import Piece
 from torch import Tensor
 
+from diloco_common.codec import Payload, decode_chunk
+from diloco_common.manifest import Piece
 from diloco_server.core.rounds import Contribution
 
 CANCELLED = 1e-6

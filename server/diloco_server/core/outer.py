@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
-from diloco_common.settings import OuterSettings
 from torch import Tensor
+
+from diloco_common.settings import OuterSettings
 
 SLICE = 1 << 18
 """Elements that one pass works on: small enough to stay in cache between the operations of a step."""
@@ -73,7 +74,11 @@ class Adam(OuterOptimizer):
         theta.addcdiv_(first, corrected, value=-s.lr / (1 - s.beta1**outer_step))
 
 
-_OPTIMIZERS: dict[str, Callable[[OuterSettings], OuterOptimizer]] = {"nesterov": Nesterov, "sgd": Sgd, "adam": Adam}
+_OPTIMIZERS: dict[str, Callable[[OuterSettings], OuterOptimizer]] = {
+    "nesterov": Nesterov,
+    "sgd": Sgd,
+    "adam": Adam,
+}
 
 
 def make_outer_optimizer(settings: OuterSettings) -> OuterOptimizer:

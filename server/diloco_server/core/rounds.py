@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_common.codec import Payload
-
 from diloco_server.core.cadence import Quorum, needed
 
 

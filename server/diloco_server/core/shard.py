@@ -41,7 +41,6 @@ from diloco_common.messages import (
     Stop,
 )
 from diloco_common.settings import Settings
-
 from diloco_server.core import guards
 from diloco_server.core.cadence import first_interval, is_due
 from diloco_server.core.effects import (
@@ -447,7 +446,12 @@ class Shard:
         contributions = tuple(collected.contributions[i] for i in sorted(collected.contributions))
         self._effects.append(
             RoundClosed(
-                fragment_id, collected.round, why, len(contributions), len(collected.asked), now - collected.opened_at
+                fragment_id,
+                collected.round,
+                why,
+                len(contributions),
+                len(collected.asked),
+                now - collected.opened_at,
             )
         )
         self._effects.append(MergeRound(fragment_id, collected.round, contributions))
@@ -474,5 +478,3 @@ class Shard:
 
     def _tell(self, member: Member, directive: Directive) -> None:
         self._effects.append(Tell(member.learner_id, member.generation, directive))
-
-

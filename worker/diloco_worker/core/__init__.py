@@ -1,7 +1,7 @@
 """The learner's decisions and arithmetic as pure code: no sockets, threads, clocks, randomness or logging.
 
-    learner.py    what happens at a step boundary; start here
-    fragment.py   one fragment: anchor, residual, pending contribution, and how a version is laid under progress
-    replica.py    the user's model, seen as flat fragments
-    backoff.py    how long to wait before dialing again
+learner.py    what happens at a step boundary; start here
+fragment.py   one fragment: anchor, residual, pending contribution, and how a version is laid under progress
+replica.py    the user's model, seen as flat fragments
+backoff.py    how long to wait before dialing again
 """

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from diloco_common.manifest import Fragment
 from torch import Tensor
 
+from diloco_common.manifest import Fragment
 from diloco_worker.core.replica import Replica
 
 

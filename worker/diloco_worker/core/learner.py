@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from diloco_common.errors import WrongRound
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from torch import Tensor
-
 from diloco_worker.core.fragment import LearnerFragment, Pending, Wanted
 from diloco_worker.core.replica import Replica
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import torch
+from torch import Tensor, nn
+
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment, Piece, TensorSpec
-from torch import Tensor, nn
 
 _WRAPPERS = ("_orig_mod.", "module.")
 """Prefixes that torch.compile and DistributedDataParallel put before the user's names."""
@@ -86,7 +87,9 @@ def _check(name: str, parameter: Tensor) -> None:
     if type(parameter).__name__ == "DTensor" or hasattr(parameter, "full_tensor"):
         raise UnsupportedModel(f"{name} is a DTensor; sharded models (FSDP2) are not supported yet")
     if parameter.dtype not in _DTYPES:
-        raise UnsupportedModel(f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16")
+        raise UnsupportedModel(
+            f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16"
+        )
     if not parameter.is_contiguous():
         raise UnsupportedModel(f"{name} is not contiguous; call .contiguous() on it before joining")
     if parameter.is_meta:

@@ -1,0 +1,20 @@
+"""The bearer token that shards ask for and learners send."""
+
+from __future__ import annotations
+
+from diloco_common.errors import ConfigError
+from diloco_common.settings import SecuritySettings
+
+
+def read_token(settings: SecuritySettings) -> str | None:
+    """The token in `security.token_file`; None if none is set. Raises ConfigError."""
+    path = settings.token_file
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"security.token_file {path}: {error}") from None
+    if len(token) < 16 or any(c.isspace() for c in token):
+        raise ConfigError(f"security.token_file {path}: a token is one word of at least 16 characters")
+    return token

@@ -1,0 +1,242 @@
+"""The shell around one core `Shard`: its event loop, its compute thread, and the control streams.
+
+Everything that touches the core runs in the event loop, so it has one owner. Arithmetic on whole fragments (checking
+norms, seeding, merging, encoding) runs on one compute thread: two OpenMP teams on the same cores are slower than one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from diloco_common.codec import Payload
+from diloco_common.logs import Log
+from diloco_common.messages import Directive, PushAnswer, PushHeader
+from diloco_common.metrics import ShardMetrics
+from diloco_common.settings import Settings
+from diloco_server.core import fragment as arithmetic
+from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
+from diloco_server.core.membership import Member
+from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.shard import Shard
+from diloco_server.observer import Observer
+from diloco_server.store import Store, StoredVersion
+
+TICK_S = 0.02
+"""How often time passes for the core; the resolution of grace windows and leases."""
+BACKLOG_MAX = 4096
+"""Directives that wait for a learner that does not read; more, and its stream is ended so that it comes back."""
+SAVE_RETRY_S = 1.0
+
+T = TypeVar("T")
+
+
+class ControlStream:
+    """Directives on their way to one learner."""
+
+    def __init__(self, learner_id: str, generation: int) -> None:
+        self.learner_id = learner_id
+        self.generation = generation
+        self._queue: asyncio.Queue[Directive | None] = asyncio.Queue(BACKLOG_MAX)
+
+    def send(self, directive: Directive) -> None:
+        try:
+            self._queue.put_nowait(directive)
+        except asyncio.QueueFull:
+            self.end()
+
+    def end(self) -> None:
+        """No more directives: what is queued is dropped."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
+
+    async def next(self) -> Directive | None:
+        """The next directive; None at the end."""
+        return await self._queue.get()
+
+
+class ShardHost:
+    """Runs one shard. Create and use it inside one event loop; call `run` as a task."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        metrics: ShardMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.metrics = metrics
+        self.shard = Shard(settings, store.epoch)
+        self.started_at = clock()
+        self.log = Log(f"shard-{settings.shard.index}")
+        self.observer = Observer(self.shard, metrics, self.log, clock)
+        self._store = store
+        self._outer = make_outer_optimizer(settings.outer)
+        self._workspace = Workspace()
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="diloco-compute")
+        self._streams: dict[str, ControlStream] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Let time pass for the core until cancelled."""
+        next_pulse = self.clock()
+        while True:
+            now = self.clock()
+            if now >= next_pulse:
+                self.shard.send_pulses()
+                next_pulse = now + self.settings.lease.heartbeat_s
+                self.observer.sample(now)
+            self.advance()
+            await asyncio.sleep(TICK_S)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new work, and finish the merges that are under way."""
+        self.log.event("draining", open_merges=len(self._jobs))
+        self.shard.drain()
+        self.advance()
+        if self._jobs:
+            await asyncio.wait(self._jobs, timeout=timeout_s)
+
+    def close(self) -> None:
+        """End every control stream and the compute thread."""
+        for stream in self._streams.values():
+            stream.end()
+        self._compute.shutdown(wait=False, cancel_futures=True)
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether learners are welcome, and why not."""
+        return (False, "draining") if self.shard.draining else (True, "serving")
+
+    # ------------------------------------------------------------ for the service
+
+    def advance(self) -> None:
+        """Let the core decide, and carry out what it asks for. After every event."""
+        self.shard.tick(self.clock())
+        while effects := self.shard.take_effects():
+            for effect in effects:
+                self._carry_out(effect)
+
+    def open_stream(self, member: Member) -> ControlStream:
+        """The control stream of a generation; replaces an older one of the same learner."""
+        stream = ControlStream(member.learner_id, member.generation)
+        old = self._streams.get(member.learner_id)
+        if old is not None:
+            old.end()
+        self._streams[member.learner_id] = stream
+        self.shard.attend(member)
+        self.advance()
+        return stream
+
+    def close_stream(self, stream: ControlStream) -> None:
+        if self._streams.get(stream.learner_id) is stream:
+            del self._streams[stream.learner_id]
+
+    async def inspect(self, header: PushHeader, payload: Payload) -> tuple[float, ...]:
+        """Norms of the pieces that a payload holds. Raises BadEncoding."""
+        pieces = self.shard.owned(header.fragment_id).fragment.pieces
+        return await self.compute(lambda: piece_norms(payload, pieces, self._workspace))
+
+    async def encode(self, fragment_id: int, encoding: str) -> tuple[int, Payload]:
+        """The latest version in an encoding other than the run's: encoded for this caller alone."""
+        state = self.shard.owned(fragment_id)
+        while state.computing:  # noqa: ASYNC110 - the values are ahead of what was announced
+            await asyncio.sleep(TICK_S)
+        values, version = state.values, state.version
+        assert values is not None
+        return version, await self.compute(lambda: arithmetic.publish(values, encoding))
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run arithmetic on the compute thread, in the order of the calls."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    def answered(self, header: PushHeader, answer: PushAnswer) -> PushAnswer:
+        """Note the outcome of a push, and let the core go on."""
+        self.observer.answered(header, answer)
+        self.advance()
+        return answer
+
+    # ------------------------------------------------------------ effects
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Tell():
+                stream = self._streams.get(effect.learner_id)
+                if stream is not None and stream.generation == effect.generation:
+                    stream.send(effect.directive)
+            case SeedFragment():
+                self._start(self._seed(effect), f"seed-{effect.fragment_id}")
+            case MergeRound():
+                self._start(self._merge(effect), f"merge-{effect.fragment_id}")
+            case _:
+                self.observer.note(effect)
+
+    def _start(self, job: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(job, name=name)
+        self._jobs.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._jobs.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.log.error("job failed", trace=task.exception(), job=task.get_name())
+
+    async def _seed(self, effect: SeedFragment) -> None:
+        """Make version 0 of a fragment."""
+        encoding = self.settings.sync.pull
+        state = self.shard.fragments[effect.fragment_id]
+
+        def work() -> tuple[arithmetic.Values, Payload]:
+            values = arithmetic.seed(effect.payload, self._outer)
+            return values, arithmetic.publish(values, encoding)
+
+        try:
+            values, published = await self.compute(work)
+            await self._save(StoredVersion(effect.fragment_id, 0, values, {}, state.tokens_merged))
+        except Exception:
+            self.shard.seed_failed(effect.fragment_id)
+            raise
+        self.shard.seeded(effect.fragment_id, values, published)
+        self.log.event("fragment seeded", fragment=effect.fragment_id, elements=values.theta.numel())
+        self.advance()
+
+    async def _merge(self, effect: MergeRound) -> None:
+        """Make the next version of a fragment from a closed round."""
+        state = self.shard.fragments[effect.fragment_id]
+        sync = self.settings.sync
+        values = state.values
+        assert values is not None
+
+        def work() -> tuple[Payload, float]:
+            began = time.perf_counter()
+            arithmetic.step(
+                values, state.fragment, effect.contributions,
+                outer_step=effect.version, rule=sync.merge, optimizer=self._outer, workspace=self._workspace,
+            )  # fmt: skip
+            merged_s = time.perf_counter() - began
+            return arithmetic.publish(values, sync.pull), merged_s
+
+        published, merged_s = await self.compute(work)
+        self.metrics.merged(merged_s)
+        merged = state.merged_versions | {c.learner_id: effect.version for c in effect.contributions}
+        tokens = state.tokens_merged + sum(c.tokens for c in effect.contributions)
+        await self._save(StoredVersion(effect.fragment_id, effect.version, values, merged, tokens))
+        self.shard.committed(effect.fragment_id, published, self.clock())
+        self.advance()
+
+    async def _save(self, version: StoredVersion) -> None:
+        """Make a version durable, however often it takes; until then it is not announced."""
+        while True:
+            try:
+                return await self.compute(lambda: self._store.save(version))
+            except OSError as error:
+                self.log.error("version not durable", fragment=version.fragment_id, version=version.version, why=error)
+                await asyncio.sleep(SAVE_RETRY_S)

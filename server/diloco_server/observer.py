@@ -1,0 +1,140 @@
+"""What happened on a shard, told three ways: log lines, metrics, and the recent events of /status."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+from diloco_common.logs import Log
+from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.metrics import ShardMetrics
+from diloco_server.core.effects import (
+    BudgetReached,
+    Event,
+    LearnerForgotten,
+    LearnerGone,
+    LearnerJoined,
+    QuorumReached,
+    RoundClosed,
+    RoundOpened,
+    VersionCommitted,
+)
+from diloco_server.core.membership import State
+from diloco_server.core.shard import Shard
+
+EVENTS_MAX = 50
+
+
+class Observer:
+    """Watches one shard; changes nothing."""
+
+    def __init__(self, shard: Shard, metrics: ShardMetrics, log: Log, clock: Callable[[], float]) -> None:
+        self._shard = shard
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self._events: deque[tuple[float, dict[str, Any]]] = deque(maxlen=EVENTS_MAX)
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
+        metrics.epoch(shard.epoch)
+
+    def note(self, event: Event) -> None:
+        """An event of the core."""
+        match event:
+            case RoundOpened():
+                self._log.debug("round opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
+            case QuorumReached():
+                self._metrics.quorum_reached(event.after_s)
+            case RoundClosed():
+                why = cast(Literal["all", "grace", "lease"], event.why)
+                self._metrics.round_closed(why, event.participants)
+                self._log.debug(
+                    "round closed", fragment=event.fragment_id, round=event.round, why=event.why,
+                    participants=event.participants, asked=event.asked, open_s=round(event.open_s, 3),
+                )  # fmt: skip
+            case VersionCommitted():
+                self._metrics.version_committed(event.fragment_id, event.version, event.round_s)
+                self._log.debug(
+                    "version committed", fragment=event.fragment_id, version=event.version,
+                    participants=event.participants, tokens=event.tokens, round_s=round(event.round_s, 3),
+                )  # fmt: skip
+            case LearnerJoined():
+                self._metrics.learner_joined()
+                what = "returned" if event.returned else "joined"
+                self._remember(what, learner=event.learner_id, generation=event.generation)
+            case LearnerGone():
+                self._gone(event)
+            case LearnerForgotten():
+                self._metrics.forget(event.learner_id)
+            case BudgetReached():
+                self._remember("budget reached", tokens_merged=event.tokens_merged)
+
+    def answered(self, header: PushHeader, answer: PushAnswer) -> None:
+        """A push got its outcome."""
+        match answer.outcome:
+            case Outcome.ACCEPTED:
+                state = self._shard.fragments[header.fragment_id]
+                self._metrics.contribution_accepted(staleness=max(0, state.version - header.base_version))
+            case Outcome.DUPLICATE:
+                self._metrics.contribution_duplicate()
+            case Outcome.LATE:
+                self._metrics.contribution_late()
+            case Outcome.REJECTED:
+                self._metrics.contribution_rejected(answer.code)
+                self._log.warning(
+                    "contribution refused", fragment=header.fragment_id, round=header.round,
+                    code=answer.code, why=answer.message,
+                )  # fmt: skip
+
+    def call_refused(self, learner_id: str, code: str, words: str) -> None:
+        """A call ended with an error status."""
+        self._metrics.call_refused(code)
+        self._log.warning("call refused", learner=learner_id, code=code, why=words)
+
+    def received(self, num_bytes: int) -> None:
+        self.bytes_pushed += num_bytes
+        self._metrics.received(num_bytes)
+
+    def sent(self, num_bytes: int) -> None:
+        self.bytes_pulled += num_bytes
+        self._metrics.sent(num_bytes)
+
+    def sample(self, now: float) -> None:
+        """Set the gauges; about once per heartbeat."""
+        shard, metrics = self._shard, self._metrics
+        live = shard.membership.live()
+        metrics.ready(not shard.draining)
+        metrics.learners(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
+        metrics.open_rounds(sum(s.round is not None for s in shard.fragments.values()))
+        metrics.grace(shard.grace_s())
+        metrics.tokens(merged=shard.tokens_merged, budget=shard.settings.run.tokens)
+        for member in shard.membership.all():
+            metrics.learner_silent(member.learner_id, now - member.last_heard)
+            p = member.progress
+            metrics.learner_progress(
+                member.learner_id,
+                inner_step=p.inner_step,
+                tokens=p.tokens,
+                step_seconds=p.step_time_s,
+                loss=p.loss,
+            )
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The last events, oldest first, with their age in seconds."""
+        now = self._clock()
+        return [{"ago_s": round(now - at, 3), **event} for at, event in self._events]
+
+    def _gone(self, event: LearnerGone) -> None:
+        learner, generation = event.learner_id, event.generation
+        if event.code == "LEFT":
+            self._remember("left", learner=learner, generation=generation)
+        elif event.code in ("SUPERSEDED", "STALE_GENERATION"):
+            self._remember("replaced", learner=learner, generation=generation, code=event.code)
+        else:
+            self._metrics.learner_evicted(event.code)
+            self._remember("evicted", learner=learner, generation=generation, code=event.code)
+
+    def _remember(self, event: str, **facts: Any) -> None:
+        self._log.event(event, **facts)
+        self._events.append((self._clock(), {"event": event, **facts}))

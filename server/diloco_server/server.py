@@ -1,0 +1,121 @@
+"""One server process: gRPC, HTTP and the shard, from start to the last goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from diloco_common import rpc
+from diloco_common.address import write_address
+from diloco_common.addresses import in_use, is_loopback, parse_address
+from diloco_common.errors import ConfigError
+from diloco_common.http import HttpServer
+from diloco_common.metrics import ShardMetrics
+from diloco_common.security import read_token
+from diloco_common.settings import Settings
+from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_server.host import ShardHost
+from diloco_server.service import ParameterServer
+from diloco_server.status import shard_status
+from diloco_server.store import MemoryStore
+
+SERVICE = "diloco.v1.ParameterServer"
+DRAIN_S = 5.0
+"""Seconds that merges have to finish when the process is told to end."""
+
+
+class ShardServer:
+    """A shard that serves. Use inside one event loop: `start`, then `stop`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.grpc_address = ""
+        self.http_address = ""
+        metrics = ShardMetrics()
+        self.host = ShardHost(settings, MemoryStore(), metrics)
+        self._http = HttpServer(
+            settings.shard.http,
+            registry=metrics.registry,
+            status=lambda: shard_status(self.host, self.grpc_address),
+            ready=self.host.ready,
+        )
+        self._health = HealthServicer()
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Bind both ports and serve. Raises ConfigError or InUse."""
+        token = _token_for(self.settings)
+        pb_grpc.add_ParameterServerServicer_to_server(  # type: ignore[no-untyped-call]
+            ParameterServer(self.host, token), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        listen = parse_address(self.settings.shard.listen)
+        try:
+            port = self._server.add_insecure_port(str(listen))
+        except RuntimeError:
+            raise in_use(self.settings.shard.listen) from None
+        await self._server.start()
+        self.grpc_address = f"{str(listen).rpartition(':')[0]}:{port}"
+        self.http_address = await self._http.start()
+        self._ticking = asyncio.create_task(self.host.run(), name="ticking")
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self.host.log.event(
+            "serving",
+            run=self.settings.run.id,
+            grpc=self.grpc_address,
+            http=self.http_address,
+            epoch=self.host.shard.epoch,
+        )
+
+    async def stop(self) -> None:
+        """Drain and end. Repeating it is fine."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.host.drain(DRAIN_S)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self.host.close()
+        await self._server.stop(grace=1.0)
+        await self._http.stop()
+        self.host.log.event("ended", tokens_merged=self.host.shard.tokens_merged)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+
+async def serve(settings: Settings, address_file: Path | None) -> None:
+    """Run a shard until SIGTERM or SIGINT."""
+    server = ShardServer(settings)
+    ending = asyncio.Event()
+    on_signals(ending.set)
+    await server.start()
+    if address_file is not None:
+        write_address(address_file, "shard", server.host.log.name, grpc=server.grpc_address, http=server.http_address)
+    await ending.wait()
+    await server.stop()
+
+
+def on_signals(act: Callable[[], None]) -> None:
+    """Call `act` in the running loop on SIGTERM and SIGINT."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, act)
+
+
+def _token_for(settings: Settings) -> str | None:
+    """The token that callers must send. Raises ConfigError where an open address has none."""
+    token = read_token(settings.security)
+    listen = parse_address(settings.shard.listen)
+    if token is None and not settings.security.insecure and not is_loopback(listen.host):
+        raise ConfigError(
+            f"shard.listen = {listen} is reachable from other machines and there is no token. Set "
+            "security.token_file (the same token for all shards and workers), or security.insecure = true"
+        )
+    return token

@@ -1,0 +1,223 @@
+"""diloco.v1.ParameterServer on gRPC: read the message, call the core, turn the answer into a message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+
+from diloco_common import rpc
+from diloco_common.codec import PayloadReceiver
+from diloco_common.errors import BadRequest, Busy, ProtocolMismatch, Refusal, UnknownEncoding
+from diloco_common.messages import Evicted, PushAnswer, PushHeader
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_server.core.membership import Member
+from diloco_server.host import ControlStream, ShardHost
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+OBSERVER_ENCODINGS = ("float32",)
+"""Taken by Pull besides the run's own: encoded for the caller alone."""
+
+
+class ParameterServer(pb_grpc.ParameterServerServicer):
+    """Every shard serves this."""
+
+    def __init__(self, host: ShardHost, token: str | None) -> None:
+        self._host = host
+        self._token = token
+        self._pushes = 0  # open now
+
+    # ------------------------------------------------------------ the five calls
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
+        host, shard = self._host, self._host.shard
+        try:
+            caller = self._identify(context)
+            if request.protocol != rpc.PROTOCOL:
+                raise ProtocolMismatch(
+                    f"this shard speaks protocol {rpc.PROTOCOL}, the caller {request.protocol}; install equal versions"
+                )
+            tensors = rpc.tensors_from_pb(request.tensors)
+            if request.observe:
+                shard.observe(tensors)
+                return self._join_response("", 0, tensors_too=True)
+            if not caller.learner_id:
+                raise BadRequest("metadata diloco-learner is missing")
+            self._check_decodes(request.decodes)
+            member = shard.join(caller.learner_id, request.instance, tensors, host.clock())
+            host.advance()
+            return self._join_response(member.learner_id, member.generation)
+        except Refusal as refusal:
+            await self._refuse(context, refusal)
+
+    async def Attend(self, requests: AsyncIterator[pb.Progress], context: Context) -> AsyncIterator[pb.Directive]:
+        try:
+            member = self._member(context)
+        except Refusal as refusal:
+            await self._refuse(context, refusal)
+        stream = self._host.open_stream(member)
+        reader = asyncio.create_task(self._read_progress(requests, context, stream), name="attend")
+        try:
+            while (directive := await stream.next()) is not None:
+                yield rpc.directive_to_pb(directive)
+                if isinstance(directive, Evicted):
+                    break
+        finally:
+            reader.cancel()
+            self._host.close_stream(stream)
+
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Context) -> pb.PushResponse:
+        try:
+            member = self._member(context)
+            limit = self._host.settings.shard.max_pushes
+            if self._pushes >= limit:
+                raise Busy(f"{limit} pushes are open (shard.max_pushes); try again in a moment")
+            self._pushes += 1
+            try:
+                return rpc.answer_to_pb(await self._push(member, requests, context))
+            finally:
+                self._pushes -= 1
+        except Refusal as refusal:
+            await self._refuse(context, refusal)
+
+    async def Pull(self, request: pb.PullRequest, context: Context) -> AsyncIterator[pb.PullResponse]:
+        host = self._host
+        try:
+            caller = self._identify(context)
+            if caller.generation:
+                host.shard.check(caller.learner_id, caller.generation, caller.epoch)
+            version, payload = host.shard.published(request.fragment_id)
+            encoding = self._choose_encoding(request.encodings)
+            has_it = request.HasField("have_version") and (request.have_version, request.epoch) == (
+                version,
+                host.shard.epoch,
+            )
+            if not has_it and encoding != payload.header.encoding:
+                version, payload = await host.encode(request.fragment_id, encoding)
+        except Refusal as refusal:
+            await self._refuse(context, refusal)
+        state = host.shard.owned(request.fragment_id)
+        yield pb.PullResponse(
+            header=pb.PullHeader(
+                fragment_id=request.fragment_id,
+                version=version,
+                epoch=host.shard.epoch,
+                payload=None if has_it else rpc.payload_to_pb(payload.header),
+                merged_version=min(state.merged_versions.get(caller.learner_id, 0), version),
+            )
+        )
+        if not has_it:
+            for chunk in payload.chunks:
+                yield pb.PullResponse(chunk=chunk)
+                host.observer.sent(len(chunk))
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        try:
+            caller = self._identify(context)
+            current = self._host.shard.membership.get(caller.learner_id)
+            if current is not None and current.live and current.generation == caller.generation:
+                self._host.shard.leave(self._member(context))
+                self._host.advance()
+            return pb.LeaveResponse()
+        except Refusal as refusal:
+            await self._refuse(context, refusal)
+
+    # ------------------------------------------------------------ parts of them
+
+    def _identify(self, context: Context) -> rpc.Identity:
+        metadata = context.invocation_metadata() or ()
+        return rpc.identify(metadata, self._host.settings.run.id, self._token)
+
+    def _member(self, context: Context) -> Member:
+        caller = self._identify(context)
+        return self._host.shard.check(caller.learner_id, caller.generation, caller.epoch)
+
+    def _join_response(self, learner_id: str, generation: int, *, tensors_too: bool = False) -> pb.JoinResponse:
+        shard, settings = self._host.shard, self._host.settings
+        assert shard.manifest is not None
+        return pb.JoinResponse(
+            generation=generation,
+            epoch=shard.epoch,
+            lease_s=settings.lease.lease_s,
+            heartbeat_s=settings.lease.heartbeat_s,
+            shard_index=settings.shard.index,
+            num_shards=settings.shard.count,
+            num_fragments=settings.sync.fragments,
+            manifest_digest=shard.manifest.digest,
+            policy=rpc.policy_to_pb(shard.policy()),
+            fragments=[rpc.status_to_pb(s) for s in shard.fragment_statuses(learner_id)],
+            pulse=rpc.pulse_to_pb(shard.pulse()),
+            tensors=rpc.tensors_to_pb(shard.manifest.tensors) if tensors_too else [],
+        )
+
+    def _check_decodes(self, decodes: Any) -> None:
+        pull = self._host.settings.sync.pull
+        if pull not in decodes:
+            raise UnknownEncoding(
+                f"versions are sent as {pull} (sync.pull), the learner decodes {', '.join(decodes) or 'nothing'}"
+            )
+
+    def _choose_encoding(self, wanted: Any) -> str:
+        offered = (self._host.settings.sync.pull, *OBSERVER_ENCODINGS)
+        for encoding in wanted or offered[:1]:
+            if encoding in offered:
+                return str(encoding)
+        raise UnknownEncoding(f"versions are sent as {' or '.join(offered)}, not as {', '.join(wanted)[:100]}")
+
+    async def _read_progress(
+        self, requests: AsyncIterator[pb.Progress], context: Context, stream: ControlStream
+    ) -> None:
+        """Hand the learner's reports to the core until its side ends; then end ours."""
+        shard = self._host.shard
+        try:
+            async for message in requests:
+                member = self._member(context)
+                shard.progress(member, rpc.progress_from_pb(message), self._host.clock())
+                self._host.advance()
+        except Refusal as refusal:
+            stream.send(Evicted(refusal.code, str(refusal)))
+        else:
+            stream.end()
+
+    async def _push(self, member: Member, requests: AsyncIterator[pb.PushRequest], context: Context) -> PushAnswer:
+        host, shard = self._host, self._host.shard
+        header = await self._push_header(requests)
+        answer = shard.admit(member, header)
+        if answer is not None:
+            return host.answered(header, answer)
+        try:
+            receiver = PayloadReceiver(header.payload)
+            while (part := await self._next_part(requests)) is not None:
+                if part.WhichOneof("part") != "chunk":
+                    raise BadRequest("after its header a push has chunks only")
+                receiver.add(part.chunk)
+                host.observer.received(len(part.chunk))
+            payload = receiver.finish()
+            norms = await host.inspect(header, payload)
+        except Refusal as refusal:
+            return host.answered(header, shard.reject(header, refusal))
+        member = self._member(context)  # the lease may have ended while the bytes came
+        return host.answered(header, shard.contribute(member, header, payload, norms, host.clock()))
+
+    async def _push_header(self, requests: AsyncIterator[pb.PushRequest]) -> PushHeader:
+        first = await self._next_part(requests)
+        if first is None or first.WhichOneof("part") != "header":
+            raise BadRequest("a push begins with its header")
+        return rpc.push_header_from_pb(first.header)
+
+    async def _next_part(self, requests: AsyncIterator[pb.PushRequest]) -> pb.PushRequest | None:
+        """The next message; None at the end. A sender that pauses for longer than a lease is cut off."""
+        lease_s = self._host.settings.lease.lease_s
+        try:
+            return await asyncio.wait_for(anext(requests, None), lease_s)
+        except TimeoutError:
+            raise BadRequest(f"no chunk came for {lease_s:g} s; push again") from None
+
+    async def _refuse(self, context: Context, refusal: Refusal) -> NoReturn:
+        learner_id = dict(context.invocation_metadata() or ()).get("diloco-learner", "")
+        self._host.observer.call_refused(str(learner_id), refusal.code, str(refusal))
+        await rpc.refuse(context, refusal)

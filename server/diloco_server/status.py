@@ -1,0 +1,84 @@
+"""What a shard tells about itself at /status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.membership import Member
+from diloco_server.host import ShardHost
+
+
+def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
+    """JSON of one shard: counts, bytes, and seconds. Holds no secret."""
+    shard, settings = host.shard, host.settings
+    ready, reason = host.ready()
+    ledger, now = shard.ledger, host.clock()
+    return {
+        "role": "shard",
+        "name": host.log.name,
+        "run": settings.run.id,
+        "index": settings.shard.index,
+        "count": settings.shard.count,
+        "epoch": shard.epoch,
+        "uptime_s": round(now - host.started_at, 3),
+        "ready": ready,
+        "reason": reason,
+        "grpc": grpc_address,
+        "tokens_merged": shard.tokens_merged,
+        "tokens_budget": settings.run.tokens,
+        "done": shard.done,
+        "grace_s": shard.grace_s(),
+        "learners": [_learner(m, now) for m in shard.membership.all()],
+        "fragments": [_fragment(s) for _, s in sorted(shard.fragments.items())],
+        "rounds": ledger.rounds,
+        "participants_mean": ledger.participants_mean,
+        "duplicates": ledger.duplicates,
+        "late": ledger.late,
+        "rejected": dict(ledger.rejected),
+        "evictions": sum(ledger.evictions.values()),
+        "evictions_by_code": dict(ledger.evictions),
+        "tokens": {
+            "accepted": ledger.tokens_accepted,
+            "merged": ledger.tokens_merged,
+            "in_flight": ledger.tokens_in_flight,
+            "fenced": ledger.tokens_fenced,
+            "late": ledger.tokens_late,
+            "refused": dict(ledger.tokens_refused),
+        },
+        "events": host.observer.recent(),
+        "bytes_pushed": host.observer.bytes_pushed,
+        "bytes_pulled": host.observer.bytes_pulled,
+    }
+
+
+def _learner(member: Member, now: float) -> dict[str, Any]:
+    progress = member.progress
+    return {
+        "id": member.learner_id,
+        "generation": member.generation,
+        "state": member.state.value,
+        "inner_step": progress.inner_step,
+        "tokens": progress.tokens,
+        "loss": progress.loss,
+        "step_time_s": progress.step_time_s,
+        "silent_s": round(now - member.last_heard, 3),
+        "asked": member.asked,
+        "contributed": member.contributed,
+        "merged": member.merged,
+        "tokens_merged": member.tokens_merged,
+        "missed": dict(member.missed),
+    }
+
+
+def _fragment(state: FragmentState) -> dict[str, Any]:
+    return {
+        "id": state.fragment.fragment_id,
+        "seeded": state.seeded,
+        "version": state.version,
+        "elements": state.fragment.num_elements,
+        "round": state.round.round if state.round else None,
+        "round_open": state.round is not None,
+        "contributions": len(state.round.contributions) if state.round else 0,
+        "tokens_merged": state.tokens_merged,
+    }
