@@ -1,0 +1,244 @@
+"""How a cluster looks on a terminal: a live view on a TTY, one plain line every few seconds elsewhere.
+
+`view`, `line` and `tables` are pure: a snapshot and a width go in, something to print comes out.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco_deploy import units
+from diloco_deploy.snapshot import Member, Snapshot, worker_rate
+
+_LINE_EVERY_S = 5.0
+_DRAW_EVERY_S = 0.5
+_STYLES = {
+    "training": "green",
+    "ready": "green",
+    "died": "red",
+    "evicted": "red",
+    "lost": "red",
+    "no answer": "red",
+    "stalled": "yellow",
+    "not ready": "yellow",
+}
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    from_width: int  # shown on terminals at least this wide
+    right: bool = True
+
+
+_WORKER_COLUMNS = (
+    _Column("worker", 0, right=False),
+    _Column("state", 0, right=False),
+    _Column("step", 48),
+    _Column("tok/s", 0),
+    _Column("loss", 0),
+    _Column("merged", 56),
+    _Column("late", 64),
+)
+_SHARD_COLUMNS = (
+    _Column("shard", 0, right=False),
+    _Column("state", 48, right=False),
+    _Column("version", 0),
+    _Column("open", 64),
+    _Column("in", 0),
+    _Column("out", 0),
+    _Column("learners", 56),
+)
+
+
+# ---------------------------------------------------------------- pure
+
+
+def tables(snapshot: Snapshot, width: int) -> Group:
+    """Shards and workers, in as many columns as fit."""
+    return Group(
+        _table(_SHARD_COLUMNS, [_shard_row(snapshot, shard) for shard in snapshot.shards], width),
+        _table(_WORKER_COLUMNS, [_worker_row(snapshot, worker) for worker in snapshot.workers], width),
+    )
+
+
+def view(snapshot: Snapshot, width: int) -> Group:
+    """The live view: what is going on, how far it is, every member, the course of the loss."""
+    totals = snapshot.totals()
+    parts: list[RenderableType] = [
+        Text(f"{snapshot.doing}  {units.clock(snapshot.elapsed_s)}", style="bold"),
+    ]
+    merged, budget = units.count(totals.tokens_merged), units.count(totals.tokens_budget)
+    if totals.tokens_budget:
+        share = min(1.0, totals.tokens_merged / totals.tokens_budget)
+        parts += [
+            ProgressBar(total=totals.tokens_budget, completed=totals.tokens_merged, width=min(width, 60)),
+            _fit(
+                [
+                    f"{merged} of {budget} tokens merged",
+                    f"{share:.0%}",
+                    f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
+                ],
+                width,
+            ),
+        ]
+    else:
+        parts.append(_fit([f"{merged} tokens merged", "no end set"], width))
+    parts.append(tables(snapshot, width))
+    if totals.loss is not None:
+        course = units.sparkline(snapshot.losses, min(40, width - 12))
+        parts.append(Text(f"loss {units.loss(totals.loss)} {course}"))
+    return Group(*parts)
+
+
+def line(snapshot: Snapshot, width: int) -> str:
+    """The same in one line; what matters least is left out first where it does not fit."""
+    totals = snapshot.totals()
+    up = sum(worker.process == "up" for worker in snapshot.workers)
+    share = f" {totals.tokens_merged / totals.tokens_budget:.0%}" if totals.tokens_budget else ""
+    parts = [
+        units.clock(snapshot.elapsed_s),
+        f"loss {units.loss(totals.loss)}" if totals.loss is not None else snapshot.doing,
+        f"merged {units.count(totals.tokens_merged)}{share}",
+        f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
+        f"{units.count(totals.tokens_per_s)} tok/s",
+        f"workers {up}/{len(snapshot.workers)}",
+        f"rounds {totals.rounds}",
+        f"pushed {units.size(totals.bytes_pushed)}",
+        f"pulled {units.size(totals.bytes_pulled)}",
+    ]
+    return str(_fit(parts, width))
+
+
+def _fit(parts: list[str], width: int) -> Text:
+    kept = ""
+    for part in parts:
+        longer = f"{kept}  {part}" if kept else part
+        if not part:
+            continue
+        if kept and len(longer) > width:
+            break
+        kept = longer
+    return Text(kept[:width])
+
+
+def _table(columns: tuple[_Column, ...], rows: list[dict[str, str]], width: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    shown = [column for column in columns if width >= column.from_width]
+    for column in shown:
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(column, row[column.title]) for column in shown))
+    return table
+
+
+def _cell(column: _Column, text: str) -> Text:
+    return Text(text, style=_STYLES.get(text, "") if column.title == "state" else "")
+
+
+def _shard_row(snapshot: Snapshot, shard: Member) -> dict[str, str]:
+    fragments = shard.get("fragments", [])
+    versions = [int(fragment["version"]) for fragment in fragments]
+    alive = sum(learner["state"] == "alive" for learner in shard.get("learners", []))
+    return {
+        "shard": shard.name,
+        "state": snapshot.state_of(shard),
+        "version": f"{min(versions)}-{max(versions)}" if versions else "-",
+        "open": str(sum(bool(fragment.get("round_open")) for fragment in fragments)),
+        "in": units.size(shard.count("bytes_pushed")),
+        "out": units.size(shard.count("bytes_pulled")),
+        "learners": f"{alive} alive",
+    }
+
+
+def _worker_row(snapshot: Snapshot, worker: Member) -> dict[str, str]:
+    contributions = worker.get("contributions", {})
+    return {
+        "worker": worker.name,
+        "state": snapshot.state_of(worker),
+        "step": str(worker.get("inner_step", "-")),
+        "tok/s": units.count(worker_rate(worker)),
+        "loss": units.loss(worker.get("loss")),
+        "merged": str(contributions.get("merged", "-")),
+        "late": str(contributions.get("late", "-")),
+    }
+
+
+# ---------------------------------------------------------------- on the terminal
+
+
+class Display(Protocol):
+    """Where `diloco up` shows what happens."""
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        """The state has moved; draws no more often than anybody reads."""
+
+    def tell(self, text: str) -> None:
+        """Something happened."""
+
+    def close(self) -> None:
+        """Leave the terminal in order. Repeating it is safe."""
+
+
+class LineDisplay:
+    """Plain lines, for a file, a pipe or a dumb terminal."""
+
+    def __init__(self, console: Console, every_s: float = _LINE_EVERY_S) -> None:
+        self._console, self._every_s = console, every_s
+        self._next = 0.0
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        if now < self._next:
+            return
+        self._next = now + self._every_s
+        self.tell(line(snapshot, _line_width(self._console)))
+
+    def tell(self, text: str) -> None:
+        # Neither wrapped nor coloured: one event, one line.
+        self._console.file.write(text + "\n")
+        self._console.file.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class LiveDisplay:
+    """The view, drawn again and again at the foot of the terminal; events scroll away above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+        self._next = 0.0
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        if now < self._next:
+            return
+        self._next = now + _DRAW_EVERY_S
+        self._live.update(view(snapshot, self._console.width), refresh=True)
+
+    def tell(self, text: str) -> None:
+        self._console.print(escape(text), highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def display_for(console: Console) -> Display:
+    """The live view on a real terminal, lines elsewhere. NO_COLOR takes only the colour away."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(console)
+    return LineDisplay(console)
+
+
+def _line_width(console: Console) -> int:
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else 160

@@ -1,0 +1,170 @@
+"""What is known about a cluster at one moment, and the sums over it.
+
+Pure: built from the JSON that every process serves as /status. Who asks for it stands in `polling.py`, who
+keeps track over time in `watch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_common.address import Role
+
+Status = Mapping[str, Any]
+"""One answer of /status."""
+
+SILENT_AFTER_S = 3.0
+"""A process that has not answered for this long is shown as silent."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One shard or worker and the last thing it said."""
+
+    name: str
+    role: Role
+    process: str = "starting"
+    """"starting", "up", "died", "ended" or "lost"."""
+    status: Status | None = None
+    """Its last answer; kept when the process ends."""
+    past: tuple[Status, ...] = ()
+    """The last answers of its earlier lives, oldest first: their counters began at 0 again."""
+    silent_s: float = 0.0
+    """Seconds since it last answered."""
+
+    def count(self, key: str) -> int:
+        """A counter, summed over all lives."""
+        return sum(int(life.get(key) or 0) for life in self._lives())
+
+    def highest(self, key: str) -> int:
+        """A number that goes on in the next life, such as tokens of a worker with a checkpoint."""
+        return max((int(life.get(key) or 0) for life in self._lives()), default=0)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the last answer."""
+        found = (self.status or {}).get(key)
+        return default if found is None else found
+
+    def _lives(self) -> Iterable[Status]:
+        return (*self.past, *([self.status] if self.status else []))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A cluster in numbers. Shards share nothing, so what they count is summed over them."""
+
+    tokens: int
+    """Trained on by all workers, as they count (a worker that comes back goes on from its checkpoint)."""
+    tokens_merged: int
+    """Mean over the fragments of the tokens that were merged into each: how far the run is."""
+    tokens_budget: int
+    tokens_per_s: float
+    tokens_carried: int
+    loss: float | None
+    """Training loss, mean over the workers that have one."""
+    rounds: int
+    participants_mean: float
+    late: int
+    evictions: int
+    """Leases ended by a shard; a worker that dies loses one at every shard."""
+    bytes_pushed: int
+    bytes_pulled: int
+    done: bool
+    """Every shard has reached the token budget."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A cluster at one moment."""
+
+    members: tuple[Member, ...]
+    elapsed_s: float = 0.0
+    losses: tuple[float, ...] = ()
+    """The course of the training loss, oldest first."""
+    eta_s: float | None = None
+    doing: str = "training"
+    """What the cluster as a whole is doing, in a word or two."""
+
+    @property
+    def shards(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.role == "shard")
+
+    @property
+    def workers(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.role == "worker")
+
+    def totals(self) -> Totals:
+        """The sums over all members."""
+        shards, workers = self.shards, self.workers
+        rounds = sum(shard.count("rounds") for shard in shards)
+        contributions = sum(
+            float(life.get("participants_mean") or 0) * int(life.get("rounds") or 0)
+            for shard in shards
+            for life in (*shard.past, shard.status or {})
+        )
+        losses = [float(worker.get("loss")) for worker in workers if worker.get("loss") is not None]
+        answered = [shard for shard in shards if shard.status]
+        return Totals(
+            tokens=sum(worker.highest("tokens") for worker in workers),
+            tokens_merged=_mean_over_fragments(answered),
+            tokens_budget=max((int(shard.get("tokens_budget", 0)) for shard in shards), default=0),
+            tokens_per_s=sum(worker_rate(worker) for worker in workers if worker.process != "died"),
+            tokens_carried=sum(worker.count("tokens_carried") for worker in workers),
+            loss=sum(losses) / len(losses) if losses else None,
+            rounds=rounds,
+            participants_mean=contributions / rounds if rounds else 0.0,
+            late=sum(shard.count("late") for shard in shards),
+            evictions=sum(shard.count("evictions") for shard in shards),
+            bytes_pushed=sum(shard.count("bytes_pushed") for shard in shards),
+            bytes_pulled=sum(shard.count("bytes_pulled") for shard in shards),
+            done=bool(shards) and all(shard.get("done", False) for shard in shards),
+        )
+
+    def versions(self) -> dict[int, int]:
+        """The version of every fragment."""
+        found = {
+            int(fragment["id"]): int(fragment["version"])
+            for shard in self.shards
+            for fragment in shard.get("fragments", [])
+        }
+        return dict(sorted(found.items()))
+
+    def learner_states(self) -> dict[str, str]:
+        """The worst that any shard says of each learner: "evicted" before "stalled" before the rest."""
+        worst = {"evicted": 2, "stalled": 1}
+        states: dict[str, str] = {}
+        for shard in self.shards:
+            for learner in shard.get("learners", []):
+                name, state = str(learner["id"]), str(learner["state"])
+                if worst.get(state, 0) >= worst.get(states.get(name, ""), 0):
+                    states[name] = state
+        return states
+
+    def state_of(self, member: Member) -> str:
+        """One word for a member: of its process first, then what the shards see, then what it says itself."""
+        if member.process != "up":
+            return member.process
+        if member.status is None:
+            return "starting"
+        if member.silent_s > SILENT_AFTER_S:
+            return f"silent {member.silent_s:.0f}s"
+        if member.role == "shard":
+            return "done" if member.get("done") else "ready" if member.get("ready") else "not ready"
+        seen = self.learner_states().get(member.name, "")
+        return seen if seen in ("evicted", "stalled") else str(member.get("state", "up"))
+
+
+def worker_rate(worker: Member) -> float:
+    """Tokens per second of one worker."""
+    return float(worker.get("tokens_per_s", 0.0))
+
+
+def _mean_over_fragments(shards: list[Member]) -> int:
+    # Each shard says the mean over its own fragments; weighted by their number it is the mean over all.
+    weights = [max(1, len(shard.get("fragments", []))) for shard in shards]
+    merged = [shard.highest("tokens_merged") for shard in shards]
+    if not shards:
+        return 0
+    return round(sum(w * m for w, m in zip(weights, merged, strict=True)) / sum(weights))

@@ -1,0 +1,283 @@
+"""Child processes: start them, notice when they die, start them again, and never leave one behind.
+
+What a death means is decided by `verdict_on_exit`, which is pure. Children run in sessions of their own, so
+that a Ctrl-C of the terminal reaches only us; they end with us even if we are killed (`diloco_common.child`).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from diloco_common.address import Endpoints, read_address
+from diloco_common.errors import EXIT_UNEXPECTED
+
+DEATHS_MAX = 5
+"""Deaths in a row after which a child is not started again."""
+_SETTLED_AFTER_S = 60.0
+"""A child that lived this long starts counting its deaths anew."""
+_LOOK_EVERY_S = 0.05
+
+Kind = Literal["shard", "worker", "job"]
+
+
+class Action(enum.Enum):
+    """What follows from the exit of a child."""
+
+    ENDED = "ended"  # it did its work
+    AGAIN = "again"  # start it again after a while
+    LOST = "lost"  # go on without it
+    FAIL = "fail"  # the cluster cannot go on
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The action and why; `wait_s` before a new start."""
+
+    action: Action
+    why: str
+    wait_s: float = 0.0
+    exit_code: int = 0
+    """What `diloco up` ends with if the action is FAIL."""
+
+
+def verdict_on_exit(kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool) -> Verdict:
+    """Say what the exit of a child means.
+
+    Args:
+        kind: a shard never ends by itself, a worker ends when the budget is reached, a job ends always.
+        code: as of `subprocess.Popen`: negative for a signal.
+        was_up: it had bound its ports in this or an earlier life.
+        deaths: in a row, this one included.
+        restart: the setting cluster.restart.
+    """
+    how = describe_exit(code)
+    if code == 0 and kind != "shard":
+        return Verdict(Action.ENDED, "ended")
+    failed = Verdict(Action.FAIL, f"failed ({how})", exit_code=code if code > 0 else EXIT_UNEXPECTED)
+    if kind == "job" or (not was_up and code > 0):
+        return failed
+    if deaths > DEATHS_MAX:
+        return Verdict(Action.FAIL, f"died {deaths} times in a row ({how})", exit_code=failed.exit_code)
+    if not restart:
+        off = f"died ({how}), not started again (cluster.restart is off)"
+        if kind == "shard":
+            return Verdict(Action.FAIL, off, exit_code=failed.exit_code)
+        return Verdict(Action.LOST, off)
+    return Verdict(Action.AGAIN, f"died ({how})", wait_s=min(0.5 * 2 ** (deaths - 1), 10.0))
+
+
+def describe_exit(code: int) -> str:
+    """ "exit code 3", "signal 9"."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """How to start one child. It says in `address_file` when it is up; a job has none."""
+
+    name: str
+    kind: Kind
+    module: str
+    arguments: Callable[[], Sequence[str]]
+    """Called for every start: a later life may be told the ports of the first."""
+    log: Path
+    address_file: Path | None = None
+    environ: Mapping[str, str] | None = None
+
+
+@dataclass
+class _Child:
+    spec: ChildSpec
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    deaths: int = 0
+    was_up: bool = False
+    start_again_at: float | None = None  # set while it is dead and will be started again
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A child has exited."""
+
+    name: str
+    kind: Kind
+    log: Path
+    verdict: Verdict
+
+
+class Supervisor:
+    """The child processes of one command. All calls come from the main thread.
+
+    The kernel ties "end with the parent" to the thread that started a child; the main thread lives longest.
+    """
+
+    def __init__(self, restart: bool) -> None:
+        self._restart = restart
+        self._children: dict[str, _Child] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def start(self, spec: ChildSpec) -> None:
+        """Start a child that was not there before."""
+        spec.log.unlink(missing_ok=True)
+        self._children[spec.name] = child = _Child(spec)
+        self._spawn(child)
+
+    def endpoints(self, name: str) -> Endpoints | None:
+        """Where a child can be reached, once it is up in its present life."""
+        child = self._children[name]
+        if child.process is None or child.spec.address_file is None:
+            return None
+        found = read_address(child.spec.address_file)
+        if found is None or found.pid != child.process.pid:
+            return None
+        child.was_up = True
+        return found
+
+    def pid(self, name: str) -> int | None:
+        """The process id of a child; none while it is dead."""
+        process = self._children[name].process
+        return process.pid if process else None
+
+    def names(self) -> set[str]:
+        """Every child that was started, alive or not."""
+        return set(self._children)
+
+    def look(self, now: float) -> list[Exit]:
+        """Notice exits and judge them. Children to be started again are, by `start_due`."""
+        exits = []
+        for name, child in self._children.items():
+            if child.process is None or not _has_exited(child.process):
+                continue
+            self.endpoints(name)  # it may have been up for less time than passes between two looks
+            code = _reap(child.process)
+            child.process = None
+            child.deaths = 1 if now - child.started_at > _SETTLED_AFTER_S else child.deaths + 1
+            verdict = verdict_on_exit(
+                child.spec.kind, code, was_up=child.was_up, deaths=child.deaths, restart=self._restart
+            )
+            if verdict.action is Action.AGAIN:
+                child.start_again_at = now + verdict.wait_s
+            exits.append(Exit(name, child.spec.kind, child.spec.log, verdict))
+        return exits
+
+    def start_due(self, now: float) -> list[str]:
+        """Start the dead whose wait is over. Returns their names."""
+        due = [
+            child
+            for child in self._children.values()
+            if child.start_again_at is not None and now >= child.start_again_at
+        ]
+        for child in due:
+            self._spawn(child)
+        return [child.spec.name for child in due]
+
+    def waiting(self) -> set[str]:
+        """Children that are dead and will be started again."""
+        return {name for name, child in self._children.items() if child.start_again_at is not None}
+
+    def stop(
+        self, names: Iterable[str], grace_s: float, hurry: Callable[[], bool] = lambda: False
+    ) -> list[str]:
+        """Ask children to end (SIGTERM), kill those that do not within `grace_s` or once `hurry` says so.
+
+        Returns the names of those that had to be killed.
+        """
+        children = [self._children[name] for name in names]
+        for child in children:
+            child.start_again_at = None
+            if child.process is not None:
+                _signal(child.process, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and not hurry():
+            for child in children:
+                if child.process is not None and _has_exited(child.process):
+                    _reap(child.process)
+                    child.process = None
+            if all(child.process is None for child in children):
+                return []
+            time.sleep(_LOOK_EVERY_S)
+        killed = [child.spec.name for child in children if child.process is not None]
+        self._kill(children)
+        return killed
+
+    def kill(self) -> None:
+        """End every child now."""
+        self._kill(self._children.values())
+
+    def _kill(self, children: Iterable[_Child]) -> None:
+        for child in children:
+            child.start_again_at = None
+            if child.process is not None:
+                _signal(child.process, signal.SIGKILL)
+        for child in children:
+            if child.process is not None:
+                _reap(child.process)
+                child.process = None
+
+    def _spawn(self, child: _Child) -> None:
+        spec = child.spec
+        if spec.address_file is not None:
+            spec.address_file.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "diloco_common.child",
+            str(os.getpid()),
+            spec.module,
+            *spec.arguments(),
+        ]
+        with spec.log.open("ab") as log:
+            child.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(spec.environ or {})},
+                start_new_session=True,
+            )
+        child.started_at = time.monotonic()
+        child.start_again_at = None
+
+
+def _has_exited(process: subprocess.Popen[bytes]) -> bool:
+    """True once it has, without taking its exit status: until then its process group cannot be reused."""
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """Take the exit status, after killing whatever the child may have started itself."""
+    while not _has_exited(process):
+        time.sleep(_LOOK_EVERY_S / 5)
+    _signal(process, signal.SIGKILL)
+    return process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To the child alone, or with SIGKILL to everything it has started."""
+    try:
+        if number is signal.SIGKILL:
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # it ended just now

@@ -1,0 +1,501 @@
+"""`diloco up`: one cluster on this machine, from the first process to the exported model.
+
+Shards first, then workers, then the evaluation of the global model while the shards still hold it. What the
+death of a child means is decided in `supervisor.py`; `live.py` shows and `watch.py` counts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from diloco_common.address import dialable, write_json
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, InUse
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import save
+from diloco_deploy.live import Display, display_for
+from diloco_deploy.polling import Poller, fetch_all
+from diloco_deploy.report import Report, make_report, summary
+from diloco_deploy.supervisor import Action, ChildSpec, Exit, Supervisor
+from diloco_deploy.watch import Watch
+
+_TICK_S = 0.1
+_SAMPLE_EVERY_S = 1.0
+_DRAIN_S = 20.0
+"""Seconds that a child gets to end after SIGTERM before it is killed."""
+_TAIL_LINES = 8
+EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The modules that children run."""
+
+    server: str = "diloco_server"
+    worker: str = "diloco_worker"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go; none: into the folder of the cluster."""
+
+    report: Path | None = None
+    model: Path | None = None
+
+
+def bring_up(
+    settings: Settings, outputs: Outputs, programs: Programs | None = None, console: Console | None = None
+) -> int:
+    """Run a cluster until its token budget is reached, and return the exit code of the command.
+
+    Raises:
+        ConfigError: the settings cannot make a cluster, or an output cannot be written.
+        InUse: another `diloco up` works in the same folder.
+    """
+    check_cluster(settings)
+    console = console or Console()
+    files = Files(settings.cluster.folder, outputs)
+    with files.owned(), Supervisor(settings.cluster.restart) as supervisor, Interrupts() as interrupts:
+        files.clear(settings.cluster.workers)
+        save(settings, files.settings)
+        display = display_for(console)
+        poller = Poller()
+        poller.start()
+        try:
+            cluster = Cluster(
+                settings, files, programs or Programs(), supervisor, interrupts, poller, display
+            )
+            return cluster.run()
+        finally:
+            display.close()
+            poller.stop()
+            files.clear_addresses()
+
+
+def check_cluster(settings: Settings) -> None:
+    """Refuse what is only wrong for a cluster whose workers are all known.
+
+    Raises:
+        ConfigError: no round could ever close.
+    """
+    quorum, workers = settings.sync.quorum, settings.cluster.workers
+    if quorum != "all" and quorum > workers:
+        raise ConfigError(
+            f"sync.quorum ({quorum}) is above cluster.workers ({workers}): no round could ever close; "
+            "lower the quorum or start more workers"
+        )
+
+
+class Files:
+    """The folder of a cluster."""
+
+    def __init__(self, folder: Path, outputs: Outputs) -> None:
+        self.folder = folder
+        self.run = folder / "run"
+        self.logs = folder / "logs"
+        self.settings = folder / "settings.json"
+        self.evaluation = folder / "evaluation.json"
+        self.report = outputs.report or folder / "report.json"
+        self.model = outputs.model or folder / "model.safetensors"
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Make the folders and hold them against a second `diloco up`."""
+        try:
+            for folder in (self.run, self.logs, self.report.parent, self.model.parent):
+                folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.run / "lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        with lock:
+            self._lock(lock)
+            yield
+
+    def _lock(self, lock: TextIO) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise InUse(
+                f"{self.folder} belongs to a running `diloco up` (pid {owner}); "
+                "stop it or give another --folder"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+
+    def clear(self, workers: int) -> None:
+        """Take away what an earlier cluster left. Its versions lived in the memory of its shards, so the
+        checkpoints of its workers belong to nothing any more."""
+        self.clear_addresses()
+        for path in (self.evaluation, *self.run.glob("*.final.json")):
+            path.unlink(missing_ok=True)
+        for index in range(workers):
+            shutil.rmtree(self.worker_folder(index), ignore_errors=True)
+
+    def clear_addresses(self) -> None:
+        """Nobody is running any more."""
+        for path in self.run.glob("*.json"):
+            if not path.name.endswith(".final.json"):
+                path.unlink(missing_ok=True)
+
+    def worker_folder(self, index: int) -> Path:
+        return self.folder / f"worker-{index}"
+
+    def final_status(self, name: str) -> Path:
+        return self.run / f"{name}.final.json"
+
+
+class Interrupts:
+    """Counts what asks us to end: Ctrl-C, SIGTERM, a terminal that goes away."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._wake = threading.Event()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self._wake.set()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not longer than until the next interrupt."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+
+class _Interrupted(Exception):
+    """Somebody asked us to end."""
+
+
+class _ChildFailed(Exception):
+    """A child has failed in a way that starting it again does not cure."""
+
+    def __init__(self, exit: Exit) -> None:
+        self.exit = exit
+        super().__init__(exit.name)
+
+
+class Cluster:
+    """The shards and workers of one `diloco up`. Everything here runs on the main thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        files: Files,
+        programs: Programs,
+        supervisor: Supervisor,
+        interrupts: Interrupts,
+        poller: Poller,
+        display: Display,
+    ) -> None:
+        self._settings, self._files, self._programs = settings, files, programs
+        self._supervisor, self._interrupts, self._poller, self._display = (
+            supervisor,
+            interrupts,
+            poller,
+            display,
+        )
+        self._started_at = time.monotonic()
+        self._watch = Watch(self._started_at)
+        self._shards = [f"shard-{i}" for i in range(settings.cluster.shards)]
+        self._workers = [f"worker-{i}" for i in range(settings.cluster.workers)]
+        self._ended: set[str] = set()
+        self._lost: set[str] = set()
+        self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
+        self._http: dict[str, str] = {}  # whom to ask for /status
+        self._asked: dict[str, str] = {}
+        self._next_sample = 0.0
+        self._has_loss = False
+        self._report: Report = {}  # filled when training is over
+
+    def run(self) -> int:
+        try:
+            self._train()
+            wall_s = time.monotonic() - self._started_at
+            self._gather()
+            # Before the evaluation pulls: what is reported is the traffic of training.
+            self._report = self._make_report(wall_s)
+            self._report |= _losses(self._evaluate())
+            self._stop_all()
+        except _Interrupted:
+            return self._interrupted()
+        except _ChildFailed as failure:
+            return self._failed(failure.exit)
+        write_json(self._files.report, self._report)
+        self._display.close()
+        results = {"model": self._files.model, "report": self._files.report, "logs": self._files.logs}
+        print("\n" + summary(self._report, results), flush=True)
+        return EXIT_OK
+
+    # ------------------------------------------------------------ phases
+
+    def _train(self) -> None:
+        self._watch.doing = "starting shards"
+        for index, name in enumerate(self._shards):
+            self._watch.expect(name, "shard")
+            self._supervisor.start(self._shard_spec(index))
+        self._until(lambda: len(self._ports) == len(self._shards))
+        self._watch.doing = "starting workers"
+        for index, name in enumerate(self._workers):
+            self._watch.expect(name, "worker")
+            self._supervisor.start(self._worker_spec(index))
+        self._until(self._training_is_over)
+
+    def _training_is_over(self) -> bool:
+        # Once one has ended, the budget is reached, and a dead one need not come back to hear it.
+        left = set(self._workers) - self._ended - self._lost
+        return bool(self._ended) and left <= self._supervisor.waiting()
+
+    def _gather(self) -> None:
+        """Take in the last words: the workers' from their files, the shards' by asking once more."""
+        for name in self._workers:
+            try:
+                status = json.loads(self._files.final_status(name).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue  # killed before it could write; what it last answered stays
+            if isinstance(status, dict):
+                self._watch.heard(name, status, time.monotonic())
+        shards = {name: self._http[name] for name in self._shards if name in self._http}
+        for name, status in fetch_all(shards, 2.0).items():
+            self._watch.heard(name, status, time.monotonic())
+
+    def _evaluate(self) -> dict[str, Any]:
+        self._watch.doing = "evaluating the model"
+        self._display.tell("training is over; evaluating the global model on held-out text")
+        # Dead workers stay dead: what is left of the run needs only the shards.
+        self._supervisor.stop(self._supervisor.waiting() & set(self._workers), 0.0)
+        self._supervisor.start(self._evaluation_spec())
+        self._until(lambda: EVALUATE in self._ended)
+        try:
+            found: dict[str, Any] = json.loads(self._files.evaluation.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self._display.tell(f"the evaluation wrote no result; its log: {self._log(EVALUATE)}")
+            return {}
+        return found
+
+    def _stop_all(self) -> None:
+        """Workers first, so that what they still push finds its shard."""
+        alive = {*self._workers, EVALUATE} & self._supervisor.names()
+        for names in (alive, set(self._shards) & self._supervisor.names()):
+            for name in self._supervisor.stop(names, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
+                self._display.tell(f"{name} did not end by itself and was killed")
+
+    def _interrupted(self) -> int:
+        self._display.tell("interrupted: workers and shards are ending; once more ends them at once")
+        wall_s = time.monotonic() - self._started_at
+        self._stop_workers_and_gather()
+        self._stop_all()
+        write_json(self._files.report, self._report or self._make_report(wall_s, interrupted=True))
+        self._display.close()
+        when = "while the model was evaluated" if self._report else "before the token budget was reached"
+        print(
+            f"interrupted after {wall_s:.0f} s, {when}; no model was exported.\n"
+            f"the report so far: {self._files.report}, logs: {self._files.logs}\n"
+            "versions live in the memory of the shards: the same command starts from the beginning",
+            flush=True,
+        )
+        return EXIT_INTERRUPTED
+
+    def _stop_workers_and_gather(self) -> None:
+        workers = set(self._workers) & self._supervisor.names()
+        self._supervisor.stop(workers, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2)
+        if self._interrupts.count < 2:
+            self._gather()
+
+    def _failed(self, failed: Exit) -> int:
+        self._display.tell(f"{failed.name} {failed.verdict.why}: stopping the cluster")
+        self._stop_all()
+        if self._report:  # only the evaluation failed
+            write_json(self._files.report, self._report)
+        self._display.close()
+        print(f"diloco: {failed.name} {failed.verdict.why}; the end of {failed.log}:", file=sys.stderr)
+        for line in tail(failed.log):
+            print(f"  {line}", file=sys.stderr)
+        sys.stderr.flush()
+        return failed.verdict.exit_code
+
+    # ------------------------------------------------------------ the loop
+
+    def _until(self, is_over: Callable[[], bool]) -> None:
+        """Look after the cluster until a condition holds."""
+        while True:
+            now = time.monotonic()
+            self._look_after_children(now)
+            self._listen(now)
+            self._display.show(self._watch.snapshot(now), now)
+            if self._interrupts.count:
+                raise _Interrupted
+            if is_over():
+                return
+            self._interrupts.wait(_TICK_S)
+
+    def _look_after_children(self, now: float) -> None:
+        for exit in self._supervisor.look(now):
+            self._http.pop(exit.name, None)
+            verdict = exit.verdict
+            if verdict.action is Action.FAIL:
+                raise _ChildFailed(exit)
+            if verdict.action is Action.ENDED:
+                self._ended.add(exit.name)
+            else:
+                self._display.tell(f"{exit.name} {verdict.why}")
+            if exit.kind != "job":
+                states = {Action.ENDED: "ended", Action.AGAIN: "died", Action.LOST: "lost"}
+                self._watch.process(exit.name, states[verdict.action])
+            if verdict.action is Action.LOST:
+                self._lost.add(exit.name)
+                if self._lost >= set(self._workers):
+                    raise _ChildFailed(exit)
+        for name in self._supervisor.start_due(now):
+            if name in self._workers or name in self._shards:
+                self._watch.expect(name, "shard" if name in self._shards else "worker")
+            self._display.tell(f"{name} started again")
+        self._find_addresses()
+
+    def _find_addresses(self) -> None:
+        names = self._supervisor.names() - {EVALUATE}
+        for name in names - self._http.keys():
+            if (found := self._supervisor.endpoints(name)) is None:
+                continue
+            self._http[name] = dialable(found.http)
+            self._watch.process(name, "up")
+            if name in self._shards:
+                self._ports[name] = (found.grpc, found.http)
+        if self._http != self._asked:
+            self._asked = dict(self._http)
+            self._poller.ask(self._asked)
+
+    def _listen(self, now: float) -> None:
+        for name, status in self._poller.take().items():
+            for event in self._watch.heard(name, status, now):
+                self._display.tell(event)
+        if now >= self._next_sample:
+            self._next_sample = now + _SAMPLE_EVERY_S
+            self._watch.sample_loss()
+        snapshot = self._watch.snapshot(now)
+        if not self._has_loss and (loss := snapshot.totals().loss) is not None:
+            self._has_loss = True
+            self._watch.doing = "training"
+            self._display.tell(f"first loss {loss:.3f} after {snapshot.elapsed_s:.1f} s")
+
+    # ------------------------------------------------------------ children
+
+    def _shard_spec(self, index: int) -> ChildSpec:
+        name = self._shards[index]
+        shard, address_file = self._settings.shard, self._files.run / f"{name}.json"
+
+        def arguments() -> Sequence[str]:
+            grpc, http = self._ports.get(name, (nth_port(shard.listen, index), nth_port(shard.http, index)))
+            return [
+                f"--settings={self._files.settings}",
+                *_sets(
+                    ("shard.index", index),
+                    ("shard.count", len(self._shards)),
+                    ("shard.listen", grpc),
+                    ("shard.http", http),
+                ),
+                f"--address-file={address_file}",
+            ]
+
+        # Merging is short work over slices: without a bound, torch in every process wants every core.
+        environ = (
+            None
+            if "OMP_NUM_THREADS" in os.environ
+            else {"OMP_NUM_THREADS": str(_share_of_cores(self._shards))}
+        )
+        return ChildSpec(
+            name, "shard", self._programs.server, arguments, self._log(name), address_file, environ
+        )
+
+    def _worker_spec(self, index: int) -> ChildSpec:
+        name = self._workers[index]
+        worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
+        arguments = [
+            f"--settings={self._files.settings}",
+            *_sets(
+                ("worker.shards", self._shard_addresses()),
+                ("worker.learner_id", name),
+                ("worker.folder", self._files.worker_folder(index)),
+                ("worker.http", nth_port(worker.http, index)),
+                ("worker.threads", worker.threads or _share_of_cores(self._workers)),
+            ),
+            f"--address-file={address_file}",
+            f"--final-status={self._files.final_status(name)}",
+        ]
+        return ChildSpec(
+            name, "worker", self._programs.worker, lambda: arguments, self._log(name), address_file
+        )
+
+    def _evaluation_spec(self) -> ChildSpec:
+        arguments = [
+            "evaluate",
+            f"--settings={self._files.settings}",
+            f"--shards={self._shard_addresses()}",
+            f"--export={self._files.model}",
+            f"--out={self._files.evaluation}",
+        ]
+        return ChildSpec(EVALUATE, "job", self._programs.worker, lambda: arguments, self._log(EVALUATE))
+
+    def _shard_addresses(self) -> str:
+        return ",".join(dialable(self._ports[name][0]) for name in self._shards)
+
+    def _log(self, name: str) -> Path:
+        return self._files.logs / f"{name}.log"
+
+    # ------------------------------------------------------------ results
+
+    def _make_report(self, wall_s: float, *, interrupted: bool = False) -> Report:
+        snapshot = self._watch.snapshot(time.monotonic())
+        return make_report(snapshot, self._settings, wall_s=wall_s, evaluation=None, interrupted=interrupted)
+
+
+def _losses(evaluation: dict[str, Any]) -> Report:
+    keys = ("eval_loss_first", "eval_loss_final")
+    return {**{key: evaluation.get(key) for key in keys}, "evaluation": evaluation}
+
+
+def nth_port(address: str, index: int) -> str:
+    """The address of process number `index` where the settings name one for all: the ports that follow it."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines of a log, as far as it can be read."""
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        return []
+
+
+def _sets(*settings: tuple[str, object]) -> list[str]:
+    return [f"--set={name}={value}" for name, value in settings]
+
+
+def _share_of_cores(processes: Sequence[str]) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // len(processes))

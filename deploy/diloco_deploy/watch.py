@@ -1,0 +1,103 @@
+"""Keeps what a cluster said over time: last answers, earlier lives, events, the course of loss and progress.
+
+Pure: answers and the time are given to it; `up.py` asks the processes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from diloco_common.address import Role
+from diloco_deploy.snapshot import Member, Snapshot, Status
+
+_LOSSES_MAX = 512
+_RATE_OVER_S = 30.0
+_SAME_EVENT_WITHIN_S = 1.0
+_EVENTS_KEPT_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An event that was told already. Shards say how long ago it was, so its time is only nearly the same."""
+
+    key: tuple[str, str, str, str]
+    at: float
+
+
+class Watch:
+    """What is known about the members of a cluster. Owned by one thread."""
+
+    def __init__(self, started_at: float) -> None:
+        self.doing = "starting"
+        self._started_at = started_at
+        self._members: dict[str, Member] = {}
+        self._heard_at: dict[str, float] = {}
+        self._losses: list[float] = []
+        self._progress: deque[tuple[float, int]] = deque()
+        self._seen: list[_Seen] = []
+
+    def expect(self, name: str, role: Role) -> None:
+        """A member exists from now on; known members begin a new life."""
+        if (old := self._members.get(name)) is None:
+            self._members[name] = Member(name, role)
+            return
+        past = (*old.past, old.status) if old.status else old.past
+        self._members[name] = replace(old, process="starting", status=None, past=past)
+
+    def process(self, name: str, state: str) -> None:
+        """The process of a member has changed its state."""
+        self._members[name] = replace(self._members[name], process=state)
+
+    def heard(self, name: str, status: Status, now: float) -> list[str]:
+        """A member answered. Returns what is new in it, as lines for people."""
+        self._members[name] = replace(self._members[name], status=status)
+        self._heard_at[name] = now
+        if status.get("role") == "shard":
+            self._progress.append((now, self.snapshot(now).totals().tokens_merged))
+            while now - self._progress[0][0] > _RATE_OVER_S:
+                self._progress.popleft()
+        return self._new_events(name, status, now)
+
+    def sample_loss(self) -> None:
+        """Take the present training loss into its course; call it at a steady pace."""
+        loss = self.snapshot(0.0).totals().loss
+        if loss is None:
+            return
+        self._losses.append(loss)
+        if len(self._losses) > _LOSSES_MAX:  # halve the resolution, keep the whole course
+            self._losses = [(a + b) / 2 for a, b in zip(self._losses[::2], self._losses[1::2], strict=False)]
+
+    def snapshot(self, now: float) -> Snapshot:
+        """The cluster as it is known now."""
+        members = tuple(
+            replace(member, silent_s=max(0.0, now - self._heard_at.get(name, now)))
+            for name, member in self._members.items()
+        )
+        snapshot = Snapshot(members, now - self._started_at, tuple(self._losses), None, self.doing)
+        return replace(snapshot, eta_s=self._eta_s(snapshot))
+
+    def _eta_s(self, snapshot: Snapshot) -> float | None:
+        """Seconds until the budget is reached at the pace of the last half minute."""
+        if len(self._progress) < 2:
+            return None
+        (then, before), (last, merged) = self._progress[0], self._progress[-1]
+        budget = max((int(shard.get("tokens_budget", 0)) for shard in snapshot.shards), default=0)
+        if budget == 0 or merged <= before or last <= then:
+            return None
+        return max(0, budget - merged) * (last - then) / (merged - before)
+
+    def _new_events(self, name: str, status: Status, now: float) -> list[str]:
+        lines = []
+        self._seen = [seen for seen in self._seen if now - seen.at < _EVENTS_KEPT_S]
+        for event in status.get("events", []):
+            at = now - float(event.get("ago_s", 0.0))
+            if at < now - _EVENTS_KEPT_S:
+                continue
+            what, learner, code = (str(event.get(key) or "") for key in ("event", "learner", "code"))
+            key = (name, what, learner, code)
+            if any(seen.key == key and abs(seen.at - at) < _SAME_EVENT_WITHIN_S for seen in self._seen):
+                continue
+            self._seen.append(_Seen(key, at))
+            lines.append(f"{name}: {learner} {what}".replace("  ", " ") + (f" ({code})" if code else ""))
+        return lines

@@ -1,0 +1,65 @@
+"""Stands in for `diloco_worker`. FAKE_WORKER says how it behaves:
+
+ends       has reached the budget once somebody has seen its status
+dies-once  worker-0 is killed in its first life, then as "ends"
+dies       is killed in every life
+waits      trains until it is told to end
+deaf       the same, and ignores SIGTERM
+fails      refuses its settings
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from fake_member import Member, arguments
+
+
+def main() -> None:
+    args = arguments()
+    if args.command == "evaluate":
+        if os.environ.get("FAKE_EVALUATION") == "fails":
+            sys.exit("no shard answers")
+        Path(args.export).write_bytes(b"model")
+        Path(args.out).write_text(json.dumps({"eval_loss_first": 5.5, "eval_loss_final": 2.25}))
+        return
+    behaviour = os.environ.get("FAKE_WORKER", "ends")
+    if behaviour == "fails":
+        print("diloco-worker: no GPU here [BAD_CONFIG]", file=sys.stderr)
+        sys.exit(2)
+    name, folder = args.set["worker.learner_id"], Path(args.set["worker.folder"])
+    status = {
+        "role": "worker",
+        "name": name,
+        "state": "training",
+        "inner_step": 12,
+        "tokens": 500,
+        "loss": 2.5,
+        "tokens_per_s": 50.0,
+        "sync_stall_s": 0.25,
+        "contributions": {"merged": 3, "late": 0},
+        "tokens_carried": 7,
+    }
+    member = Member("127.0.0.1:0", status)
+    folder.mkdir(parents=True, exist_ok=True)
+    lived_before = (folder / "lived").exists()
+    (folder / "lived").touch()
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    member.say_where(args.address_file, "worker", name)
+    if behaviour in ("waits", "deaf"):
+        member.terminated.wait(60)
+    else:
+        member.answered.acquire(timeout=60)
+        if behaviour == "dies" or (behaviour == "dies-once" and name == "worker-0" and not lived_before):
+            os.kill(os.getpid(), signal.SIGKILL)
+    status |= {"state": "done", "tokens": 600}
+    Path(args.final_status).write_text(json.dumps(status))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""`diloco up` with stand-ins for its children (tests/unit/fakes): what it starts, keeps alive, ends and says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from diloco_common.errors import ConfigError, InUse
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import load
+from diloco_deploy.up import Files, Outputs, Programs, bring_up, check_cluster, nth_port
+
+FAKES = Path(__file__).parent / "fakes"
+PROGRAMS = Programs("fake_server", "fake_worker")
+
+COMMAND = """
+import sys
+from pathlib import Path
+from diloco_common.command import run_command
+from diloco_common.settings_loader import load
+from diloco_deploy.up import Outputs, Programs, bring_up
+settings = load(None, {}, sys.argv[1:]).settings
+programs = Programs("fake_server", "fake_worker")
+sys.exit(run_command(lambda: bring_up(settings, Outputs(), programs), name="diloco"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def fakes_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES), *filter(None, sys.path)]))
+
+
+def settings_for(folder: Path, *overrides: str) -> Settings:
+    cluster = [f"cluster.folder={folder}", "cluster.shards=2", "cluster.workers=2"]
+    return load(None, {}, [*cluster, *overrides]).settings
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """The value of the condition once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+    return value
+
+
+class Command:
+    """`diloco up` as a process of its own."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        cluster = [f"cluster.folder={folder}", "cluster.shards=2", "cluster.workers=2"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *cluster, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def children(self) -> list[psutil.Process]:
+        """Shards and workers, once all of them are up."""
+        files = [self.folder / "run" / f"{name}-{i}.json" for name in ("shard", "worker") for i in range(2)]
+        until(lambda: all(file.exists() for file in files))
+        return [psutil.Process(json.loads(file.read_text())["pid"]) for file in files]
+
+    def end(self) -> tuple[int, str]:
+        said, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    started: list[Command] = []
+
+    def start(*overrides: str) -> Command:
+        started.append(Command(tmp_path / "run", *overrides))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+def gone(children: list[psutil.Process]) -> bool:
+    return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+def test_a_run_ends_with_a_report_a_model_and_no_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = Outputs(report=tmp_path / "out" / "report.json", model=tmp_path / "out" / "model.safetensors")
+    assert bring_up(settings_for(tmp_path / "run", "run.seed=5"), outputs, PROGRAMS) == 0
+
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["eval_loss_first"] == 5.5
+    assert report["eval_loss_final"] == 2.25
+    assert report["tokens"] == 1200, "the last words of the workers count, not what was polled before"
+    assert report["versions"] == {"0": 3, "1": 4}
+    assert (report["rounds"], report["late"], report["seed"]) == (7, 2, 5)
+    assert report["tokens_per_s"] == {"worker-0": 50.0, "worker-1": 50.0, "all": 100.0}
+    assert report["settings"]["cluster"]["shards"] == 2
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"model"
+    said = capsys.readouterr().out
+    assert "5.500 -> 2.250 nats per byte" in said
+    assert "first loss 2.500" in said
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_killed_worker_is_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "dies-once")
+    # One worker, so that the run cannot be over before it has come back.
+    settings = settings_for(tmp_path, "cluster.workers=1")
+    assert bring_up(settings, Outputs(), PROGRAMS) == 0
+    said = capsys.readouterr().out
+    assert "worker-0 died (signal 9)" in said
+    assert "worker-0 started again" in said
+
+
+def test_without_restart_the_last_lost_worker_ends_the_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "dies")
+    settings = settings_for(tmp_path, "cluster.restart=false")
+    assert bring_up(settings, Outputs(), PROGRAMS) == 1
+    assert "cluster.restart is off" in capsys.readouterr().out
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_child_that_cannot_start_ends_everything_with_its_exit_code_and_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "fails")
+    assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 2
+    assert "no GPU here [BAD_CONFIG]" in capsys.readouterr().err
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_shard_that_cannot_start_ends_everything_before_any_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SERVER", "fails")
+    assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 4
+    assert not (tmp_path / "logs" / "worker-0.log").exists()
+
+
+def test_a_failed_evaluation_leaves_the_report_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_EVALUATION", "fails")
+    assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 1
+    assert json.loads((tmp_path / "report.json").read_text())["eval_loss_final"] is None
+    assert "no shard answers" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_in_order_and_says_what_lies_where(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "waits")
+    up = command()
+    children = up.children()
+    up.process.send_signal(signal.SIGINT)
+    code, said = up.end()
+    assert code == 130
+    assert gone(children)
+    assert str(up.folder / "logs") in said
+    report = json.loads((up.folder / "report.json").read_text())
+    assert report["interrupted"] is True
+    assert report["tokens"] == 1200, "workers were drained, so their last words are known"
+
+
+def test_a_second_ctrl_c_kills_who_does_not_listen(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "deaf")
+    up = command()
+    children = up.children()
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.stdout is not None
+    until(lambda: "once more ends them" in up.process.stdout.readline())
+    up.process.send_signal(signal.SIGINT)
+    code, said = up.end()
+    assert code == 130
+    assert "worker-0 did not end by itself and was killed" in said
+    assert gone(children)
+
+
+def test_children_end_when_the_command_is_killed(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "waits")
+    up = command()
+    children = up.children()
+    up.process.kill()
+    until(lambda: gone(children))
+
+
+def test_a_killed_shard_comes_back_on_the_same_ports(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "waits")
+    up = command()
+    children = up.children()
+    file = up.folder / "run" / "shard-1.json"
+    before = json.loads(file.read_text())
+    children[1].kill()
+
+    def again() -> Any:
+        found = json.loads(file.read_text()) if file.exists() else before
+        return found if found["pid"] != before["pid"] else None
+
+    after = until(again)
+    assert (after["grpc"], after["http"]) == (before["grpc"], before["http"])
+
+
+def test_a_second_cluster_in_the_same_folder_is_refused_with_the_owner(tmp_path: Path) -> None:
+    files = Files(tmp_path, Outputs())
+    with files.owned(), pytest.raises(InUse, match=f"pid {os.getpid()}"):
+        bring_up(settings_for(tmp_path), Outputs(), PROGRAMS)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        bring_up(settings_for(tmp_path / "file" / "run"), Outputs(), PROGRAMS)
+
+
+@pytest.mark.parametrize(("quorum", "fits"), [("2", True), ("all", True), ("3", False)])
+def test_a_quorum_above_the_number_of_workers_is_refused(tmp_path: Path, quorum: str, fits: bool) -> None:
+    settings = settings_for(tmp_path, f"sync.quorum={quorum}")
+    if fits:
+        check_cluster(settings)
+        return
+    with pytest.raises(ConfigError, match=r"sync.quorum \(3\) is above cluster.workers \(2\)"):
+        check_cluster(settings)
+
+
+@pytest.mark.parametrize(
+    ("address", "third"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("127.0.0.1:7000", "127.0.0.1:7002"),
+        ("[::1]:7000", "[::1]:7002"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_processes_after_the_first_take_the_ports_that_follow(address: str, third: str) -> None:
+    assert nth_port(address, 2) == third
