@@ -111,6 +111,16 @@ def test_values_on_the_levels_come_back_exactly(encoding: str) -> None:
     assert torch.equal(round_trip(x, encoding), x)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_e3m0_rounds_up_from_exactly_half_way_between_two_levels(sign: float) -> None:
+    levels = torch.tensor([0.0] + [2.0**k for k in range(-6, 1)])
+    half_way = (levels[:-1] + levels[1:]) / 2
+    just_below = torch.nextafter(half_way, torch.zeros(7))
+    values = sign * torch.cat([half_way, just_below, torch.ones(1)])  # the 1 is the scale
+    expected = sign * torch.cat([levels[1:], levels[:-1], torch.ones(1)])
+    assert torch.equal(round_trip(values, "e3m0"), expected)
+
+
 @each_block_encoding
 def test_blocks_do_not_disturb_each_other(encoding: str) -> None:
     quiet, loud = gaussian(256) * 1e-6, gaussian(256, seed=1) * 1e6
@@ -128,9 +138,7 @@ def test_the_largest_numbers_do_not_overflow(encoding: str, value: float) -> Non
 
 @each_block_encoding
 @pytest.mark.parametrize("absmax", [0.0, 2.0**-149, 2.0**-130, 0.99 * 2.0**-126])
-def test_a_block_too_small_for_a_scale_becomes_zeros_and_all_of_it_is_residual(
-    encoding: str, absmax: float
-) -> None:
+def test_a_block_too_small_for_a_scale_becomes_zeros_and_all_of_it_is_residual(encoding: str, absmax: float) -> None:
     values = torch.tensor([absmax, -absmax, 0.0])
     meant = values.clone()
     payload = encode_payload(values, encoding, keep_loss=True)
@@ -423,9 +431,7 @@ def test_a_header_that_fits_is_taken() -> None:
         (replace(GOOD, num_bytes=2**62), BadSize, "take 1016 bytes"),
     ],
 )
-def test_a_header_is_refused_before_its_bytes_come(
-    header: PayloadHeader, error: type[Exception], says: str
-) -> None:
+def test_a_header_is_refused_before_its_bytes_come(header: PayloadHeader, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         check_header(header, 1000, ("int8", "float32"))
 
