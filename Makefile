@@ -21,7 +21,7 @@ UP ?= --shards 2 --workers 3
 TESTS ?=
 # The interpreter that .venv is made with; without it, the first of these that is new enough.
 PYTHON ?=
-PYTHONS := $(PYTHON) python3 python3.13 python3.12 python3.11 python
+PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 
 # In CI, where nobody watches a progress bar, pip is quiet.
 PIP := -m pip --disable-pip-version-check install $(if $(CI),--quiet)

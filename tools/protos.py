@@ -53,7 +53,7 @@ def main() -> int:
         return 0
     lines = drift()
     if lines:
-        print("\n".join(lines))
+        print("\n".join(line[:200] for line in lines))  # the descriptor is one line of kilobytes
         print(
             "protos: the generated code has drifted; run `make proto` and commit",
             file=sys.stderr,
