@@ -178,8 +178,7 @@ def rendered(vectors: list[dict[str, Any]]) -> str:
     parts = []
     for v in vectors:
         parts.append(
-            f"**{v['name']}** ({v['num_elements']} elements, {v['num_bytes']} bytes, "
-            f"crc32c `{v['crc32c']}`)\n\n```text"
+            f"**{v['name']}** ({v['num_elements']} elements, {v['num_bytes']} bytes, crc32c `{v['crc32c']}`)\n\n```text"
         )
         parts.append(f"values   {v['rule'] or words(v['values'])}")
         parts += [f"chunk {i}  {wrapped(chunk)}" for i, chunk in enumerate(v["chunks"])]
@@ -222,9 +221,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @each_vector
 def test_a_vector_is_what_the_encoder_writes(vector: dict[str, Any]) -> None:
-    got = encode_payload(
-        floats(vector["values"]), vector["encoding"], chunk_elements=vector["chunk_elements"]
-    )
+    got = encode_payload(floats(vector["values"]), vector["encoding"], chunk_elements=vector["chunk_elements"])
     assert [chunk.hex() for chunk in got.chunks] == vector["chunks"]
     assert got == payload_of(vector)
 
@@ -268,9 +265,7 @@ def test_the_codec_equals_the_reference_bit_for_bit(encoding: str, values: list[
     out = torch.empty(len(values))
     decode_payload(payload, out)
     decoded = [
-        y
-        for i, chunk in enumerate(chunks)
-        for y in reference_decode(chunk, min(256, len(values) - 256 * i), encoding)
+        y for i, chunk in enumerate(chunks) for y in reference_decode(chunk, min(256, len(values) - 256 * i), encoding)
     ]
     assert same_bits(out, torch.tensor(decoded))
 

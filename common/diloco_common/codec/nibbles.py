@@ -99,9 +99,7 @@ class E3M0(NibbleCodec):
     code_max = 1.0
     scale_min = 64 * FLOAT32_TINY  # so that the smallest level is a normal number
     scale_max = torch.finfo(torch.float32).max
-    levels = tuple(
-        (-1.0 if nibble > 7 else 1.0) * 2.0 ** (nibble % 8 - 7) * (nibble % 8 > 0) for nibble in range(16)
-    )
+    levels = tuple((-1.0 if nibble > 7 else 1.0) * 2.0 ** (nibble % 8 - 7) * (nibble % 8 > 0) for nibble in range(16))
 
     def encode_nibbles(self, scaled: Tensor, out: Tensor) -> None:
         at_least_one = scratch("at_least_one", torch.int8, out.numel(), out.device)

@@ -80,9 +80,7 @@ def check_header(header: PayloadHeader, num_elements_expected: int, allowed: Col
     the fragment, or the sizes do not follow from each other.
     """
     if header.encoding not in allowed:
-        raise UnknownEncoding(
-            f"encoding {header.encoding!r} is not taken here; send {' or '.join(sorted(allowed))}"
-        )
+        raise UnknownEncoding(f"encoding {header.encoding!r} is not taken here; send {' or '.join(sorted(allowed))}")
     if header.num_elements != num_elements_expected:
         raise BadSize(
             f"the payload has {header.num_elements} elements, the fragment {num_elements_expected}; "
@@ -123,8 +121,7 @@ def encode_payload(
     codec = get_codec(encoding)
     num_elements = values.numel()
     bounds = [
-        slice(start, min(start + chunk_elements, num_elements))
-        for start in range(0, num_elements, chunk_elements)
+        slice(start, min(start + chunk_elements, num_elements)) for start in range(0, num_elements, chunk_elements)
     ]
     chunks, crc32c = [], 0
     for bound in bounds:
@@ -170,9 +167,7 @@ def decode_chunk(header: PayloadHeader, index: int, data: bytes, out_slice: Tens
     _check_flat(out_slice)
     bounds = header.chunk_slice(index)
     if out_slice.numel() != bounds.stop - bounds.start:
-        raise BadSize(
-            f"chunk {index} has {bounds.stop - bounds.start} elements, `out_slice` {out_slice.numel()}"
-        )
+        raise BadSize(f"chunk {index} has {bounds.stop - bounds.start} elements, `out_slice` {out_slice.numel()}")
     check_chunk_size(header, index, data)
     try:
         get_codec(header.encoding).decode(_as_tensor(data, out_slice.device), out_slice)
@@ -183,9 +178,7 @@ def decode_chunk(header: PayloadHeader, index: int, data: bytes, out_slice: Tens
 def check_chunk_sizes(payload: Payload) -> None:
     """Look whether all chunks are there and have their sizes. Raises BadSize."""
     if len(payload.chunks) != payload.header.num_chunks:
-        raise BadSize(
-            f"the header announces {payload.header.num_chunks} chunks, there are {len(payload.chunks)}"
-        )
+        raise BadSize(f"the header announces {payload.header.num_chunks} chunks, there are {len(payload.chunks)}")
     for index, chunk in enumerate(payload.chunks):
         check_chunk_size(payload.header, index, chunk)
 
@@ -193,9 +186,7 @@ def check_chunk_sizes(payload: Payload) -> None:
 def check_chunk_size(header: PayloadHeader, index: int, data: bytes) -> None:
     """Look whether chunk `index` has its size. Raises BadSize."""
     if len(data) != header.chunk_bytes(index):
-        raise BadSize(
-            f"chunk {index} of {header.num_chunks} takes {header.chunk_bytes(index)} bytes, got {len(data)}"
-        )
+        raise BadSize(f"chunk {index} of {header.num_chunks} takes {header.chunk_bytes(index)} bytes, got {len(data)}")
 
 
 def _check_chunk_elements(chunk_elements: int) -> None:

@@ -57,8 +57,6 @@ class PayloadReceiver:
         """The payload, once the sender is done. Raises BadSize if chunks are missing, and BadChecksum."""
         missing = self.header.num_chunks - len(self._chunks)
         if missing:
-            raise BadSize(
-                f"{missing} of {self.header.num_chunks} chunks are missing; the sender stopped early"
-            )
+            raise BadSize(f"{missing} of {self.header.num_chunks} chunks are missing; the sender stopped early")
         self._checksum.verify(self.header.crc32c)
         return Payload(self.header, tuple(self._chunks))

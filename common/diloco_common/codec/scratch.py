@@ -36,7 +36,4 @@ def scratch(name: str, dtype: torch.dtype, size: int, device: torch.device) -> T
 
 def slices(num_elements: int) -> list[slice]:
     """Cut 0..num_elements into slices of SLICE_ELEMENTS; the last one may be shorter."""
-    return [
-        slice(start, min(start + SLICE_ELEMENTS, num_elements))
-        for start in range(0, num_elements, SLICE_ELEMENTS)
-    ]
+    return [slice(start, min(start + SLICE_ELEMENTS, num_elements)) for start in range(0, num_elements, SLICE_ELEMENTS)]
