@@ -104,9 +104,7 @@ def bind_socket(address: str) -> socket.socket:
                 "Use one that it has, or 0.0.0.0 for all"
             ) from None
         if error.errno in (errno.EACCES, errno.EPERM):
-            raise ConfigError(
-                f"cannot listen on {wanted}: not permitted. Ports below 1024 need privileges"
-            ) from None
+            raise ConfigError(f"cannot listen on {wanted}: not permitted. Ports below 1024 need privileges") from None
         raise
     return sock
 
@@ -122,9 +120,7 @@ def in_use(address: str) -> InUse:
     wanted = parse_address(address)
     pid = who_listens(wanted.port)
     owner = "another process" if pid is None else f"process {pid} ({_command(pid)})"
-    return InUse(
-        f"{wanted} is in use by {owner}. Stop it, or listen on another port (port 0 takes a free one)"
-    )
+    return InUse(f"{wanted} is in use by {owner}. Stop it, or listen on another port (port 0 takes a free one)")
 
 
 def who_listens(port: int) -> int | None:

@@ -47,9 +47,7 @@ class Log:
         """Something that ends; `trace` adds the traceback of an error that nobody expected."""
         self._write(logging.ERROR, what, fields, trace)
 
-    def _write(
-        self, level: int, what: str, fields: dict[str, object], trace: BaseException | None = None
-    ) -> None:
+    def _write(self, level: int, what: str, fields: dict[str, object], trace: BaseException | None = None) -> None:
         if not self._logger.isEnabledFor(level):
             return
         text = " ".join([escape(what), *(f"{key}={show(value)}" for key, value in fields.items())])

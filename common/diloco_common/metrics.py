@@ -75,9 +75,7 @@ class ShardMetrics:
         )
         self._sent = Counter("diloco_shard_sent_bytes_total", "Payload bytes of versions.", registry=registry)
 
-        self._open_rounds = Gauge(
-            "diloco_shard_open_rounds", "Rounds collecting contributions.", registry=registry
-        )
+        self._open_rounds = Gauge("diloco_shard_open_rounds", "Rounds collecting contributions.", registry=registry)
         self._rounds_closed = Counter(
             "diloco_shard_rounds_closed_total",
             "Rounds closed: all asked contributed, the grace window ended, or the missing lost their leases.",
@@ -113,9 +111,7 @@ class ShardMetrics:
             "Grace window of the round that was opened last.",
             registry=registry,
         )
-        self._version = Gauge(
-            "diloco_shard_version", "Latest version, by fragment.", ["fragment"], registry=registry
-        )
+        self._version = Gauge("diloco_shard_version", "Latest version, by fragment.", ["fragment"], registry=registry)
         self._tokens_merged = Counter(
             "diloco_shard_tokens_merged_total",
             "Tokens merged in this run, averaged over the shard's fragments.",
@@ -252,9 +248,7 @@ class WorkerMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.registry = registry = _new_registry()
-        self._inner_steps = Counter(
-            "diloco_worker_inner_steps_total", "Inner steps taken.", registry=registry
-        )
+        self._inner_steps = Counter("diloco_worker_inner_steps_total", "Inner steps taken.", registry=registry)
         self._tokens = Counter("diloco_worker_tokens_total", "Tokens trained on.", registry=registry)
         self._loss = Gauge("diloco_worker_loss", "Training loss of the last inner step.", registry=registry)
         self._loss.set(float("nan"))  # unknown is not zero
@@ -290,9 +284,7 @@ class WorkerMetrics:
         self._pushed_bytes = Counter(
             "diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.", registry=registry
         )
-        self._pulled_bytes = Counter(
-            "diloco_worker_pulled_bytes_total", "Payload bytes pulled.", registry=registry
-        )
+        self._pulled_bytes = Counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.", registry=registry)
         self._encode_seconds = Histogram(
             "diloco_worker_encode_seconds",
             "Making and encoding one pseudo-gradient.",

@@ -62,9 +62,7 @@ def test_metrics_are_served_in_the_prometheus_format(process):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("is_ready", "code"), [((True, "serving"), 200), ((False, "fragment 3 is not seeded"), 503)]
-)
+@pytest.mark.parametrize(("is_ready", "code"), [((True, "serving"), 200), ((False, "fragment 3 is not seeded"), 503)])
 def test_readiness_says_why(process, is_ready, code):
     async def scenario():
         process.is_ready = is_ready

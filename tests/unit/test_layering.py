@@ -35,9 +35,7 @@ IMPURE = frozenset({
 # fmt: on
 PURE_STDLIB = sys.stdlib_module_names - IMPURE
 """`io`, `sys`, `warnings` and `importlib` would be ways around the rule."""
-PURE_COMMON = tuple(
-    f"diloco_common.{name}" for name in ("codec", "errors", "manifest", "messages", "settings")
-)
+PURE_COMMON = tuple(f"diloco_common.{name}" for name in ("codec", "errors", "manifest", "messages", "settings"))
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,7 @@ RULES = {
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", "diloco_protos"),
     "diloco_worker.core": core("diloco_worker"),
-    "diloco_simulator": allow(
-        "diloco_simulator", "diloco_common", "diloco_server.core", "diloco_worker.core"
-    ),
+    "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server.core", "diloco_worker.core"),
     "diloco_deploy": allow(*OURS),
 }
 

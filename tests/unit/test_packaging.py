@@ -133,9 +133,7 @@ def test_the_lowest_runtime_allowed_is_the_generators(project, repository, requi
 
 
 def test_the_makefile_explains_every_target_that_is_for_people(repository):
-    shown = subprocess.run(
-        ["make", "help"], cwd=repository, capture_output=True, text=True, check=True
-    ).stdout
+    shown = subprocess.run(["make", "help"], cwd=repository, capture_output=True, text=True, check=True).stdout
 
     for target in ("install", "demo", "test", "check", "proto", "bench", "up", "down"):
         assert re.search(rf"^ *make {target} +\S", shown, re.MULTILINE), f"make help is silent about {target}"
