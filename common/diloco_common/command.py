@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -48,10 +49,11 @@ def one_line(error: DilocoError, name: str) -> str:
 
 
 def _stdout_is_broken() -> bool:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """True if it was the reader of our stdout that left, and not the peer of some socket."""
+    look = select.poll()
+    look.register(sys.stdout.fileno(), select.POLLERR)
+    if not any(events & select.POLLERR for _, events in look.poll(0)):
+        return False
+    # Python flushes stdout once more at exit and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

@@ -267,9 +267,7 @@ def _explain(error: ValidationError, given: Mapping[str, Given]) -> list[str]:
 def allowed(name: str) -> str:
     """What a setting may be, in words: "a whole number from 1 to 4096", "a number above 0 (seconds)"."""
     field = _FIELDS[name]
-    unit = (
-        "seconds" if name.endswith("_s") or name == "sync.grace" else "tokens" if name == "run.tokens" else ""
-    )
+    unit = "seconds" if name.endswith("_s") or name == "sync.grace" else "tokens" if name == "run.tokens" else ""
     words = _allowed_type(field.annotation) + _allowed_range(field.metadata)
     return f"{words} ({unit})" if unit else words
 

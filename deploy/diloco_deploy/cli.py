@@ -78,9 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--data", metavar="PATH", help="file or folder of text, or 'stdlib'")
     up.add_argument("--folder", metavar="PATH", help="where logs, addresses and results go")
     up.add_argument("--report", type=Path, metavar="FILE.json", help="default: report.json in the folder")
-    up.add_argument(
-        "--export", type=Path, metavar="FILE.safetensors", help="default: model.safetensors in the folder"
-    )
+    up.add_argument("--export", type=Path, metavar="FILE.safetensors", help="default: model.safetensors in the folder")
     add_settings_arguments(up)
 
     status = commands.add_parser(

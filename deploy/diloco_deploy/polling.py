@@ -48,8 +48,7 @@ def fetch_all(addresses: Mapping[str, str], timeout_s: float) -> dict[str, dict[
                     found[name] = status
 
     threads = [
-        threading.Thread(target=work, name=f"diloco-ask-{i}", daemon=True)
-        for i in range(min(_THREADS_MAX, len(todo)))
+        threading.Thread(target=work, name=f"diloco-ask-{i}", daemon=True) for i in range(min(_THREADS_MAX, len(todo)))
     ]
     for thread in threads:
         thread.start()

@@ -72,8 +72,7 @@ def show_status(folder: Path, http: Sequence[str], *, as_text: bool, console: Co
     addresses = {address: address for address in http} or addresses_in(folder)
     if not addresses:
         raise CannotConnect(
-            f"no cluster is running in {folder}; "
-            "name its --folder or --http host:port, or start one with `diloco up`"
+            f"no cluster is running in {folder}; name its --folder or --http host:port, or start one with `diloco up`"
         )
     snapshot = look(addresses)
     if as_text:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +47,7 @@ class Verdict:
     why: str
     wait_s: float = 0.0
     exit_code: int = 0
-    """What `diloco up` ends with if the action is FAIL."""
+    """What `diloco up` ends with if the cluster cannot go on."""
 
 
 def verdict_on_exit(kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool) -> Verdict:
@@ -72,7 +72,7 @@ def verdict_on_exit(kind: Kind, code: int, *, was_up: bool, deaths: int, restart
         off = f"died ({how}), not started again (cluster.restart is off)"
         if kind == "shard":
             return Verdict(Action.FAIL, off, exit_code=failed.exit_code)
-        return Verdict(Action.LOST, off)
+        return Verdict(Action.LOST, off, exit_code=failed.exit_code)
     return Verdict(Action.AGAIN, f"died ({how})", wait_s=min(0.5 * 2 ** (deaths - 1), 10.0))
 
 
@@ -92,7 +92,6 @@ class ChildSpec:
     """Called for every start: a later life may be told the ports of the first."""
     log: Path
     address_file: Path | None = None
-    environ: Mapping[str, str] | None = None
 
 
 @dataclass
@@ -192,9 +191,7 @@ class Supervisor:
         """Children that are dead and will be started again."""
         return {name for name, child in self._children.items() if child.start_again_at is not None}
 
-    def stop(
-        self, names: Iterable[str], grace_s: float, hurry: Callable[[], bool] = lambda: False
-    ) -> list[str]:
+    def stop(self, names: Iterable[str], grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
         """Ask children to end (SIGTERM), kill those that do not within `grace_s` or once `hurry` says so.
 
         Returns the names of those that had to be killed.
@@ -249,7 +246,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(spec.environ or {})},
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
         child.started_at = time.monotonic()

@@ -76,9 +76,7 @@ def bring_up(
         poller = Poller()
         poller.start()
         try:
-            cluster = Cluster(
-                settings, files, programs or Programs(), supervisor, interrupts, poller, display
-            )
+            cluster = Cluster(settings, files, programs or Programs(), supervisor, interrupts, poller, display)
             return cluster.run()
         finally:
             display.close()
@@ -132,8 +130,7 @@ class Files:
             lock.seek(0)
             owner = lock.read().strip() or "unknown"
             raise InUse(
-                f"{self.folder} belongs to a running `diloco up` (pid {owner}); "
-                "stop it or give another --folder"
+                f"{self.folder} belongs to a running `diloco up` (pid {owner}); stop it or give another --folder"
             ) from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -299,16 +296,22 @@ class Cluster:
         return found
 
     def _stop_all(self) -> None:
-        """Workers first, so that what they still push finds its shard."""
-        alive = {*self._workers, EVALUATE} & self._supervisor.names()
-        for names in (alive, set(self._shards) & self._supervisor.names()):
-            for name in self._supervisor.stop(names, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
-                self._display.tell(f"{name} did not end by itself and was killed")
+        # Workers first, so that what they still push finds its shard.
+        self._stop([*self._workers, EVALUATE])
+        self._stop(self._shards)
+
+    def _stop(self, names: Sequence[str]) -> None:
+        """Let children end by themselves; a second interrupt ends them at once."""
+        started = set(names) & self._supervisor.names()
+        for name in self._supervisor.stop(started, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
+            self._display.tell(f"{name} did not end by itself and was killed")
 
     def _interrupted(self) -> int:
         self._display.tell("interrupted: workers and shards are ending; once more ends them at once")
         wall_s = time.monotonic() - self._started_at
-        self._stop_workers_and_gather()
+        self._stop(self._workers)
+        if self._interrupts.count < 2:
+            self._gather()
         self._stop_all()
         write_json(self._files.report, self._report or self._make_report(wall_s, interrupted=True))
         self._display.close()
@@ -321,14 +324,8 @@ class Cluster:
         )
         return EXIT_INTERRUPTED
 
-    def _stop_workers_and_gather(self) -> None:
-        workers = set(self._workers) & self._supervisor.names()
-        self._supervisor.stop(workers, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2)
-        if self._interrupts.count < 2:
-            self._gather()
-
     def _failed(self, failed: Exit) -> int:
-        self._display.tell(f"{failed.name} {failed.verdict.why}: stopping the cluster")
+        self._display.tell(f"stopping the cluster because of {failed.name}")
         self._stop_all()
         if self._report:  # only the evaluation failed
             write_json(self._files.report, self._report)
@@ -422,15 +419,7 @@ class Cluster:
                 f"--address-file={address_file}",
             ]
 
-        # Merging is short work over slices: without a bound, torch in every process wants every core.
-        environ = (
-            None
-            if "OMP_NUM_THREADS" in os.environ
-            else {"OMP_NUM_THREADS": str(_share_of_cores(self._shards))}
-        )
-        return ChildSpec(
-            name, "shard", self._programs.server, arguments, self._log(name), address_file, environ
-        )
+        return ChildSpec(name, "shard", self._programs.server, arguments, self._log(name), address_file)
 
     def _worker_spec(self, index: int) -> ChildSpec:
         name = self._workers[index]
@@ -447,9 +436,7 @@ class Cluster:
             f"--address-file={address_file}",
             f"--final-status={self._files.final_status(name)}",
         ]
-        return ChildSpec(
-            name, "worker", self._programs.worker, lambda: arguments, self._log(name), address_file
-        )
+        return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self._log(name), address_file)
 
     def _evaluation_spec(self) -> ChildSpec:
         arguments = [

@@ -96,9 +96,7 @@ def gone(children: list[psutil.Process]) -> bool:
     return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 
-def test_a_run_ends_with_a_report_a_model_and_no_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = Outputs(report=tmp_path / "out" / "report.json", model=tmp_path / "out" / "model.safetensors")
     assert bring_up(settings_for(tmp_path / "run", "run.seed=5"), outputs, PROGRAMS) == 0
 

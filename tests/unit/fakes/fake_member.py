@@ -1,4 +1,4 @@
-"""What the stand-ins for a shard and a worker share: they serve a /status and end on SIGTERM, without torch."""
+"""What the stand-ins for a shard and a worker share: they serve a /status and end on SIGTERM."""
 
 from __future__ import annotations
 

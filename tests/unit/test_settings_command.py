@@ -1,0 +1,92 @@
+"""How a command ends: the exit code of every kind of error, in one line, without a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from diloco_common.command import CommandParser, run_command
+from diloco_common.errors import CannotConnect, ConfigError, DataError, DilocoError, InUse, NotJoined
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "code"),
+    [
+        (ConfigError("no"), 2, "BAD_CONFIG"),
+        (DataError("no"), 3, "BAD_DATA"),
+        (InUse("no"), 4, "IN_USE"),
+        (CannotConnect("no"), 5, "CANNOT_CONNECT"),
+        (NotJoined("no"), 6, "NOT_JOINED"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: DilocoError, exit_code: int, code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        raise error
+
+    assert run_command(command, name="diloco") == exit_code
+    assert capsys.readouterr().err == f"diloco: no [{code}]\n"
+
+
+def test_several_problems_are_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise ConfigError("first\nsecond")
+
+    assert run_command(command, name="diloco") == 2
+    assert capsys.readouterr().err == "diloco: first\ndiloco: second [BAD_CONFIG]\n"
+
+
+def test_an_interrupt_is_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    assert run_command(command, name="diloco") == 130
+    assert capsys.readouterr().err == "diloco: interrupted\n"
+
+
+@pytest.mark.parametrize(("returned", "exit_code"), [(None, 0), (0, 0), (3, 3)])
+def test_a_command_may_choose_its_exit_code(returned: int | None, exit_code: int) -> None:
+    assert run_command(lambda: returned, name="diloco") == exit_code
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BrokenPipeError("of a socket, not of stdout")])
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    def command() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_command(command, name="diloco")
+
+
+def test_a_wrong_command_line_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: --nonsense \(see diloco --help\)"):
+        CommandParser(prog="diloco").parse_args(["--nonsense"])
+
+
+def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
+    program = (
+        "import sys; from diloco_common.command import run_command\n"
+        "def command():\n"
+        "    sys.stdin.readline()\n"  # until the reader has left
+        "    print('x' * 1_000_000)\n"
+        "sys.exit(run_command(command, name='diloco'))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 0

@@ -1,0 +1,199 @@
+"""The door of the settings: which source wins, and what is refused in which words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from diloco_common.command import CommandParser
+from diloco_common.errors import ConfigError
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import (
+    Given,
+    add_settings_arguments,
+    load,
+    load_saved,
+    save,
+    settings_from_args,
+)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "overrides", "flags", "tokens"),
+    [
+        (False, False, False, False, 0),
+        (True, False, False, False, 1),
+        (True, True, False, False, 2),
+        (True, True, True, False, 3),
+        (True, True, True, True, 4),
+    ],
+)
+def test_later_sources_win(
+    tmp_path: Path, file: bool, environ: bool, overrides: bool, flags: bool, tokens: int
+) -> None:
+    loaded = load(
+        write(tmp_path, "[run]\ntokens = 1\n") if file else None,
+        {"DILOCO_RUN__TOKENS": "2"} if environ else {},
+        ["run.tokens=3"] if overrides else [],
+        {"run.tokens": Given("4", "--tokens")} if flags else {},
+    )
+    assert loaded.settings.run.tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("run.tokens=2_000_000", "run", "tokens", 2_000_000),
+        ("sync.quorum=all", "sync", "quorum", "all"),
+        ("sync.quorum=3", "sync", "quorum", 3),
+        ("sync.grace=0.5", "sync", "grace", 0.5),
+        ("sync.error_feedback=no", "sync", "error_feedback", False),
+        ("worker.shards=a:1, b:2", "worker", "shards", ("a:1", "b:2")),
+        ("worker.folder=x=y", "worker", "folder", Path("x=y")),
+        ("worker.folder=", "worker", "folder", None),
+        ("worker.learner_id=7", "worker", "learner_id", "7"),
+    ],
+)
+def test_text_becomes_the_type_of_the_setting(override: str, section: str, key: str, value: object) -> None:
+    settings = load(None, {}, [override]).settings
+    assert getattr(getattr(settings, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("[sync]\nquorm = 2\n", ":2: there is no setting sync.quorm; did you mean sync.quorum?"),
+        ("[snc]\nquorum = 2\n", ":1: there is no section [snc]; did you mean sync?"),
+        ("[run]\nquorum = 2\n", ":2: there is no setting run.quorum; did you mean sync.quorum?"),
+        ("sync = 2\n", ":1: sync is a section; write [sync] and its keys below"),
+        ("[sync]\nquorum == 2\n", ":2: TOML error: Invalid value"),
+        ("[sync\n", ":1: TOML error: "),
+        ("[run]\n\ntokens = -1\n", ":3): must be a whole number at least 0 (tokens)"),
+        ("run.seed = 'x'\n", ":1): must be a whole number at least 0 and below 2147483648"),
+        ("[sync]\nfragments = 5000\n", "sync.fragments = 5000 ("),
+        ("[sync]\nfragments = 5000\n", "must be a whole number from 1 to 4096"),
+        ("[lease]\nheartbeat_s = 0\n", "must be a number above 0 (seconds)"),
+        ("[lease]\nheartbeat_s = inf\n", "must be a number above 0 (seconds)"),
+        ("[sync]\ngrace = -1\n", "must be a number at least 0 or 'adaptive' (seconds)"),
+        ("[sync]\nmerge = 'sum'\n", "must be one of 'rda', 'mean'"),
+        ("[lease]\nlease_s = 1.5\n", "lease: lease_s (1.5 s) must be at least two heartbeats (2 x 1 s)"),
+        ("[lease]\nlease_s = 1.5\n", "given: lease.lease_s = 1.5 ("),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_place_and_what_would_be_right(tmp_path: Path, toml: str, says: str) -> None:
+    path = write(tmp_path, toml)
+    with pytest.raises(ConfigError) as refusal:
+        load(path, {})
+    assert says in str(refusal.value)
+    assert str(path) in str(refusal.value)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "says"),
+    [
+        ("DILOCO_SYNC__QUORM", "DILOCO_SYNC__QUORM is not a setting; did you mean DILOCO_SYNC__QUORUM?"),
+        ("DILOCO_SYNC_QUORUM", "did you mean DILOCO_SYNC__QUORUM?"),
+        ("DILOCO_sync__quorum", "did you mean DILOCO_SYNC__QUORUM?"),
+        ("DILOCO_SYNC__QUORUM", "sync.quorum = x (DILOCO_SYNC__QUORUM): must be a whole number"),
+    ],
+)
+def test_a_wrong_environment_variable_is_refused_by_name(variable: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(None, {variable: "x"})
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("sync.quorum", "--set sync.quorum: write section.key=value"),
+        ("quorum=2", "there is no setting quorum; did you mean sync.quorum?"),
+        ("zzz.zzz=2", "there is no setting zzz.zzz"),
+        ("sync.quorum=0", "sync.quorum = 0 (--set): must be a whole number at least 1 or 'all'"),
+    ],
+)
+def test_a_wrong_override_is_refused(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(None, {}, [override])
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "no such file"),
+        (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+        (lambda path: path.write_bytes(b"\xff"), "is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, make: object, says: str) -> None:
+    path = tmp_path / "run.toml"
+    assert callable(make)
+    make(path)
+    with pytest.raises(ConfigError, match=says):
+        load(path, {})
+
+
+def test_every_problem_has_its_own_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(write(tmp_path, "[sync]\nquorm = 2\n"), {"DILOCO_X": "1"}, ["run.seed=-1"])
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 3
+    for named, line in zip(("sync.quorm", "DILOCO_X", "run.seed"), lines, strict=True):
+        assert named in line
+
+
+def test_only_winning_environment_variables_are_told() -> None:
+    environ = {"DILOCO_RUN__SEED": "1", "DILOCO_RUN__TOKENS": "2", "PATH": "/bin"}
+    told = load(None, environ, ["run.tokens=3"]).describe_sources()
+    assert told == ["run.seed = 1 from the environment variable DILOCO_RUN__SEED"]
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = CommandParser()
+    parser.add_argument("--data")
+    add_settings_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_a_child_has_exactly_the_settings_of_its_parent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"DILOCO_RUN__SEED": "9"}
+    args = parsed("--set", "worker.shards=a:1,b:2", "--set", "run.seed=1", "--data", "x")
+    parent = settings_from_args(args, {"data": "data.source"}, environ)
+    save(parent, tmp_path / "settings.json")
+    child = settings_from_args(parsed(f"--settings={tmp_path / 'settings.json'}"), environ=environ)
+    assert child == parent
+    assert (child.run.seed, child.data.source) == (1, "x")
+    assert capsys.readouterr().err == "", "the environment decided nothing"
+
+
+def test_a_child_may_be_given_more(tmp_path: Path) -> None:
+    save(Settings(), tmp_path / "settings.json")
+    loaded = load_saved(tmp_path / "settings.json", ["shard.count=2", "shard.index=1"])
+    assert (loaded.settings.shard.index, loaded.settings.shard.count) == (1, 2)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", r":1: "), ("[]", "holds no settings"), ('{"a": {}}', "no section")])
+def test_damaged_saved_settings_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_saved(tmp_path / "settings.json")
+
+
+def test_what_the_environment_decided_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    settings_from_args(parsed(), environ={"DILOCO_RUN__SEED": "9"})
+    assert "run.seed = 9 from the environment variable DILOCO_RUN__SEED" in capsys.readouterr().err
+
+
+def test_saved_settings_and_a_file_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave out --config"):
+        settings_from_args(parsed("--settings=a.json", "--config=b.toml"))
