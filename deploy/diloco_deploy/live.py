@@ -12,6 +12,7 @@ from typing import Protocol
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -81,18 +82,19 @@ def view(snapshot: Snapshot, width: int) -> Group:
     if totals.tokens_budget:
         share = min(1.0, totals.tokens_merged / totals.tokens_budget)
         parts += [
-            ProgressBar(total=totals.tokens_budget, completed=totals.tokens_merged, width=min(width, 60)),
+            # In a Padding of nothing, because a bar alone does not end its line.
+            Padding(ProgressBar(total=totals.tokens_budget, completed=totals.tokens_merged, width=min(width, 60)), 0),
             _fit(
                 [
-                    f"{merged} of {budget} tokens merged",
                     f"{share:.0%}",
                     f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
+                    f"{merged} of {budget} tokens",
                 ],
                 width,
             ),
         ]
     else:
-        parts.append(_fit([f"{merged} tokens merged", "no end set"], width))
+        parts.append(_fit([f"{merged} tokens", "no end set"], width))
     parts.append(tables(snapshot, width))
     if totals.loss is not None:
         course = units.sparkline(snapshot.losses, min(40, width - 12))

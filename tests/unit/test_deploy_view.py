@@ -1,0 +1,245 @@
+"""From the /status of processes to what people see: sums, tables, lines, the report. Pure, no process."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from diloco_common.settings import Settings
+from diloco_deploy import units
+from diloco_deploy.live import LineDisplay, line, tables, view
+from diloco_deploy.report import make_report, summary
+from diloco_deploy.snapshot import Member, Snapshot
+from diloco_deploy.watch import Watch
+
+
+def shard(index: int, **changed: Any) -> dict[str, Any]:
+    return {
+        "role": "shard",
+        "name": f"shard-{index}",
+        "ready": True,
+        "tokens_merged": 500_000,
+        "tokens_budget": 2_000_000,
+        "done": False,
+        "learners": [{"id": "worker-0", "state": "alive"}, {"id": "worker-1", "state": "evicted"}],
+        "fragments": [{"id": index, "version": 3 + index, "round_open": True}],
+        "rounds": 10,
+        "participants_mean": 2.0,
+        "late": 1,
+        "evictions": 1,
+        "events": [],
+        "bytes_pushed": 1_500_000,
+        "bytes_pulled": 3_000_000,
+    } | changed
+
+
+def worker(index: int, **changed: Any) -> dict[str, Any]:
+    return {
+        "role": "worker",
+        "name": f"worker-{index}",
+        "state": "training",
+        "inner_step": 100,
+        "tokens": 300_000,
+        "loss": 2.0 + index,
+        "tokens_per_s": 1000.0,
+        "sync_stall_s": 0.5,
+        "contributions": {"merged": 4, "late": 1},
+        "tokens_carried": 10,
+    } | changed
+
+
+def cluster(*, elapsed_s: float = 83.0, eta_s: float | None = 249.0) -> Snapshot:
+    members = [Member(f"shard-{i}", "shard", "up", shard(i)) for i in range(2)]
+    members += [Member(f"worker-{i}", "worker", "up", worker(i)) for i in range(2)]
+    return Snapshot(tuple(members), elapsed_s, (5.5, 4.0, 3.0, 2.5), eta_s)
+
+
+def drawn(what: RenderableType, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_sums_are_taken_over_shards_and_workers() -> None:
+    totals = cluster().totals()
+    assert (totals.tokens, totals.tokens_merged, totals.tokens_budget) == (600_000, 500_000, 2_000_000)
+    assert (totals.loss, totals.tokens_per_s, totals.tokens_carried) == (2.5, 2000.0, 20)
+    assert (totals.rounds, totals.participants_mean, totals.late, totals.evictions) == (20, 2.0, 2, 2)
+    assert (totals.bytes_pushed, totals.bytes_pulled, totals.done) == (3_000_000, 6_000_000, False)
+
+
+def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
+    three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
+    one = shard(1, tokens_merged=800, fragments=[{"id": 3, "version": 1}])
+    members = (Member("shard-0", "shard", "up", three), Member("shard-1", "shard", "up", one))
+    assert Snapshot(members).totals().tokens_merged == 500
+
+
+def test_counters_survive_the_end_of_a_life() -> None:
+    watch = Watch(0.0)
+    watch.expect("worker-0", "worker")
+    watch.expect("shard-0", "shard")
+    watch.heard("worker-0", worker(0, tokens=500, tokens_carried=10), 1.0)
+    watch.heard("shard-0", shard(0, rounds=10, participants_mean=2.0, bytes_pushed=100), 1.0)
+    for name in ("worker-0", "shard-0"):
+        watch.expect(name, "worker" if name == "worker-0" else "shard")
+    assert watch.snapshot(2.0).totals().tokens == 500, "what a dead worker did still counts"
+    watch.heard("worker-0", worker(0, tokens=700, tokens_carried=5), 3.0)
+    watch.heard("shard-0", shard(0, rounds=30, participants_mean=4.0, bytes_pushed=50), 3.0)
+    totals = watch.snapshot(3.0).totals()
+    assert totals.tokens == 700, "a worker goes on counting from its checkpoint"
+    assert (totals.tokens_carried, totals.rounds, totals.bytes_pushed) == (15, 40, 150)
+    assert totals.participants_mean == 3.5
+
+
+@pytest.mark.parametrize(
+    ("member", "state"),
+    [
+        (Member("worker-0", "worker", "starting"), "starting"),
+        (Member("worker-0", "worker", "up"), "starting"),
+        (Member("worker-0", "worker", "up", worker(0)), "training"),
+        (Member("worker-1", "worker", "up", worker(1)), "evicted"),
+        (Member("worker-0", "worker", "up", worker(0), silent_s=7.0), "silent 7s"),
+        (Member("worker-0", "worker", "died", worker(0)), "died"),
+        (Member("shard-0", "shard", "up", shard(0, ready=False)), "not ready"),
+        (Member("shard-0", "shard", "up", shard(0, done=True)), "done"),
+    ],
+)
+def test_a_member_is_described_by_the_worst_that_is_known(member: Member, state: str) -> None:
+    snapshot = Snapshot((Member("shard-9", "shard", "up", shard(9)), member))
+    assert snapshot.state_of(member) == state
+
+
+def test_an_event_is_told_once_however_often_it_is_polled() -> None:
+    def says(*events: tuple[float, str]) -> dict[str, Any]:
+        return shard(
+            0,
+            events=[
+                {"ago_s": ago, "event": "evicted", "learner": name, "code": "LEASE_EXPIRED"} for ago, name in events
+            ],
+        )
+
+    watch = Watch(0.0)
+    watch.expect("shard-0", "shard")
+    assert watch.heard("shard-0", says((0.2, "worker-1")), 10.0) == ["shard-0: worker-1 evicted (LEASE_EXPIRED)"]
+    assert watch.heard("shard-0", says((0.8, "worker-1")), 10.5) == []
+    again = says((20.3, "worker-1"), (0.1, "worker-1"), (0.1, "worker-2"))
+    assert watch.heard("shard-0", again, 30.0) == [
+        "shard-0: worker-1 evicted (LEASE_EXPIRED)",
+        "shard-0: worker-2 evicted (LEASE_EXPIRED)",
+    ]
+
+
+def test_the_time_left_follows_the_pace_of_merging() -> None:
+    watch = Watch(0.0)
+    watch.expect("shard-0", "shard")
+    watch.heard("shard-0", shard(0, tokens_merged=0, tokens_budget=1000), 0.0)
+    assert watch.snapshot(0.0).eta_s is None, "one point has no pace"
+    watch.heard("shard-0", shard(0, tokens_merged=250, tokens_budget=1000), 5.0)
+    assert watch.snapshot(5.0).eta_s == pytest.approx(15.0)
+
+
+def test_the_course_of_the_loss_is_bounded() -> None:
+    watch = Watch(0.0)
+    watch.expect("worker-0", "worker")
+    for step in range(2000):
+        watch.heard("worker-0", worker(0, loss=2000.0 - step), 0.0)
+        watch.sample_loss()
+    losses = watch.snapshot(0.0).losses
+    assert 100 < len(losses) <= 512
+    assert list(losses) == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_everything_fits_the_terminal(width: int) -> None:
+    for lines in (drawn(view(cluster(), width), width), [line(cluster(), width)]):
+        assert all(len(one) <= width for one in lines)
+    text = "\n".join(drawn(view(cluster(), width), width))
+    for said in ("shard-1", "worker-1", "training", "evicted", "2.000", "3-3", "25%", "4:09 left"):
+        assert said in text, said
+    assert "…" not in text, "nothing is cut"
+    assert any(set(one.strip()) <= set("━╸╺") and one.strip() for one in text.splitlines()), "a bar on its own line"
+
+
+def test_a_cluster_of_which_nothing_is_known_can_be_shown() -> None:
+    unknown = Snapshot((Member("shard-0", "shard"), Member("worker-0", "worker")), doing="starting shards")
+    assert "starting shards" in "\n".join(drawn(view(unknown, 80), 80))
+    assert "starting shards" in line(unknown, 80)
+
+
+def test_a_wide_table_tells_more() -> None:
+    narrow, wide = (" ".join(drawn(tables(cluster(), width), width)) for width in (40, 100))
+    for title in ("step", "merged", "late", "learners", "open"):
+        assert title in wide
+        assert title not in narrow
+
+
+def test_a_line_says_how_far_how_fast_and_how_much() -> None:
+    assert line(cluster(), 200) == (
+        "1:23  loss 2.500  merged 500k 25%  4:09 left  2.00k tok/s  workers 2/2  rounds 20  "
+        "pushed 3.00 MB  pulled 6.00 MB"
+    )
+
+
+def test_plain_lines_come_at_their_pace() -> None:
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out), every_s=5.0)
+    for now in (10.0, 11.0, 14.9, 15.0):
+        display.show(cluster(elapsed_s=now), now)
+    display.tell("worker-1 died (signal 9)")
+    assert [one.split("  ")[0] for one in out.getvalue().splitlines()] == [
+        "0:10",
+        "0:15",
+        "worker-1 died (signal 9)",
+    ]
+
+
+def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
+    evaluation = {"eval_loss_first": 5.545, "eval_loss_final": 2.31}
+    report = make_report(cluster(), Settings(), wall_s=83.4, evaluation=evaluation)
+    promised = (
+        "eval_loss_first eval_loss_final train_loss_final tokens wall_s versions rounds participants_mean late "
+        "tokens_merged tokens_carried evictions bytes_pushed bytes_pulled tokens_per_s sync_stall_s seed settings"
+    )
+    assert set(promised.split()) <= set(report)
+    assert report["versions"] == {"0": 3, "1": 4}
+    assert report["sync_stall_s"] == {"worker-0": 0.5, "worker-1": 0.5}
+    text = summary(report, {"model": None})
+    for said in ("5.545 -> 2.310 nats per byte", "1:23 (2.00k tokens/s)", "3.00 MB", "20, 2.00 learners each"):
+        assert said in text
+    assert "model" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "size"),
+    [
+        (0, "0", "0 B"),
+        (7, "7", "7 B"),
+        (999, "999", "999 B"),
+        (999.7, "1.00k", "1.00 kB"),
+        (1234, "1.23k", "1.23 kB"),
+        (12_345, "12.3k", "12.3 kB"),
+        (1_234_567, "1.23M", "1.23 MB"),
+        (2e9, "2.00G", "2.00 GB"),
+    ],
+)
+def test_numbers_are_short_and_have_units(value: float, count: str, size: str) -> None:
+    assert units.count(value) == count
+    assert units.size(value) == size
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0, "0:00"), (83.9, "1:23"), (3723, "1:02:03")])
+def test_durations_read_like_a_clock(seconds: float, said: str) -> None:
+    assert units.clock(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn_as"),
+    [([], 8, ""), ([1.0], 8, "▁"), ([0, 7], 8, "▁█"), ([0, 0, 7, 7], 2, "▁█"), ([3, 3], 2, "▁▁"), ([1.0], 0, "")],
+)
+def test_a_sparkline_has_at_most_its_width(values: list[float], width: int, drawn_as: str) -> None:
+    assert units.sparkline(values, width) == drawn_as
