@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import grpc
 
 from diloco_common import errors
-from diloco_common.codec import Payload, PayloadHeader
+from diloco_common.codec import Payload, PayloadHeader, encoding_names
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import (
     Collect,
@@ -37,6 +37,10 @@ PROTOCOL = 1
 MAX_MESSAGE_BYTES = 20 << 20
 """Above the largest chunk (4 Mi float32 elements) and the largest model description."""
 CODE_KEY = "diloco-code"
+EOF = grpc.aio.EOF
+"""What reading a stream gives at its end."""
+DECODES = encoding_names()
+"""Encodings that this build decodes."""
 
 # A frozen peer is noticed after about 3 s: without `ping_timeout_ms` it takes a minute, whatever the other two say.
 _KEEPALIVE = [

@@ -1,9 +1,9 @@
 """The learner: train locally, push pseudo-gradients in the background, lay new versions under your own progress.
 
-    with diloco_worker.join("ps-0:50051,ps-1:50051", model) as learner:
-        for batch in loader:
-            ...
-            learner.step(tokens=batch.numel(), loss=loss)
+with diloco_worker.join("ps-0:50051,ps-1:50051", model) as learner:
+    for batch in loader:
+        ...
+        learner.step(tokens=batch.numel(), loss=loss)
 """
 
 from typing import TYPE_CHECKING

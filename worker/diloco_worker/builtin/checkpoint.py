@@ -115,9 +115,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise _damaged(path, "the checksum differs")
     content: dict[str, Any] = json.loads(body)
     if content["format"] != FORMAT:
-        raise DataError(
-            f"{path} has format {content['format']!r}, this version reads {FORMAT!r}: delete the file"
-        )
+        raise DataError(f"{path} has format {content['format']!r}, this version reads {FORMAT!r}: delete the file")
     return content, tensors
 
 

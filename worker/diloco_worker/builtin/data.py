@@ -144,9 +144,7 @@ def _split_files(root: Path, paths: list[Path], held_out: float) -> Corpus:
             texts.append((path.relative_to(root).as_posix(), text))
             total += len(text)
     if not texts:
-        raise DataError(
-            f"{str(root)!r} holds no readable file with anything in it: give another folder, or a file"
-        )
+        raise DataError(f"{str(root)!r} holds no readable file with anything in it: give another folder, or a file")
     kept = [text for name, text in texts if is_held_out(name, held_out)]
     rest = [text for name, text in texts if not is_held_out(name, held_out)]
     if min(sum(map(len, kept)), sum(map(len, rest))) < 2:
@@ -165,9 +163,7 @@ def _split_regions(source: Path, text: _Bytes, held_out: float, files: int) -> C
     """Hold out the middle one of every n = 1 / held_out regions of one text."""
     every = max(2, round(1 / held_out))
     if len(text) < 4 * every:
-        raise DataError(
-            f"{str(source)!r} holds {len(text)} bytes, which is too little to train on: give more"
-        )
+        raise DataError(f"{str(source)!r} holds {len(text)} bytes, which is too little to train on: give more")
     size = min(REGION_BYTES_MAX, len(text) // every)
     regions = [text[begin : begin + size] for begin in range(0, len(text), size)]
     return Corpus(

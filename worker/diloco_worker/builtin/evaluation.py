@@ -12,9 +12,7 @@ EVALUATION_TOKENS = 32_768
 """About a second on one CPU core with the default model."""
 
 
-def evaluate(
-    model: GPT, held_out: Tensor, context: int, batch: int = 32, max_tokens: int = EVALUATION_TOKENS
-) -> float:
+def evaluate(model: GPT, held_out: Tensor, context: int, batch: int = 32, max_tokens: int = EVALUATION_TOKENS) -> float:
     """Mean cross-entropy in nats per byte over at most `max_tokens` bytes of `held_out` (uint8 [n]).
 
     Windows of `context` bytes, spread evenly over the text without overlapping: the same ones at every call.

@@ -23,9 +23,7 @@ def learning_rate(fraction: float, lr: float, warmup: float, final: float) -> fl
     return lr * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def rate_at(
-    *, fraction: float, inner_step: int, budget: int, lr: float, warmup: float, final: float
-) -> float:
+def rate_at(*, fraction: float, inner_step: int, budget: int, lr: float, warmup: float, final: float) -> float:
     """The rate of one inner step, counted from 0 where the optimizer began.
 
     The schedule, or the constant `lr` in a run without end (`budget` 0), times the rise of the first steps.

@@ -77,9 +77,7 @@ class Saver:
         try:
             self._save(progress)
         except OSError as error:
-            log.warning(
-                "checkpoint not written, training goes on: inner_step=%d error=%s", progress.inner_step, error
-            )
+            log.warning("checkpoint not written, training goes on: inner_step=%d error=%s", progress.inner_step, error)
         self._saved_at = self._clock()
 
 
@@ -118,9 +116,7 @@ def train(
         loss = _inner_step(model, optimizer, inputs, targets, rate, settings.clip)
         if step_delay_s:
             sleep(step_delay_s)
-        progress = TrainingProgress(
-            progress.inner_step + 1, progress.tokens + inputs.numel(), stream.position
-        )
+        progress = TrainingProgress(progress.inner_step + 1, progress.tokens + inputs.numel(), stream.position)
         synchroniser.step(inputs.numel(), loss)
         if on_step is not None:
             on_step(InnerStep(progress, loss, rate))
@@ -160,9 +156,7 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f'worker.device {name!r} is not one of "auto", "cpu", "cuda", "cuda:N"')
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= found:
-        raise ConfigError(
-            f'worker.device is {name!r} but torch sees {found} CUDA devices here: use "auto" or "cpu"'
-        )
+        raise ConfigError(f'worker.device is {name!r} but torch sees {found} CUDA devices here: use "auto" or "cpu"')
     return device
 
 

@@ -34,6 +34,11 @@ class LearnerCore:
             f.fragment_id: LearnerFragment(f, replica, error_feedback=policy.error_feedback) for f in manifest.fragments
         }
 
+    @property
+    def unmerged(self) -> int:
+        """Contributions under way whose fate is not known."""
+        return sum(f.pending is not None for f in self.fragments.values())
+
     # ------------------------------------------------------------ at a step boundary
 
     def stepped(self, tokens: int) -> None:

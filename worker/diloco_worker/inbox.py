@@ -1,0 +1,105 @@
+"""What the network thread hands to the training thread, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from diloco_common.errors import DilocoError
+from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A shard gave a lease."""
+
+    address: str
+    shard_index: int
+    num_shards: int
+    num_fragments: int
+    manifest_digest: str
+    policy: LearnerPolicy
+    epoch: int
+    fragments: tuple[FragmentStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A round asks for a fragment."""
+
+    directive: Collect
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A push has its outcome."""
+
+    fragment_id: int
+    round: int
+    answer: PushAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A version was pulled and decoded: float32 [num_elements] on the model's device."""
+
+    fragment_id: int
+    version: int
+    epoch: int
+    values: Tensor
+    merged_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A shard has reached the token budget."""
+
+    shard_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The learner cannot go on: a refusal that trying again would not change."""
+
+    error: DilocoError
+
+
+Event = Joined | Asked | Answered | Arrived | Stopped | Failed
+
+
+class Inbox:
+    """A queue with one reader, the training thread, and one writer, the network thread.
+
+    Bounded by what it holds: per fragment one round that asks, one answer, and the versions of one pull at a time.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._some = threading.Condition()
+
+    def put(self, event: Event) -> None:
+        with self._some:
+            if isinstance(event, Arrived):  # a newer version replaces one that was not read yet
+                self._drop_older(event)
+            self._events.append(event)
+            self._some.notify()
+
+    def take(self) -> list[Event]:
+        """Everything that came, oldest first. Never waits."""
+        with self._some:
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something is there, or the time is over."""
+        with self._some:
+            self._some.wait_for(lambda: bool(self._events), timeout_s)
+
+    def _drop_older(self, new: Arrived) -> None:
+        kept = [e for e in self._events if not (isinstance(e, Arrived) and e.fragment_id == new.fragment_id)]
+        self._events = deque(kept)

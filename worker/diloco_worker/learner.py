@@ -1,0 +1,352 @@
+"""`join`, and the `Learner` that it gives: what a training loop holds.
+
+    with diloco_worker.join("ps-0:50051,ps-1:50051", model) as learner:
+        for batch in loader:
+            loss = model(batch).loss
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+            learner.step(tokens=batch.numel(), loss=loss)
+            if learner.done:
+                break
+
+Everything here runs in the training thread; the network has its own (network.py). Between two steps `step` hands over
+snapshots and lays arrived versions under the local progress. It never waits for anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from diloco_common.address import write_address
+from diloco_common.addresses import parse_address
+from diloco_common.errors import CannotConnect, ConfigError, DilocoError, ManifestMismatch
+from diloco_common.http import HttpServer
+from diloco_common.logs import Log
+from diloco_common.manifest import cut
+from diloco_common.messages import Progress
+from diloco_common.metrics import WorkerMetrics
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+from diloco_worker.inbox import Answered, Arrived, Asked, Failed, Inbox, Joined, Stopped
+from diloco_worker.link import ANNOUNCE_WAIT_S, LinkContext
+from diloco_worker.network import Network
+from diloco_worker.status import learner_status
+from diloco_worker.transfer import Transfer
+
+STEP_TIME_ALPHA = 0.1
+"""Weight of the newest inner step in the moving average of step times."""
+LOSS_EVERY_S = 0.5
+"""On an accelerator the loss is read this often: reading waits for the device."""
+
+
+def join(
+    shards: str | Sequence[str],
+    model: nn.Module,
+    *,
+    run: str = "local",
+    learner_id: str = "",
+    token: str | None = None,
+    mean_merge: Collection[str] | None = None,
+    inner_step: int = 0,
+    tokens: int = 0,
+    http: str | None = None,
+    address_file: Path | None = None,
+    wait_s: float | None = None,
+) -> Learner:
+    """Join a run, and return once the model holds the latest version of every fragment.
+
+    Args:
+        shards: addresses of all shards, host:port, in any order; a string separates them by commas.
+        model: its trainable parameters are synchronised; buffers and the optimizer stay local.
+        run: id of the run, as the shards have it.
+        learner_id: unique in the run; made from host name and process id if empty.
+        token: bearer token, where the shards ask for one.
+        mean_merge: names of parameters merged by plain mean; None means embeddings and the output head.
+        inner_step: where a resumed learner's count of inner steps goes on.
+        tokens: where its count of tokens goes on.
+        http: address on which to serve /metrics, /healthz, /readyz and /status; None serves nothing.
+        address_file: write the address that is served here, as soon as it is known.
+        wait_s: seconds to wait for shards that do not answer; None waits for ever, and says so every 10 s.
+
+    Raises:
+        ConfigError: an address is no address, or the shards do not make up one run.
+        UnsupportedModel: the model cannot be synchronised; the message says which parameter, and what to do.
+        CannotConnect: not all shards answered within `wait_s`.
+        Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
+    """
+    addresses = shards.split(",") if isinstance(shards, str) else list(shards)
+    addresses = [str(parse_address(a.strip())) for a in addresses if a.strip()]
+    if not addresses:
+        raise ConfigError("no shard addresses given; name all shards, such as ps-0:50051,ps-1:50051")
+    name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
+    learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http)
+    try:
+        learner._start(address_file, wait_s)
+    except BaseException:
+        learner.close()
+        raise
+    return learner
+
+
+class Learner:
+    """One learner of a run. Made by `join`; a context manager that leaves the run at its end."""
+
+    def __init__(
+        self, replica: Replica, addresses: Sequence[str], run: str, learner_id: str, token: str | None,
+        inner_step: int, tokens: int, http: str | None,
+    ) -> None:  # fmt: skip
+        self.learner_id = learner_id
+        self.run = run
+        self.metrics = WorkerMetrics()
+        self.log = Log(learner_id)
+        self.http_address = ""
+        self.state = "joining"
+        """"joining", "training", "done" or "stopped"."""
+        self.loss: float | None = None
+        self.step_time_s = 0.0
+        self.sync_stall_s = 0.0
+        """Seconds that `step` held the training loop, in total."""
+        self.sync_stall_max_s = 0.0
+        self.started_at = time.monotonic()
+        self.core: LearnerCore | None = None
+        self._replica = replica
+        self._first = (inner_step, tokens)
+        self._inbox = Inbox()
+        self._shards: dict[int, Joined] = {}
+        self._stopped: set[int] = set()
+        self._stop_requested = False
+        self._step_ended = time.monotonic()
+        self._loss_read = 0.0
+        self._progress = Progress(inner_step, tokens)
+        self.transfer = Transfer(replica.device, self.metrics)
+        context = LinkContext(
+            run, learner_id, secrets.token_hex(8), token, tuple(replica.specs), self._inbox, self.transfer,
+            self.metrics, self.log, self._report,
+        )  # fmt: skip
+        server = None
+        if http is not None:
+            server = HttpServer(
+                http, registry=self.metrics.registry, status=lambda: learner_status(self), ready=self._ready
+            )
+        self.network = Network(addresses, context, server)
+
+    # ------------------------------------------------------------ for the training loop
+
+    def step(self, tokens: int, loss: Tensor | float | None = None) -> None:
+        """Say that an inner step on `tokens` tokens has ended. Call after optimizer.step(); never waits.
+
+        Raises:
+            Superseded: another process joined with this learner id.
+            Refusal: a shard refuses this learner for good.
+        """
+        assert self.core is not None
+        began = time.monotonic()
+        step_s = began - self._step_ended
+        self._step_ended = began
+        self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
+        self._read_loss(loss, began)
+        self.core.stepped(tokens)
+        self._boundary()
+        self._progress = Progress(self.core.inner_step, self.core.tokens, self.loss, self.step_time_s)
+        self.network.soon(self._tell_links)
+        stall_s = time.monotonic() - began
+        self.sync_stall_s += stall_s
+        self.sync_stall_max_s = max(self.sync_stall_max_s, stall_s)
+        self.metrics.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
+        self.metrics.stalled(stall_s)
+
+    @property
+    def done(self) -> bool:
+        """Whether to stop training: every shard has merged the token budget, or `stop` was called."""
+        return self._stop_requested or len(self._stopped) == len(self._shards)
+
+    @property
+    def tokens_merged(self) -> int:
+        """Tokens that the run has merged so far, over all learners."""
+        return max(link.pulse.tokens_merged for link in self.network.links)
+
+    @property
+    def tokens_budget(self) -> int:
+        """Tokens that the run is to merge; 0 if it has no end."""
+        return max(link.pulse.tokens_budget for link in self.network.links)
+
+    @property
+    def fraction(self) -> float:
+        """Global progress, merged tokens over the budget, from 0 to 1; 0 if there is no budget."""
+        return min(1.0, self.tokens_merged / self.tokens_budget) if self.tokens_budget else 0.0
+
+    def stop(self) -> None:
+        """Make `done` true. May be called from a signal handler."""
+        self._stop_requested = True
+
+    def close(self) -> None:
+        """Leave the run: what is being pushed gets a few seconds. Repeating it is fine."""
+        if self.state != "stopped":
+            self.state = "done" if len(self._stopped) == len(self._shards) > 0 else "stopped"
+        self.network.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ joining
+
+    def _start(self, address_file: Path | None, wait_s: float | None) -> None:
+        """Dial, and wait until the model holds a version of every fragment."""
+        self.http_address = self.network.start()
+        if address_file is not None:
+            write_address(address_file, "worker", self.learner_id, http=self.http_address)
+        began = said = time.monotonic()
+        while not self._ready()[0]:
+            self._inbox.wait(0.2)
+            self._boundary()
+            now = time.monotonic()
+            if wait_s is not None and now - began > wait_s:
+                raise CannotConnect(f"no run to join after {wait_s:g} s: {self._ready()[1]}")
+            if now - said >= ANNOUNCE_WAIT_S:
+                self.log.event("waiting", for_s=round(now - began), why=self._ready()[1])
+                said = now
+        self.state = "training"
+        self._step_ended = time.monotonic()
+
+    def _ready(self) -> tuple[bool, str]:
+        """Whether the learner has joined every shard and holds every fragment, and what is missing."""
+        away = [link.address for link in self.network.links if link.address not in self._addresses_joined()]
+        if away:
+            return False, f"no answer from {', '.join(away)}"
+        if self.core is None:
+            return False, "the model is not cut yet"
+        missing = sum(not f.adopted for f in self.core.fragments.values())
+        if missing:
+            return False, f"{missing} of {len(self.core.fragments)} fragments are not there yet"
+        return True, "joined"
+
+    def _addresses_joined(self) -> set[str]:
+        return {joined.address for joined in self._shards.values()}
+
+    # ------------------------------------------------------------ a step boundary
+
+    def _boundary(self) -> None:
+        """Take in what came, and send what rounds ask for."""
+        for event in self._inbox.take():
+            match event:
+                case Joined():
+                    self._joined(event)
+                case Asked():
+                    self._core.collect(event.directive, event.epoch)
+                case Answered():
+                    before = self._core.tokens_carried
+                    self._core.answered(event.fragment_id, event.round, event.answer)
+                    self.metrics.carried(self._core.tokens_carried - before)
+                case Arrived():
+                    self._arrived(event)
+                case Stopped():
+                    self._stopped.add(event.shard_index)
+                case Failed():
+                    self.state = "stopped"
+                    raise event.error
+        if self.core is None:
+            return
+        for pending in self.core.snapshots():
+            link = self.network.link_to(self.core.manifest.fragments[pending.fragment_id].shard_index)
+            self.network.soon(lambda link=link, pending=pending: link.push(pending))  # type: ignore[misc]
+        self.metrics.contributions_unmerged(self.core.unmerged)
+
+    @property
+    def _core(self) -> LearnerCore:
+        assert self.core is not None
+        return self.core
+
+    def _joined(self, joined: Joined) -> None:
+        """A shard gave a lease: the first time that all did, the model is cut; then seed what is empty."""
+        other = self._shards.get(joined.shard_index)
+        if other is not None and other.address != joined.address:
+            raise ConfigError(
+                f"{other.address} and {joined.address} both are shard {joined.shard_index}; "
+                "name every shard once, and give each its own shard.index"
+            )
+        self._shards[joined.shard_index] = joined
+        self._stopped.discard(joined.shard_index)
+        if self.core is not None:
+            self._core.rejoined(joined.fragments, joined.epoch)
+            self._seed(joined)
+        elif len(self._shards) == len(self.network.links):
+            self._cut()
+            for shard in self._shards.values():
+                self._seed(shard)
+
+    def _cut(self) -> None:
+        """Cut the model as the shards do. Raises ConfigError or ManifestMismatch."""
+        first, *others = self._shards.values()
+        if first.num_shards != len(self._shards):
+            raise ConfigError(
+                f"the run has {first.num_shards} shards (shard.count of {first.address}), "
+                f"but {len(self._shards)} addresses are given; name all of them"
+            )
+        manifest = cut(self._replica.specs, first.num_fragments, first.num_shards)
+        for shard in (first, *others):
+            if shard.manifest_digest != manifest.digest or shard.policy != first.policy:
+                raise ManifestMismatch(
+                    f"{shard.address} cuts the model in {shard.num_fragments} fragments for {shard.num_shards} shards "
+                    f"with {shard.policy}, {first.address} in {first.num_fragments} for {first.num_shards} with "
+                    f"{first.policy}; start all shards with the same settings"
+                )
+        self.core = LearnerCore(self._replica, manifest, first.policy)
+        self.core.inner_step, self.core.tokens = self._first
+        for link in self.network.links:
+            self.network.soon(lambda link=link: link.know(manifest))  # type: ignore[misc]
+
+    def _seed(self, joined: Joined) -> None:
+        """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
+        link = self.network.link_to(joined.shard_index)
+        merged = self.tokens_merged
+        for status in joined.fragments:
+            if not status.seeded:
+                values = self._core.fragments[status.fragment_id].values()
+                self.network.soon(
+                    lambda fragment_id=status.fragment_id, values=values: link.seed(fragment_id, values, merged)  # type: ignore[misc]
+                )
+
+    @torch.no_grad()
+    def _arrived(self, event: Arrived) -> None:
+        began = time.perf_counter()
+        before = self._core.tokens_carried
+        if self._core.arrived(event.fragment_id, event.version, event.epoch, event.values, event.merged_version):
+            self.metrics.applied(event.fragment_id, event.version, time.perf_counter() - began)
+            self.metrics.carried(self._core.tokens_carried - before)
+
+    # ------------------------------------------------------------ reporting
+
+    def _tell_links(self) -> None:
+        for link in self.network.links:
+            link.stepped()
+
+    def _report(self) -> Progress:
+        """The latest progress; called in the network thread."""
+        p = self._progress
+        return Progress(p.inner_step, p.tokens, p.loss, p.step_time_s, time.monotonic() - self._step_ended)
+
+    def _read_loss(self, loss: Tensor | float | None, now: float) -> None:
+        if isinstance(loss, Tensor):
+            if loss.device.type != "cpu" and now - self._loss_read < LOSS_EVERY_S:
+                return
+            self._loss_read = now
+            self.loss = float(loss.detach())
+        elif loss is not None:
+            self.loss = float(loss)
+
+
+__all__ = ["DilocoError", "Learner", "join"]

@@ -1,0 +1,107 @@
+"""Contributions and versions on the wire: encode and push, pull and decode.
+
+Codec work runs on one background thread, so that neither the training thread nor the event loop waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from diloco_common import rpc
+from diloco_common.codec import Payload, PayloadReceiver, decode_payload, encode_payload
+from diloco_common.errors import BadRequest
+from diloco_common.messages import PushAnswer, PushHeader
+from diloco_common.metrics import WorkerMetrics
+from diloco_protos import parameter_server_pb2 as pb
+
+SLOWEST_BYTES_PER_S = 50_000
+"""A transfer that is slower than this is given up and tried again; 0.4 Mbit/s."""
+CALL_S = 15.0
+"""Seconds for everything of a call but its bytes."""
+
+T = TypeVar("T")
+
+
+class Transfer:
+    """Moves payloads for all links of one learner, and counts the bytes."""
+
+    def __init__(self, device: torch.device, metrics: WorkerMetrics) -> None:
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
+        self._device = device
+        self._metrics = metrics
+        self._codec = ThreadPoolExecutor(1, thread_name_prefix="diloco-codec")
+
+    def close(self) -> None:
+        self._codec.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, values: Tensor, encoding: str, *, keep_loss: bool) -> Payload:
+        """Encode a flat fragment; with `keep_loss`, `values` becomes what was lost. Raises NotFinite."""
+
+        def work() -> Payload:
+            began = time.perf_counter()
+            payload = encode_payload(values, encoding, keep_loss=keep_loss)
+            self._metrics.encoded(time.perf_counter() - began)
+            return payload
+
+        return await self._on_codec_thread(work)
+
+    async def push(self, stub: Any, header: PushHeader, payload: Payload, metadata: Any) -> PushAnswer:
+        """One attempt. Raises AioRpcError."""
+        timeout_s = CALL_S + header.payload.num_bytes / SLOWEST_BYTES_PER_S
+        response = await stub.Push(rpc.push_requests(header, payload), metadata=metadata, timeout=timeout_s)
+        answer = rpc.answer_from_pb(response)
+        self.bytes_pushed += header.payload.num_bytes
+        self._metrics.pushed(answer.outcome.value, header.payload.num_bytes)
+        return answer
+
+    async def pull(self, stub: Any, request: pb.PullRequest, metadata: Any, num_elements: int) -> Pulled | None:
+        """One attempt; None if the caller has the latest version. Raises AioRpcError or a Refusal of the bytes."""
+        timeout_s = CALL_S + 4 * num_elements / SLOWEST_BYTES_PER_S
+        call = stub.Pull(request, metadata=metadata, timeout=timeout_s)
+        try:
+            first = await call.read()
+            if first is rpc.EOF or first.WhichOneof("part") != "header":
+                raise BadRequest("the shard answered Pull without a header")
+            header = first.header
+            if not header.HasField("payload"):
+                return None
+            if header.payload.num_elements != num_elements:
+                raise BadRequest(
+                    f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
+                )
+            receiver = PayloadReceiver(rpc.payload_from_pb(header.payload))
+            while (part := await call.read()) is not rpc.EOF:
+                receiver.add(part.chunk)
+        finally:
+            call.cancel()
+        payload = receiver.finish()
+        self.bytes_pulled += payload.header.num_bytes
+        self._metrics.pulled(payload.header.num_bytes)
+        values = await self._on_codec_thread(lambda: self._decode(payload))
+        return Pulled(header, values)
+
+    def _decode(self, payload: Payload) -> Tensor:
+        values = torch.empty(payload.header.num_elements, device=self._device)
+        decode_payload(payload, values)
+        return values
+
+    async def _on_codec_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._codec, work)
+
+
+class Pulled:
+    """A version as it came."""
+
+    def __init__(self, header: pb.PullHeader, values: Tensor) -> None:
+        self.version: int = header.version
+        self.epoch: int = header.epoch
+        self.merged_version: int = header.merged_version
+        self.values = values
