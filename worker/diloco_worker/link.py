@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -24,6 +24,7 @@ from diloco_common.codec import Payload
 from diloco_common.errors import (
     BadRequest,
     Busy,
+    DilocoError,
     Draining,
     LeaseExpired,
     NotFinite,
@@ -87,6 +88,8 @@ class LinkContext:
     log: Log
     progress: Callable[[], Progress]
     """The learner's latest report."""
+    connected: set[str] = field(default_factory=set)
+    """Addresses of the shards whose control stream is up."""
 
 
 class ShardLink:
@@ -124,6 +127,9 @@ class ShardLink:
         except Refusal as refusal:
             self._c.log.error("refused", shard=self.address, code=refusal.code, why=refusal)
             self._c.inbox.put(Failed(refusal))
+        except Exception as error:  # ours: say so, rather than leave a learner that hears nothing
+            self._c.log.error("link failed", trace=error, shard=self.address)
+            self._c.inbox.put(Failed(DilocoError(f"the link to {self.address} failed: {error!r}")))
         finally:
             puller.cancel()
             for push in self._pushes:
@@ -401,13 +407,15 @@ class ShardLink:
     def _connected(self) -> None:
         self.connected = True
         self.connections += 1
-        self._c.metrics.shard_connected(self.address, connected=True)
+        self._c.connected.add(self.address)
+        self._c.metrics.connected(len(self._c.connected))
         if self.connections > 1:
             self._c.metrics.reconnected()
 
     def _disconnected(self) -> None:
         self.connected = False
-        self._c.metrics.shard_connected(self.address, connected=False)
+        self._c.connected.discard(self.address)
+        self._c.metrics.connected(len(self._c.connected))
 
     def _silence_s(self) -> float:
         return SILENCE_HEARTBEATS * self._heartbeat_s
