@@ -148,9 +148,9 @@ class WorkerSettings(Section):
 class ModelSettings(Section):
     """The built-in GPT over bytes."""
 
-    layers: int = Field(default=4, ge=1)
-    heads: int = Field(default=4, ge=1)
-    width: int = Field(default=128, ge=8)
+    layers: int = Field(default=3, ge=1)
+    heads: int = Field(default=3, ge=1)
+    width: int = Field(default=96, ge=8)
     context: int = Field(default=128, ge=8)
     """Bytes that the model sees."""
 

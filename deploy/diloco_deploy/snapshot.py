@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_common.address import Role
+from diloco_common.endpoints import Role
 
 Status = Mapping[str, Any]
 """One answer of /status."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_common.address import Role, dialable, read_address
+from diloco_common.endpoints import Role, dialable, read_address
 from diloco_common.errors import CannotConnect
 from diloco_deploy.live import tables
 from diloco_deploy.polling import fetch_all

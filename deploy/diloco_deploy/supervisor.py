@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from diloco_common.address import Endpoints, read_address
+from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.errors import EXIT_UNEXPECTED
 
 DEATHS_MAX = 5

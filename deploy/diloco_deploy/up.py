@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from diloco_common.address import dialable, write_json
+from diloco_common.endpoints import dialable, write_json
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, InUse
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save

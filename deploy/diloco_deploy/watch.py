@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from diloco_common.address import Role
+from diloco_common.endpoints import Role
 from diloco_deploy.snapshot import Member, Snapshot, Status
 
 _LOSSES_MAX = 512

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from diloco_common import rpc
-from diloco_common.address import write_address
 from diloco_common.addresses import in_use, is_loopback, parse_address
+from diloco_common.endpoints import write_address
 from diloco_common.errors import ConfigError
 from diloco_common.http import HttpServer
 from diloco_common.metrics import ShardMetrics

@@ -45,6 +45,7 @@ def _run(argv: Sequence[str] | None) -> None:
 
     tune_allocator()  # before threads and large buffers
     import torch
+
     from diloco_common import logs
 
     logs.configure()
@@ -54,9 +55,8 @@ def _run(argv: Sequence[str] | None) -> None:
 
 
 def _train(settings: Settings, args: Namespace) -> None:
-    from diloco_common.address import write_json
+    from diloco_common.endpoints import write_json
     from diloco_common.security import read_token
-
     from diloco_worker.builtin import training
     from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
     from diloco_worker.builtin.data import TokenStream, load_corpus
@@ -101,14 +101,13 @@ def _train(settings: Settings, args: Namespace) -> None:
 
 def _evaluate(settings: Settings, args: Namespace) -> None:
     import torch
-    from diloco_common.address import write_json
-    from diloco_common.security import read_token
     from safetensors.torch import save_file
 
+    from diloco_common.endpoints import write_json
+    from diloco_common.security import read_token
     from diloco_worker.builtin.data import load_corpus
     from diloco_worker.builtin.evaluation import evaluate
     from diloco_worker.builtin.gpt import build_gpt
-
     from diloco_worker.observer import pull_global_model
 
     found = pull_global_model(settings.worker.shards, run=settings.run.id, token=read_token(settings.security))

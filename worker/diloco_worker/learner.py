@@ -26,8 +26,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from diloco_common.address import write_address
 from diloco_common.addresses import parse_address
+from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError, DilocoError, ManifestMismatch
 from diloco_common.http import HttpServer
 from diloco_common.logs import Log

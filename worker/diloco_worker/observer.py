@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import grpc
 import torch
+from torch import Tensor
+
 from diloco_common import rpc
 from diloco_common.codec import PayloadReceiver, decode_payload
 from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
 from diloco_common.manifest import Fragment, Manifest, cut
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from torch import Tensor
 
 CALL_S = 120.0
 

@@ -51,6 +51,8 @@ class FragmentState:
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
     """Learner -> inner step it had reported when the last round opened, for the cadence."""
+    base_tokens: dict[str, int] = field(default_factory=dict)
+    """Learner -> tokens it had reported then, for the end of the budget."""
     merged_versions: dict[str, int] = field(default_factory=dict)
     """Learner -> the last version that its contribution was merged into. Makes every merge visible exactly once."""
     tokens_merged: int = 0

@@ -1,8 +1,8 @@
 """How long a round stays open after its quorum.
 
-Fixed seconds, or adaptive (Eq. 3 of the paper): a learner goes on for tau steps between its snapshot and the new version,
-so a round that is over within them costs nobody anything. What the quorum and the merge do not use of that slack may
-be spent on waiting:
+Fixed seconds, or adaptive (Eq. 3 of the paper): a learner goes on for tau steps between its snapshot and the new
+version, so a round that is over within them costs nobody anything. What the quorum and the merge do not use of that
+slack may be spent on waiting:
 
     grace = gamma * (tau * step_time - time_to_quorum - time_to_merge_and_publish),  clamped to [0, step_time]
 """

@@ -1,7 +1,8 @@
 """What a shard refuses before it can touch state. Each check raises a `Refusal` that says what to do.
 
-The order of the whole gauntlet: auth, run (the shell, from metadata), lease and generation (membership.py), manifest, epoch,
-round, sizes (here, from the header alone), sizes and checksum of the bytes, decoder limits (codec), finite, norm (here).
+The order of the whole gauntlet: auth, run (the shell, from metadata), lease and generation (membership.py), manifest,
+epoch, round, sizes (here, from the header alone), sizes and checksum of the bytes, decoder limits (codec), finite, norm
+(here).
 """
 
 from __future__ import annotations

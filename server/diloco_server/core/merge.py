@@ -9,8 +9,8 @@ Outer gradients of different learners are nearly orthogonal, so the mean of M of
 averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
 marked `mean_merge` (embeddings and output heads) always take the mean.
 
-Contributions stay compressed until here: they are decoded chunk by chunk into one scratch buffer and summed in float32, in
-sorted learner order, so the result depends on the set alone, bit for bit.
+Contributions stay compressed until here: they are decoded chunk by chunk into one scratch buffer and summed in float32,
+in sorted learner order, so the result depends on the set alone, bit for bit.
 """
 
 from __future__ import annotations

@@ -415,13 +415,14 @@ class Shard:
         sync, total = self.settings.sync, len(self.manifest.fragments) if self.manifest else 1
         never = state.rounds_opened == 0 and state.version == 0
         interval = first_interval(state.fragment.fragment_id, total, sync.sync_every) if never else sync.sync_every
-        return is_due(live, state.base_steps, interval, sync.quorum)
+        return self._rest_is_trained(state, live) or is_due(live, state.base_steps, interval, sync.quorum)
 
     def _open_round(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         round_number = state.version + 1
         state.round = Round(round_number, now, {m.learner_id: m.generation for m in live})
         state.rounds_opened += 1
         state.base_steps = {m.learner_id: m.progress.inner_step for m in live}
+        state.base_tokens = {m.learner_id: m.progress.tokens for m in live}
         self._effects.append(RoundOpened(state.fragment.fragment_id, round_number, len(live)))
         for member in live:
             member.asked += 1
@@ -467,6 +468,12 @@ class Shard:
     def _has_budget(self, state: FragmentState) -> bool:
         """The fragment has merged all the tokens that the run asks for."""
         return 0 < self.settings.run.tokens <= state.tokens_merged
+
+    def _rest_is_trained(self, state: FragmentState, live: Sequence[Member]) -> bool:
+        """Whether what learners trained since the last round fills the budget: then H need not be waited for."""
+        base = state.base_tokens
+        trained = sum(max(0, m.progress.tokens - base.get(m.learner_id, m.progress.tokens)) for m in live)
+        return trained > 0 and 0 < self.settings.run.tokens <= state.tokens_merged + trained
 
     def _check_budget(self) -> None:
         if self.done or not self.all_seeded or not all(self._has_budget(s) for s in self.fragments.values()):

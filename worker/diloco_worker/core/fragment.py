@@ -5,8 +5,8 @@
     delta       anchor - snapshot + residual: what is meant to be sent; encoding turns it into what was lost
     residual    what encoders lost of contributions that were merged (error feedback)
 
-A contribution is pending until a version tells whether it was merged. Merged: its loss becomes the residual. Not merged: the
-fragment is as if it had not been pushed, and the work is in the next contribution.
+A contribution is pending until a version tells whether it was merged. Merged: its loss becomes the residual. Not
+merged: the fragment is as if it had not been pushed, and the work is in the next contribution.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class LearnerCore:
             fragment.wanted = Wanted(directive.round, epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
-        """A push has its outcome. Whether it was merged, only a version tells; that it was not, LATE and REJECTED do."""
+        """A push has its outcome. LATE and REJECTED tell that it was not merged; that it was, only a version tells."""
         fragment = self.fragments[fragment_id]
         if fragment.pending is None or fragment.pending.round != round_number:
             return
