@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diloco_common.address import Endpoints, dialable, read_address, write_address, write_json
+from diloco_common.endpoints import Endpoints, dialable, read_address, write_address, write_json
 from diloco_deploy.cli import main
 from diloco_deploy.polling import Poller, fetch_all, fetch_status
 
