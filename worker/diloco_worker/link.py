@@ -105,6 +105,7 @@ class ShardLink:
         self.connections = 0
         """How often a control stream was up."""
         self._c = context
+        self._leaving = False
         self._heartbeat_s = 1.0
         self._policy: LearnerPolicy | None = None
         self._manifest: Manifest | None = None
@@ -161,6 +162,7 @@ class ShardLink:
 
     async def leave(self) -> None:
         """Say goodbye, if anybody is there."""
+        self._leaving = True
         if self.connected:
             try:
                 await self._control.Leave(pb.LeaveRequest(), metadata=self._metadata(), timeout=1.0)
@@ -178,6 +180,8 @@ class ShardLink:
                 attempt, waited_s = 0, 0.0
                 await self._attend()
                 why = "the stream ended"
+                if self._leaving:
+                    return
             except JOIN_AGAIN as refusal:
                 self.generation = 0
                 why = str(refusal)

@@ -38,6 +38,7 @@ class Transfer:
         self._device = device
         self._metrics = metrics
         self._codec = ThreadPoolExecutor(1, thread_name_prefix="diloco-codec")
+        _use_one_core(self._codec)
 
     def close(self) -> None:
         self._codec.shutdown(wait=False, cancel_futures=True)
@@ -95,6 +96,16 @@ class Transfer:
 
     async def _on_codec_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._codec, work)
+
+
+def _use_one_core(executor: ThreadPoolExecutor) -> None:
+    """Keep torch from starting a second OpenMP team there: two teams on the same cores are slower than one.
+
+    `torch.set_num_threads` decides for the calling thread, and for threads that are yet to begin: put that back.
+    """
+    threads = torch.get_num_threads()
+    executor.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(threads)
 
 
 class Pulled:
