@@ -136,6 +136,14 @@ class ShardHost:
         self.advance()
         return stream
 
+    def leave(self, member: Member) -> None:
+        """A learner says goodbye: nothing more is told to it."""
+        self.shard.leave(member)
+        stream = self._streams.get(member.learner_id)
+        if stream is not None:
+            stream.end()
+        self.advance()
+
     def close_stream(self, stream: ControlStream) -> None:
         if self._streams.get(stream.learner_id) is stream:
             del self._streams[stream.learner_id]

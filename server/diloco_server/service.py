@@ -120,8 +120,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             caller = self._identify(context)
             current = self._host.shard.membership.get(caller.learner_id)
             if current is not None and current.live and current.generation == caller.generation:
-                self._host.shard.leave(self._member(context))
-                self._host.advance()
+                self._host.leave(self._member(context))
             return pb.LeaveResponse()
         except Refusal as refusal:
             await self._refuse(context, refusal)

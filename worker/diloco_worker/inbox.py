@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -74,24 +73,24 @@ Event = Joined | Asked | Answered | Arrived | Stopped | Failed
 class Inbox:
     """A queue with one reader, the training thread, and one writer, the network thread.
 
-    Bounded by what it holds: per fragment one round that asks, one answer, and the versions of one pull at a time.
+    Bounded, however long the reader is away: of each kind it holds the newest per fragment, or per shard.
     """
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque()
+        self._events: dict[tuple[type[Event], int | str], Event] = {}
         self._some = threading.Condition()
 
     def put(self, event: Event) -> None:
+        """Append an event; it replaces an older one of its kind that was not read yet."""
         with self._some:
-            if isinstance(event, Arrived):  # a newer version replaces one that was not read yet
-                self._drop_older(event)
-            self._events.append(event)
+            self._events.pop(key := (type(event), _subject(event)), None)
+            self._events[key] = event
             self._some.notify()
 
     def take(self) -> list[Event]:
         """Everything that came, oldest first. Never waits."""
         with self._some:
-            events = list(self._events)
+            events = list(self._events.values())
             self._events.clear()
         return events
 
@@ -100,6 +99,17 @@ class Inbox:
         with self._some:
             self._some.wait_for(lambda: bool(self._events), timeout_s)
 
-    def _drop_older(self, new: Arrived) -> None:
-        kept = [e for e in self._events if not (isinstance(e, Arrived) and e.fragment_id == new.fragment_id)]
-        self._events = deque(kept)
+
+def _subject(event: Event) -> int | str:
+    """What an event is about: a fragment, a shard, or the learner."""
+    match event:
+        case Joined():
+            return event.address
+        case Asked():
+            return event.directive.fragment_id
+        case Answered() | Arrived():
+            return event.fragment_id
+        case Stopped():
+            return event.shard_index
+        case Failed():
+            return ""

@@ -66,6 +66,8 @@ TRY_AGAIN = (Draining, Busy, NotSeeded)
 """Not now."""
 SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
+STEADY_S = 5.0
+"""A connection that held for so long is dialed again without the wait that its predecessors earned."""
 SEED_ENCODING = "float32"
 REPORT_EVERY_S = 0.02
 """Reports of inner steps that follow faster are drawn together."""
@@ -149,7 +151,9 @@ class ShardLink:
 
     def push(self, pending: Pending) -> None:
         """Encode and push a contribution in the background; its outcome comes to the inbox."""
-        self._start_push(self._push_contribution(pending, self.generation), f"push {pending.fragment_id}")
+        name = f"push {pending.fragment_id} of round {pending.round} as generation {self.generation}"
+        if not any(task.get_name() == name for task in self._pushes):  # a round may ask twice
+            self._start_push(self._push_contribution(pending, self.generation), name)
 
     def seed(self, fragment_id: int, values: Tensor, tokens_merged: int) -> None:
         """Offer the values of version 0 in the background; first writer wins."""
@@ -173,19 +177,17 @@ class ShardLink:
 
     async def _stay_connected(self) -> None:
         attempt, waited_s = 0, 0.0
+        clock = asyncio.get_running_loop().time
         while True:
+            began = clock()
             try:
                 if not self.generation:
                     await self._join()
-                attempt, waited_s = 0, 0.0
                 await self._attend()
                 why = "the stream ended"
-                if self._leaving:
-                    return
             except JOIN_AGAIN as refusal:
                 self.generation = 0
                 why = str(refusal)
-                self._c.log.event("lease over", shard=self.address, code=refusal.code)
             except TRY_AGAIN as refusal:
                 why = str(refusal)
             except StaleGeneration as refusal:
@@ -196,6 +198,10 @@ class ShardLink:
                 why = f"silent for {self._silence_s():.1f} s"
             finally:
                 self._disconnected()
+            if self._leaving:
+                return
+            if clock() - began > STEADY_S:
+                attempt, waited_s = 0, 0.0
             delay_s = backoff_s(attempt, random.random())
             if attempt == 0 or waited_s >= ANNOUNCE_WAIT_S:
                 self._c.log.warning("no connection, trying again", shard=self.address, why=why)
@@ -318,6 +324,7 @@ class ShardLink:
         if pulled is None:
             return
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._forget(fragment_id, pulled.version)
         self._c.inbox.put(Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version))
 
     async def _push_contribution(self, pending: Pending, generation: int) -> None:
@@ -333,7 +340,15 @@ class ShardLink:
         )
         answer = await self._push_until_answered(header, payload, generation)
         if answer is not None:
+            if answer.outcome in (Outcome.LATE, Outcome.REJECTED):
+                self._forget(fragment_id, round_number)
             self._c.inbox.put(Answered(fragment_id, round_number, answer))
+
+    def _forget(self, fragment_id: int, version: int) -> None:
+        """The fate of contributions up to this version is known: their bytes are not pushed again."""
+        known = self._encoded.get(fragment_id)
+        if known is not None and known[0].round <= version:
+            del self._encoded[fragment_id]
 
     async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, generation: int) -> None:
         payload = await self._c.transfer.encode(values, SEED_ENCODING, keep_loss=False)
