@@ -70,8 +70,10 @@ def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: 
     merged = workspace.merged(sum(p.num_elements for p in pieces))
     use_rda = [rule == "rda" and len(ordered) > 1 and not p.mean_merge for p in pieces]
     total = sum(c.weight for c in ordered)
+    shares = [c.weight / total for c in ordered]  # not weights, whose squares could leave the range of float32
     _sum_up(merged, ordered, pieces, workspace, [
-        [_rda_weight(c, i) if rda else c.weight / total for i, rda in enumerate(use_rda)] for c in ordered
+        [_over_norm(share, c.piece_norms[i]) if rda else share for i, rda in enumerate(use_rda)]
+        for c, share in zip(ordered, shares, strict=True)
     ])  # fmt: skip
 
     cancelled = [False] * len(pieces)
@@ -80,21 +82,20 @@ def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: 
             continue
         direction = merged[piece.offset : piece.offset + piece.num_elements]
         norm = float(torch.linalg.vector_norm(direction))
-        radius = sum(c.weight * c.piece_norms[i] for c in ordered) / total
-        if norm / total > CANCELLED:
+        radius = sum(share * c.piece_norms[i] for c, share in zip(ordered, shares, strict=True))
+        if norm > CANCELLED:
             direction.mul_(radius / norm)
         else:
             cancelled[i] = True
     if any(cancelled):
         only = [p if c else None for p, c in zip(pieces, cancelled, strict=True)]
-        _sum_up(merged, ordered, only, workspace, [[c.weight / total] * len(pieces) for c in ordered])
+        _sum_up(merged, ordered, only, workspace, [[share] * len(pieces) for share in shares])
     return merged
 
 
-def _rda_weight(contribution: Contribution, piece: int) -> float:
+def _over_norm(share: float, norm: float) -> float:
     """w / |v|, and 0 for a piece that is all zeros."""
-    norm = contribution.piece_norms[piece]
-    return contribution.weight / norm if norm > 0 else 0.0
+    return share / norm if norm > 0 else 0.0
 
 
 def _sum_up(
