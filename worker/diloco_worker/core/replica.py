@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment, Piece, TensorSpec
 
-_WRAPPERS = ("_orig_mod.", "module.")
-"""Prefixes that torch.compile and DistributedDataParallel put before the user's names."""
+_WRAPPERS = ("_orig_mod", "module")
+"""What torch.compile and DistributedDataParallel call the model that they wrap."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +29,13 @@ class Replica:
 
         Raises UnsupportedModel if nothing is trainable, or a parameter cannot be synchronised.
         """
-        parameters = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameters.setdefault(plain_name(name), parameter) is not parameter:
+                raise UnsupportedModel(
+                    f"two parameters are called {plain_name(name)} once the names of wrappers "
+                    f"({', '.join(_WRAPPERS)}) are taken off; rename the submodule that has such a name"
+                )
         if not any(p.numel() for p in parameters.values()):
             raise UnsupportedModel(
                 "the model has no trainable parameters; set requires_grad on those that should be trained"
@@ -77,10 +83,9 @@ class Replica:
 
 
 def plain_name(name: str) -> str:
-    """The user's own name of a parameter, whatever wraps the model."""
-    for prefix in _WRAPPERS:
-        name = name.replace(prefix, "") if name.startswith(prefix) or f".{prefix}" in name else name
-    return name
+    """The user's own name of a parameter, whatever wraps the model or parts of it."""
+    *modules, leaf = name.split(".")
+    return ".".join([*(m for m in modules if m not in _WRAPPERS), leaf])
 
 
 def _check(name: str, parameter: Tensor) -> None:
