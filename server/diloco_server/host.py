@@ -50,9 +50,10 @@ class ControlStream:
             self.end()
 
     def end(self) -> None:
-        """No more directives: what is queued is dropped."""
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        """No more directives. Those that wait still go out, unless they are too many: a goodbye may be among them."""
+        if self._queue.full():
+            while not self._queue.empty():
+                self._queue.get_nowait()
         self._queue.put_nowait(None)
 
     async def next(self) -> Directive | None:
