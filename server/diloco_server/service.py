@@ -66,6 +66,8 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 yield rpc.directive_to_pb(directive)
                 if isinstance(directive, Evicted):
                     break
+            if reader.done():
+                reader.result()  # raises what ended it, such as bytes that are no message
         finally:
             reader.cancel()
             self._host.close_stream(stream)
@@ -179,7 +181,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 self._host.advance()
         except Refusal as refusal:
             stream.send(Evicted(refusal.code, str(refusal)))
-        else:
+        finally:
             stream.end()
 
     async def _push(self, member: Member, requests: AsyncIterator[pb.PushRequest], context: Context) -> PushAnswer:
