@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,12 +34,13 @@ DRAIN_S = 5.0
 class ShardServer:
     """A shard that serves. Use inside one event loop: `start`, then `stop`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` counts seconds; leases and grace windows are measured by it."""
         self.settings = settings
         self.grpc_address = ""
         self.http_address = ""
         metrics = ShardMetrics()
-        self.host = ShardHost(settings, MemoryStore(), metrics)
+        self.host = ShardHost(settings, MemoryStore(), metrics, clock)
         self._http = HttpServer(
             settings.shard.http,
             registry=metrics.registry,
