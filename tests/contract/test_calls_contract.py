@@ -1,0 +1,561 @@
+"""Join, Attend, Pull, Leave and health over loopback: what they answer, refuse, and survive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, eventually, refusal, settings_with
+
+from diloco_common import rpc
+from diloco_common.codec import Payload, decode_payload
+from diloco_common.errors import BadLearnerId, ConfigError, InUse
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Collect, Committed, Drain, Evicted, Pulse, Stop
+from diloco_protos import parameter_server_pb2 as pb
+
+STATUS = grpc.StatusCode
+TOKEN = "0123456789abcdef-secret"
+
+
+def joined(shard: InProcessShard, learner_id: str = "a") -> Caller:
+    caller = shard.caller(learner_id)
+    caller.join()
+    return caller
+
+
+# ---------------------------------------------------------------- Join
+
+
+def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
+    shard = serve(settings_with(sync={"push": "int4"}), clock)
+
+    answer = shard.caller("a").join()
+
+    assert (answer.generation, answer.epoch) == (1, shard.core.epoch)
+    assert (answer.lease_s, answer.heartbeat_s) == (2.0, 0.2)
+    assert (answer.shard_index, answer.num_shards, answer.num_fragments) == (0, 1, 1)
+    assert answer.manifest_digest == shard.caller().manifest.digest
+    assert rpc.policy_from_pb(answer.policy).push_encoding == "int4"
+    assert [rpc.status_from_pb(s).seeded for s in answer.fragments] == [False]
+    assert not answer.tensors
+
+
+def test_every_join_is_a_new_generation(serve, clock):
+    shard = serve(settings_with(), clock)
+
+    generations = [shard.caller(learner).join().generation for learner in ("a", "b", "a", "a")]
+
+    assert generations == [1, 2, 3, 4]
+    assert shard.metric("joins_total") == 4
+
+
+@pytest.mark.parametrize(
+    ("join", "status", "code", "words"),
+    [
+        ({"protocol": 2}, STATUS.FAILED_PRECONDITION, "PROTOCOL_MISMATCH", "speaks protocol 1, the caller 2"),
+        ({"decodes": ["float32"]}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "sync.pull"),
+        ({"decodes": []}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "decodes nothing"),
+        ({"tensors": []}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable elements"),
+        ({"tensors": [TensorSpec("w", (0, 3))]}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable"),
+        ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "stands twice"),
+        ({"tensors": [TensorSpec("w", (-3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "has shape [-3]"),
+        ({"tensors": [TensorSpec("", (3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "tensor ''"),
+        ({"observe": True}, STATUS.FAILED_PRECONDITION, "NOT_SEEDED", "try again later"),
+    ],
+)
+def test_join_refuses_what_cannot_work(serve, clock, join, status, code, words):
+    shard = serve(settings_with(), clock)
+
+    found = refusal(lambda: shard.caller("a").join(**join))
+
+    assert (found.status, found.code) == (status, code)
+    assert words in found.words
+    assert shard.core.membership.all() == []
+    assert shard.core.manifest is None
+    assert shard.metric("refused_calls_total", code=code) == 1
+
+
+def test_join_with_another_model_shows_the_first_five_differences(serve, clock):
+    shard = serve(settings_with(), clock)
+    joined(shard).seed()
+    other = [TensorSpec(f"extra.{i}", (i + 1,)) for i in range(6)] + [TensorSpec("layer.weight", (60, 11))]
+
+    found = refusal(lambda: shard.caller("b").join(other))
+
+    assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH")
+    shown = found.words.split(": ", 1)[1].split("; ")
+    assert shown == [*(f"extra.{i}: absent <-> [{i + 1}]" for i in range(5)), "and 3 more"]
+    assert shard.member_state("b") == "unknown"
+
+
+def test_more_learners_than_allowed_are_told_to_come_again(serve, clock):
+    shard = serve(settings_with(shard={"max_learners": 1}), clock)
+    first = joined(shard, "a")
+
+    found = refusal(lambda: shard.caller("b").join())
+
+    assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")
+    assert "shard.max_learners" in found.words
+    joined(shard, "a")  # the same learner may come again
+    first.identity = replace(first.identity, generation=2)
+    first.leave()
+    joined(shard, "b")
+
+
+def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(serve, clock):
+    shard = serve(settings_with(), clock)
+    caller = shard.caller("a")
+    request = pb.JoinRequest(protocol=1, instance="x", tensors=rpc.tensors_to_pb(TENSORS), decodes=rpc.DECODES)
+
+    async def cancelled() -> None:
+        for attempt in range(5):
+            call = caller.stub.Join(request, metadata=caller.metadata())
+            if attempt % 2:
+                await call.initial_metadata()  # the shard is at it
+            call.cancel()
+
+    shard.loop.run(cancelled())
+    caller.join()
+
+    assert [m.learner_id for m in shard.core.membership.live()] == ["a"]
+
+
+def test_an_observer_sees_the_model_and_pulls_without_a_lease(serve, clock):
+    shard = serve(settings_with(), clock)
+    joined(shard).seed(0.25)
+    observer = shard.caller("")
+
+    answer = observer.join([], observe=True)
+    header, chunks = observer.pull(encodings=["float32"])
+
+    assert answer.generation == 0
+    assert tuple(rpc.tensors_from_pb(answer.tensors)) == TENSORS
+    values = torch.empty(NUM_ELEMENTS)
+    decode_payload(Payload(rpc.payload_from_pb(header.payload), tuple(chunks)), values)
+    assert values.eq(0.25).all()
+    assert [m.learner_id for m in shard.core.membership.all()] == ["a"]
+
+
+def test_an_observer_with_another_model_is_refused(serve, clock):
+    shard = serve(settings_with(), clock)
+    joined(shard)
+
+    found = refusal(lambda: shard.caller("").join([TensorSpec("w", (3,))], observe=True))
+
+    assert found.code == "MANIFEST_MISMATCH"
+
+
+# ---------------------------------------------------------------- who calls
+
+BAD_IDS = [
+    ("a path", "../../etc/passwd"),
+    ("10 kB", "x" * 10_000),
+    ("65 characters", "x" * 65),
+    ("a space", "a b"),
+    ("a label breaker", 'a",code="x'),
+    ("a comma", "a,b"),
+]
+RAW_IDS = [
+    ("NUL", "a\0b"),
+    ("a newline", "a\nb"),
+    ("a newline at the end", "a\n"),
+    ("an ANSI escape", "\x1b[31mred\x1b[0m"),
+    ("another alphabet", "учень"),
+    ("a lone surrogate", "\udc80"),
+]
+
+
+@pytest.mark.parametrize("learner_id", [i for _, i in BAD_IDS], ids=[name for name, _ in BAD_IDS])
+def test_a_learner_id_that_is_not_plain_is_refused_and_shown_nowhere(serve, clock, written, learner_id):
+    shard = serve(settings_with(), clock)
+
+    found = refusal(lambda: shard.caller(learner_id).join())
+
+    assert (found.status, found.code) == (STATUS.INVALID_ARGUMENT, "BAD_LEARNER_ID")
+    assert "1 to 64 of" in found.words
+    assert len(found.words) < 200
+    assert shard.core.membership.all() == []
+    assert max(map(len, written.getvalue().splitlines())) < 600
+    labels = {v for f in shard.server.host.metrics.registry.collect() for s in f.samples for v in s.labels.values()}
+    assert not any(learner_id[:20] in label for label in labels)
+
+
+@pytest.mark.parametrize("learner_id", [i for _, i in BAD_IDS + RAW_IDS], ids=[name for name, _ in BAD_IDS + RAW_IDS])
+def test_identify_refuses_ids_that_grpc_might_let_through(learner_id):
+    with pytest.raises(BadLearnerId) as refused:
+        rpc.identify([("diloco-run", "local"), ("diloco-learner", learner_id)], "local", None)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("learner_id", [i for _, i in RAW_IDS], ids=[name for name, _ in RAW_IDS])
+def test_a_refused_id_is_never_written_raw(serve, written, learner_id):
+    shard = serve()
+
+    shard.loop.look(lambda: shard.server.host.observer.call_refused(learner_id, "BAD_LEARNER_ID", learner_id))
+
+    line = written.getvalue().splitlines()[-1]
+    assert line.isprintable()
+    assert "call refused" in line
+
+
+@pytest.mark.parametrize("generation", ["-1", "x", "1e3", "9" * 40, "\u0661"])
+def test_a_generation_that_is_no_number_is_refused(generation):
+    metadata = [("diloco-run", "local"), ("diloco-generation", generation)]
+    with pytest.raises(Exception, match="not a number") as refused:
+        rpc.identify(metadata, "local", None)
+    assert refused.value.code == "BAD_REQUEST"
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        (None, "set security.token_file"),
+        ("wrong", "check security.token_file"),
+        (TOKEN[:-1], "check security.token_file"),
+    ],
+)
+def test_without_the_token_every_call_is_refused(serve, clock, tmp_path, written, token, words):
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    shard = serve(settings_with(security={"token_file": file}), clock)
+    right = shard.caller("a", token=TOKEN)
+    right.join()
+    right.seed()
+    before = shard.state()
+    intruder = shard.caller("a", token=token)
+    intruder.identity = right.identity
+    calls = {
+        "Join": intruder.join,
+        "Attend": lambda: intruder.attend().ends(),
+        "Push": lambda: intruder.push_messages([], hold=True),
+        "Pull": intruder.pull,
+        "Leave": intruder.leave,
+    }
+
+    found = {name: refusal(call) for name, call in calls.items()}
+
+    for name, how in found.items():
+        assert (how.status, how.code) == (STATUS.UNAUTHENTICATED, "UNAUTHENTICATED"), name
+        assert words in how.words
+        assert TOKEN not in how.words
+    assert shard.state() == before
+    assert shard.member_state("a") == "alive"
+    assert shard.metric("refused_calls_total", code="UNAUTHENTICATED") == 5
+    assert TOKEN not in written.getvalue()
+
+
+def test_an_open_address_needs_a_token_or_consent(loop):
+    open_everywhere = settings_with(shard={"listen": "0.0.0.0:0"})
+    with pytest.raises(ConfigError, match=r"security\.token_file"):
+        InProcessShard(loop, open_everywhere).start()
+
+
+def test_a_port_that_is_taken_is_refused(serve, loop):
+    taken = serve().address
+    with pytest.raises(InUse, match=taken.rpartition(":")[2]):
+        InProcessShard(loop, settings_with(shard={"listen": taken})).start()
+
+
+def test_every_call_of_another_run_is_refused(serve, clock):
+    shard = serve(settings_with(), clock)
+    foreign = shard.caller("a", run_id="other")
+
+    for call in (foreign.join, foreign.pull, foreign.leave, lambda: foreign.attend().ends()):
+        found = refusal(call)
+        assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, "WRONG_RUN")
+        assert "check run.id" in found.words
+
+
+# ---------------------------------------------------------------- Attend
+
+
+def test_attend_tells_first_what_the_learner_could_have_missed(serve, clock):
+    shard = serve(settings_with(run={"tokens": 1000}), clock)
+    a = joined(shard)
+    a.seed()
+
+    first = a.attend()
+    assert first.hear(Pulse) == Pulse(0, 1000, 1)
+    assert first.hear(Committed).version == 0
+    first.say(0)
+    first.say(1, tokens=10)
+    asked = first.hear(Collect)
+
+    again = a.attend()  # the same generation, as after a broken connection
+    assert again.hear(Collect) == asked
+    assert first.ends()
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [({"generation": 0}, "NOT_JOINED"), ({"generation": 5}, "NOT_JOINED"), ({"epoch": 5}, "NOT_JOINED")],
+)
+def test_attend_without_a_lease_is_refused(serve, clock, change, code):
+    shard = serve(settings_with(), clock)
+    stranger = joined(shard)
+    stranger.identity = replace(stranger.identity, **change)
+
+    found = refusal(lambda: stranger.attend().ends())
+
+    assert (found.status, found.code) == (STATUS.FAILED_PRECONDITION, code)
+
+
+def test_silence_for_longer_than_the_lease_evicts(serve, clock):
+    shard = serve(settings_with(), clock)
+    a = joined(shard)
+    stream = a.attend()
+    stream.say(1)
+    eventually(lambda: shard.core.membership.get("a").progress.inner_step == 1, "the report is heard")
+
+    clock.now += 1.9
+    stream.say(2)
+    eventually(lambda: shard.core.membership.get("a").progress.inner_step == 2, "the report is heard")
+    clock.now += 1.9
+    assert shard.member_state("a") == "alive"
+    clock.now += 0.2
+
+    assert stream.hear(Evicted).code == "LEASE_EXPIRED"
+    assert stream.ends()
+    assert shard.member_state("a") == "evicted"
+    assert shard.metric("evictions_total", code="LEASE_EXPIRED") == 1
+    assert refusal(lambda: a.attend().ends()).code == "LEASE_EXPIRED"
+
+
+def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock):
+    shard = serve(settings_with(lease={"stalled_s": 5.0, "progress_timeout_s": 8.0}), clock)
+    stream = joined(shard).attend()
+    for _ in range(4):
+        clock.now += 1.5
+        stream.say(0)
+        eventually(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
+    eventually(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
+
+    clock.now += 1.5
+    stream.say(0)
+    eventually(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
+    clock.now += 1.5
+
+    assert stream.hear(Evicted).code == "STALLED"
+
+
+@pytest.mark.parametrize(("instance", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])
+def test_a_newer_generation_ends_the_stream_of_the_older(serve, clock, instance, code):
+    shard = serve(settings_with(), clock)
+    stream = joined(shard).attend()
+    stream.hear(Pulse)
+
+    newer = shard.caller("a")
+    newer.join(instance=instance)
+
+    told = stream.hear(Evicted)
+    assert told.code == code
+    assert "joined" in told.message
+    newer.attend().hear(Pulse)
+
+
+def test_the_older_process_is_told_even_if_the_newer_attends_at_once(serve, clock):
+    shard = serve(settings_with(), clock)
+    old = joined(shard).attend()
+    old.hear(Pulse)
+    newer = shard.caller("a")
+
+    def both_at_once() -> None:
+        # As when Join and Attend of the newer come before the older's stream is written to.
+        host = shard.server.host
+        member = host.shard.join("a", "another process", TENSORS, clock())
+        host.advance()
+        host.open_stream(member)
+
+    newer.loop.look(both_at_once)
+
+    assert old.hear(Evicted).code == "SUPERSEDED"
+
+
+def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(serve, clock):
+    shard = serve(settings_with(), clock)
+    a = joined(shard)
+    polite = a.attend()
+    polite.hear(Pulse)
+    a.loop.run(polite.call.done_writing())
+    assert polite.ends()
+
+    rude = a.attend()
+    rude.hear(Pulse)
+    rude.cancel()
+    eventually(lambda: not shard.server.host._streams, "the cut stream is forgotten")
+
+    assert shard.member_state("a") == "alive"
+    a.attend().hear(Pulse)
+
+
+def test_the_budget_stops_all_learners(serve, clock):
+    shard = serve(settings_with(run={"tokens": 100}), clock)
+    a = joined(shard)
+    a.seed()
+    stream = a.attend()
+    stream.say(0)
+    stream.say(1, tokens=100)
+    stream.hear(Collect)
+    payload = contribution()
+    a.push(a.header(payload), payload)
+
+    assert stream.hear(Stop) == Stop()
+    assert shard.core.done
+
+
+def test_a_shard_that_ends_tells_its_learners(serve, clock):
+    shard = serve(settings_with(), clock)
+    stream = joined(shard).attend()
+    stream.hear(Pulse)
+    refused = shard.caller("b")
+
+    shard.loop.run(shard.server.host.drain(1.0))
+    found = refusal(refused.join)
+    assert (found.status, found.code) == (STATUS.UNAVAILABLE, "DRAINING")
+    shard.loop.look(shard.server.host.close)
+
+    assert stream.hear(Drain) == Drain()
+    assert stream.ends()
+
+
+def test_a_shard_that_ends_at_once_tells_its_learners_all_the_same(serve, clock):
+    shard = serve(settings_with(), clock)
+    stream = joined(shard).attend()
+    stream.hear(Pulse)
+
+    shard.loop.run(shard.server.stop())
+
+    assert stream.hear(Drain) == Drain()
+
+
+# ---------------------------------------------------------------- Pull
+
+
+def test_pull_answers_with_a_header_alone_where_the_caller_has_the_version(serve, clock):
+    shard = serve(settings_with(), clock)
+    a = joined(shard)
+    a.seed()
+
+    fresh, chunks = a.pull()
+    known, nothing = a.pull(have_version=0)
+    a.identity = replace(a.identity, generation=0, epoch=a.identity.epoch + 1)  # an observer of another life
+    other_life, again = a.pull(have_version=0)
+
+    assert (fresh.version, fresh.payload.encoding, len(chunks)) == (0, "bfloat16", 1)
+    assert (known.version, known.HasField("payload"), nothing) == (0, False, [])
+    assert (other_life.HasField("payload"), len(again)) == (True, 1)
+    assert shard.metric("sent_bytes_total") == 2 * 2 * NUM_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("pull", "status", "code", "words"),
+    [
+        ({"fragment_id": 7}, STATUS.NOT_FOUND, "UNKNOWN_FRAGMENT", "owns fragments 0, not 7"),
+        ({"encodings": ["int4", "zip"]}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "bfloat16 or float32"),
+    ],
+)
+def test_pull_refuses_what_is_not_there(serve, clock, pull, status, code, words):
+    shard = serve(settings_with(), clock)
+    a = joined(shard)
+    a.seed()
+
+    found = refusal(lambda: a.pull(**pull))
+
+    assert (found.status, found.code) == (status, code)
+    assert words in found.words
+
+
+def test_pull_before_the_first_version_is_refused(serve, clock):
+    a = joined(serve(settings_with(), clock))
+    assert refusal(a.pull).code == "NOT_SEEDED"
+
+
+def test_a_pull_that_is_cancelled_leaves_the_shard_serving(serve, clock):
+    shard = serve(settings_with(), clock)
+    a = joined(shard)
+    a.seed()
+
+    async def cut_off() -> None:
+        for _ in range(10):
+            call = a.stub.Pull(pb.PullRequest(), metadata=a.metadata())
+            await call.read()
+            call.cancel()
+
+    shard.loop.run(cut_off())
+
+    assert a.pull()[0].version == 0
+
+
+# ---------------------------------------------------------------- Leave
+
+
+def test_leave_may_be_repeated_and_ends_the_right_to_contribute(serve, clock):
+    shard = serve(settings_with(), clock)
+    a = joined(shard)
+    for _ in range(3):
+        a.leave()
+    assert shard.member_state("a") == "left"
+    assert refusal(lambda: a.attend().ends()).code == "NOT_JOINED"
+    assert shard.metric("evictions_total", code="LEFT") == 0
+
+
+def test_the_goodbye_of_an_older_generation_does_not_end_the_newer(serve, clock):
+    shard = serve(settings_with(), clock)
+    old = joined(shard)
+    joined(shard)
+    old.leave()
+    assert shard.member_state("a") == "alive"
+
+
+# ---------------------------------------------------------------- health, and what is no message at all
+
+
+def test_health_says_serving_until_the_end(serve, clock):
+    shard = serve(settings_with(), clock)
+    channel = shard.caller().channel
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    async def check(service: str) -> Any:
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+    names = ("", "diloco.v1.ParameterServer")
+    assert [shard.loop.run(check(n)) for n in names] == [health_pb2.HealthCheckResponse.SERVING] * 2
+    shard.loop.run(shard.server._set_health(health_pb2.HealthCheckResponse.NOT_SERVING))
+    assert [shard.loop.run(check(n)) for n in names] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 2
+    assert refusal(lambda: shard.loop.run(check("nobody"))).status == STATUS.NOT_FOUND
+
+
+@pytest.mark.parametrize("method", ["Join", "Attend", "Push", "Pull", "Leave"])
+def test_bytes_that_are_no_message_end_the_call_and_nothing_else(serve, clock, method):
+    shard = serve(settings_with(), clock)
+    a = joined(shard)
+    a.seed()
+    before = shard.state()
+
+    async def garbage() -> None:
+        call = a.channel.stream_stream(f"/diloco.v1.ParameterServer/{method}")(metadata=a.metadata(), timeout=10)
+        await call.write(b"\xff" * 100)
+        await call.done_writing()
+        async for _ in call:
+            pass
+
+    found = refusal(lambda: shard.loop.run(garbage()))
+
+    assert found.status not in (STATUS.OK, STATUS.DEADLINE_EXCEEDED)
+    assert shard.state() == before
+    assert a.pull()[0].version == 0
+
+
+def test_a_method_that_does_not_exist_is_unimplemented(serve, clock):
+    a = joined(serve(settings_with(), clock))
+
+    async def call() -> Any:
+        return await a.channel.unary_unary("/diloco.v1.ParameterServer/Obey")(b"", metadata=a.metadata())
+
+    assert refusal(lambda: a.loop.run(call())).status == STATUS.UNIMPLEMENTED

@@ -1,0 +1,555 @@
+"""Push over loopback: what counts, what is refused, and that a refusal changes nothing but its count."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import google_crc32c
+import grpc
+import pytest
+import torch
+from in_process import (
+    CHUNK_ELEMENTS,
+    NUM_ELEMENTS,
+    Attendance,
+    Caller,
+    Clock,
+    InProcessShard,
+    Refused,
+    contribution,
+    eventually,
+    refusal,
+    settings_with,
+)
+
+from diloco_common import rpc
+from diloco_common.codec import Payload, PayloadHeader, encode_payload
+from diloco_common.messages import Collect, Committed, PushHeader
+from diloco_protos import parameter_server_pb2 as pb
+
+ACCEPTED, DUPLICATE = pb.PushResponse.ACCEPTED, pb.PushResponse.DUPLICATE
+LATE, REJECTED = pb.PushResponse.LATE, pb.PushResponse.REJECTED
+STATUS = grpc.StatusCode
+
+
+class OpenRound:
+    """A shard whose only fragment collects round 1 from the learners a and b; it closes when both contributed."""
+
+    def __init__(self, shard: InProcessShard) -> None:
+        self.shard = shard
+        self.a, self.b = shard.caller("a"), shard.caller("b")
+        for learner in (self.a, self.b):
+            learner.join()
+        self.a.seed(0.5)
+        self.streams: tuple[Attendance, ...] = (self.a.attend(), self.b.attend())
+        self.reach(1)
+
+    def reach(self, round_number: int) -> None:
+        """Both take the step that the next round waits for."""
+        for step in (round_number - 1, round_number):
+            for stream in self.streams:
+                stream.say(step, tokens=100 * step)
+        for stream in self.streams:
+            assert stream.hear(Collect).round == round_number
+
+    def push(self, learner: Caller, payload: Payload | None = None, **changes: Any) -> pb.PushResponse:
+        payload = payload or contribution()
+        return learner.push(learner.header(payload, **changes), payload)
+
+
+@pytest.fixture
+def opened(serve, clock: Clock) -> OpenRound:
+    return OpenRound(serve(settings_with(), clock))
+
+
+def messages(header: PushHeader | None, *chunks: bytes) -> list[pb.PushRequest]:
+    first = [] if header is None else [pb.PushRequest(header=rpc.push_header_to_pb(header))]
+    return first + [pb.PushRequest(chunk=chunk) for chunk in chunks]
+
+
+# ---------------------------------------------------------------- what counts
+
+
+def test_a_round_becomes_a_version_once_all_have_contributed(opened):
+    shard = opened.shard
+
+    assert opened.push(opened.a, contribution(0.1, "int8")).outcome == ACCEPTED
+    assert shard.version() == 0
+    assert opened.push(opened.b, contribution(0.3, "int8"), tokens=100).outcome == ACCEPTED
+
+    committed = opened.streams[0].hear(Committed)
+    while committed.version == 0:  # the announcement of the seed
+        committed = opened.streams[0].hear(Committed)
+    assert (committed.version, committed.participants, committed.merged_version) == (1, 2, 1)
+    _, chunks = opened.a.pull(encodings=["float32"])
+    values = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.float32)
+    assert torch.allclose(values, torch.full((NUM_ELEMENTS,), 0.5 - 0.2), atol=2e-3)  # lr 1: theta - mean(delta)
+    assert shard.ledger.tokens_merged == 200
+    assert shard.metric("contributions_total", outcome="accepted") == 3  # with the seed
+
+
+def test_a_repeated_push_counts_once_in_an_open_round_and_after_it(opened):
+    for _ in range(3):
+        first = opened.push(opened.a)
+    assert first.outcome == DUPLICATE
+    assert opened.shard.state().contributions == {0: ("a",)}
+
+    opened.push(opened.b)
+    eventually(lambda: opened.shard.version() == 1, "version 1")
+    before = opened.shard.state()
+    assert opened.push(opened.a).outcome == DUPLICATE
+    assert opened.shard.state() == before
+    assert opened.shard.ledger.duplicates == 3
+    assert opened.shard.metric("contributions_total", outcome="duplicate") == 3
+    assert opened.shard.ledger.tokens_merged == 200
+
+
+def test_the_same_round_with_other_bytes_is_refused(opened):
+    opened.push(opened.a, contribution(0.01))
+    before = opened.shard.state()
+
+    answer = opened.push(opened.a, contribution(0.02))
+
+    assert (answer.outcome, answer.code) == (REJECTED, "CONTRIBUTION_CONFLICT")
+    assert "cannot be changed" in answer.message
+    assert opened.shard.state() == before
+    assert opened.shard.ledger.rejected["CONTRIBUTION_CONFLICT"] == 1
+
+
+def test_a_contribution_to_a_closed_round_is_late_and_changes_nothing(serve, clock):
+    opened = OpenRound(serve(settings_with(sync={"quorum": 1, "grace": 0.0}), clock))
+    opened.push(opened.a)
+    eventually(lambda: opened.shard.version() == 1, "version 1 without b")
+    before = opened.shard.state()
+
+    answer = opened.push(opened.b, tokens=70)
+
+    assert answer.outcome == LATE
+    assert opened.shard.state() == before
+    assert (opened.shard.ledger.late, opened.shard.ledger.tokens_late) == (1, 70)
+    assert opened.shard.metric("contributions_total", outcome="late") == 1
+
+
+def test_a_contribution_relative_to_a_version_too_old_is_refused(serve, clock):
+    opened = OpenRound(serve(settings_with(sync={"staleness_max": 0}), clock))
+    opened.push(opened.a)
+    opened.push(opened.b)
+    eventually(lambda: opened.shard.version() == 1, "version 1")
+    opened.reach(2)
+    before = opened.shard.state()
+
+    answer = opened.push(opened.a, round=2, base_version=0)
+
+    assert (answer.outcome, answer.code) == (REJECTED, "TOO_STALE")
+    assert "sync.staleness_max" in answer.message
+    assert opened.shard.state() == before
+
+
+# ---------------------------------------------------------------- refused by the header, before a byte is taken
+
+REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    ("another manifest", {"manifest_digest": "f" * 32}, {}, "MANIFEST_MISMATCH", "join again"),
+    ("an epoch that is over", {"epoch": 1 << 40}, {}, "WRONG_EPOCH", "join again"),
+    ("a fragment that does not exist", {"fragment_id": 7}, {}, "UNKNOWN_FRAGMENT", "owns fragments 0, not 7"),
+    ("a round that never opened", {"round": 9}, {}, "WRONG_ROUND", "round 9 is not open"),
+    ("a base version of the future", {"base_version": 5}, {}, "WRONG_ROUND", "does not exist yet"),
+    ("no tokens", {"tokens": 0}, {}, "WRONG_ROUND", "at least 1 step and 1 token"),
+    ("no steps", {"steps": 0}, {}, "WRONG_ROUND", "at least 1 step and 1 token"),
+    ("more elements than the fragment", {}, {"num_elements": 10**15}, "BAD_SIZE", "the fragment 605"),
+    ("no elements", {}, {"num_elements": 0}, "BAD_SIZE", "the fragment 605"),
+    ("more bytes than the elements take", {}, {"num_bytes": 10**15}, "BAD_SIZE", "the header says"),
+    ("chunks without elements", {}, {"chunk_elements": 0}, "BAD_SIZE", "chunk_elements"),
+    ("enormous chunks", {}, {"chunk_elements": 1 << 40}, "BAD_SIZE", "chunk_elements"),
+    ("an unknown encoding", {}, {"encoding": "zip\x1b[31m"}, "UNKNOWN_ENCODING", "send int8"),
+    ("an encoding of other runs", {}, {"encoding": "float32"}, "UNKNOWN_ENCODING", "send int8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "payload_changes", "code", "words"),
+    [case[1:] for case in REFUSED_BY_HEADER],
+    ids=[case[0] for case in REFUSED_BY_HEADER],
+)
+def test_a_push_is_refused_by_its_header_alone(opened, written, changes, payload_changes, code, words):
+    payload = contribution()
+    header = replace(opened.a.header(payload), payload=replace(payload.header, **payload_changes), **changes)
+    before, received = opened.shard.state(), opened.shard.server.host.observer.bytes_pushed
+
+    answer = opened.a.push_messages(messages(header), hold=True)  # no chunk is ever sent
+
+    assert (answer.outcome, answer.code) == (REJECTED, code)
+    assert words in answer.message
+    assert opened.shard.state() == before
+    assert opened.shard.server.host.observer.bytes_pushed == received
+    assert opened.shard.ledger.rejected == {code: 1}
+    assert opened.shard.ledger.tokens_refused[code] == header.tokens
+    assert opened.shard.metric("contributions_rejected_total", code=code) == 1
+    assert f"contribution refused fragment={header.fragment_id} round={header.round} code={code}" in written.getvalue()
+    assert "\x1b" not in written.getvalue()
+    assert opened.push(opened.a).outcome == ACCEPTED  # the round still wants the right one
+
+
+# ---------------------------------------------------------------- refused by the bytes
+
+
+def int8_payload(scale: float = 1e-3, code: int = 1, crc_off: int = 0) -> Payload:
+    """int8 chunks written by hand, the scale and the code the same everywhere but in the first block."""
+    chunks = []
+    for start in range(0, NUM_ELEMENTS, CHUNK_ELEMENTS):
+        count = min(CHUNK_ELEMENTS, NUM_ELEMENTS - start)
+        first = start == 0
+        chunks.append(struct.pack("<f", scale if first else 1e-3) + struct.pack("b", code if first else 1) * count)
+    crc = google_crc32c.value(b"".join(chunks)) ^ crc_off
+    header = PayloadHeader("int8", NUM_ELEMENTS, CHUNK_ELEMENTS, sum(map(len, chunks)), crc)
+    return Payload(header, tuple(chunks))
+
+
+def changed(change: Callable[[list[bytes]], list[bytes]]) -> Payload:
+    """A right header with other chunks."""
+    payload = int8_payload(code=2)
+    return Payload(payload.header, tuple(change(list(payload.chunks))))
+
+
+BAD_BYTES: list[tuple[str, Payload, str, str]] = [
+    ("a wrong checksum", int8_payload(crc_off=1), "BAD_CHECKSUM", "send them again"),
+    ("a flipped bit", changed(lambda c: [bytes([c[0][0] ^ 1]) + c[0][1:], *c[1:]]), "BAD_CHECKSUM", "crc32c"),
+    ("a chunk too few", changed(lambda c: c[:-1]), "BAD_SIZE", "1 of 3 chunks are missing"),
+    ("no chunk", changed(lambda c: []), "BAD_SIZE", "3 of 3 chunks are missing"),
+    ("a chunk too many", changed(lambda c: [*c, c[-1]]), "BAD_SIZE", "there is no chunk 3"),
+    ("a chunk too long", changed(lambda c: [c[0] + b"\0", *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),
+    ("a chunk too short", changed(lambda c: [c[0][:-1], *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),
+    ("an empty chunk", changed(lambda c: [b"", *c[1:]]), "BAD_SIZE", "got 0"),
+    ("chunks in another order", changed(lambda c: [c[1], c[0], c[2]]), "BAD_CHECKSUM", "crc32c"),
+    ("a scale of 0 with codes", int8_payload(scale=0.0), "BAD_ENCODING", "scale"),
+    ("a scale of NaN", int8_payload(scale=float("nan")), "BAD_ENCODING", "scale"),
+    ("an infinite scale", int8_payload(scale=float("inf")), "BAD_ENCODING", "scale"),
+    ("a negative scale", int8_payload(scale=-1.0), "BAD_ENCODING", "scale"),
+    ("the code -128", int8_payload(code=-128), "BAD_ENCODING", "-128"),
+    ("a norm far above the usual", contribution(1e6 * 0.5), "NORM_TOO_LARGE", "guard.norm_factor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("payload", "code", "words"), [case[1:] for case in BAD_BYTES], ids=[case[0] for case in BAD_BYTES]
+)
+def test_bytes_that_are_not_the_announced_contribution_are_refused(opened, payload, code, words):
+    before = opened.shard.state()
+
+    answer = opened.a.push(opened.a.header(payload), payload)
+
+    assert (answer.outcome, answer.code) == (REJECTED, code)
+    assert words in answer.message
+    assert opened.shard.state() == before
+    assert opened.shard.ledger.rejected == {code: 1}
+    assert opened.shard.metric("contributions_rejected_total", code=code) == 1
+    assert opened.push(opened.a).outcome == ACCEPTED
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (float("nan"), "NOT_FINITE"),
+        (float("inf"), "NOT_FINITE"),
+        (-float("inf"), "NOT_FINITE"),
+        (3e38, "NOT_FINITE"),  # their squares overflow
+        (1e10, "NORM_TOO_LARGE"),
+    ],
+)
+def test_values_that_nothing_could_be_merged_with_are_refused(serve, clock, bad, code):
+    opened = OpenRound(serve(settings_with(sync={"push": "float32"}), clock))
+    values = torch.full((NUM_ELEMENTS,), 0.01)
+    right = encode_payload(values, "float32", chunk_elements=CHUNK_ELEMENTS)
+    chunk = struct.pack("<f", bad) * 2 + right.chunks[0][8:]
+    chunks = (chunk, *right.chunks[1:])
+    payload = Payload(replace(right.header, crc32c=google_crc32c.value(b"".join(chunks))), chunks)
+    before = opened.shard.state()
+
+    answer = opened.push(opened.a, payload)
+
+    assert (answer.outcome, answer.code) == (REJECTED, code)
+    assert opened.shard.state() == before
+    assert opened.shard.ledger.rejected == {code: 1}
+
+
+def test_a_norm_is_judged_by_the_running_median_of_merged_ones(serve, clock):
+    opened = OpenRound(serve(settings_with(sync={"push": "float32"}, guard={"norm_factor": 1000.0}), clock))
+    for round_number in range(1, 10):
+        for learner in (opened.a, opened.b):
+            answer = opened.push(
+                learner, contribution(1e-4, "float32"), round=round_number, base_version=round_number - 1
+            )
+            assert answer.outcome == ACCEPTED
+        eventually(lambda n=round_number: opened.shard.version() == n, f"version {round_number}")
+        opened.reach(round_number + 1)
+    before = opened.shard.state()
+
+    answer = opened.push(opened.a, contribution(100.0, "float32"), round=10, base_version=9)
+
+    assert (answer.outcome, answer.code) == (REJECTED, "NORM_TOO_LARGE")
+    assert "1e+06 times the usual" in answer.message
+    assert opened.shard.state() == before
+
+
+# ---------------------------------------------------------------- refused by who calls, or how
+
+
+def _not_joined(shard: InProcessShard, clock: Clock) -> Caller:
+    stranger = shard.caller("stranger")
+    stranger.identity = replace(stranger.identity, generation=99, epoch=shard.core.epoch)
+    return stranger
+
+
+def _without_generation(shard: InProcessShard, clock: Clock) -> Caller:
+    return shard.caller("a")
+
+
+def _old_generation(shard: InProcessShard, clock: Clock) -> Caller:
+    old = shard.caller("c")
+    old.join()
+    shard.caller("c").join(instance="another process")
+    return old
+
+
+def _lease_over(shard: InProcessShard, clock: Clock) -> Caller:
+    silent = shard.caller("c")
+    silent.join()
+    clock.now += shard.settings.lease.lease_s + 1
+    eventually(lambda: shard.member_state("c") == "evicted", "c is evicted")
+    return silent
+
+
+def _left(shard: InProcessShard, clock: Clock) -> Caller:
+    gone = shard.caller("c")
+    gone.join()
+    gone.leave()
+    return gone
+
+
+def _other_run(shard: InProcessShard, clock: Clock) -> Caller:
+    foreign = shard.caller("a")
+    foreign.join()
+    foreign.identity = replace(foreign.identity, run_id="another-run")
+    return foreign
+
+
+def _other_life(shard: InProcessShard, clock: Clock) -> Caller:
+    before = shard.caller("c")
+    before.join()
+    before.identity = replace(before.identity, epoch=before.identity.epoch + 1)
+    return before
+
+
+@pytest.mark.parametrize(
+    ("caller", "status", "code", "words"),
+    [
+        (_not_joined, STATUS.FAILED_PRECONDITION, "NOT_JOINED", "join first"),
+        (_without_generation, STATUS.FAILED_PRECONDITION, "NOT_JOINED", "join again"),
+        (_old_generation, STATUS.FAILED_PRECONDITION, "STALE_GENERATION", "is over"),
+        (_lease_over, STATUS.FAILED_PRECONDITION, "LEASE_EXPIRED", "join again"),
+        (_left, STATUS.FAILED_PRECONDITION, "NOT_JOINED", "join again"),
+        (_other_run, STATUS.FAILED_PRECONDITION, "WRONG_RUN", "check run.id"),
+        (_other_life, STATUS.FAILED_PRECONDITION, "NOT_JOINED", "restarted"),
+    ],
+)
+def test_whoever_holds_no_lease_cannot_push(serve, clock, caller, status, code, words):
+    shard = serve(settings_with(), clock)
+    first = shard.caller("first")
+    first.join()
+    first.seed()
+    pusher = caller(shard, clock)
+    payload = contribution()
+    header = first.header(payload)
+    before = shard.state()
+
+    found = refusal(lambda: pusher.push_messages(messages(header), hold=True))
+
+    assert (found.status, found.code) == (status, code)
+    assert words in found.words
+    assert shard.state() == before
+    assert shard.metric("refused_calls_total", code=code) == 1
+
+
+def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock):
+    payload = contribution()
+    header = opened.a.header(payload)
+    shard = opened.shard
+
+    async def torn() -> Any:
+        call = opened.a.stub.Push(metadata=opened.a.metadata())
+        sent = messages(header, *payload.chunks)
+        received = shard.server.host.observer.bytes_pushed
+        for message in sent[:-1]:
+            await call.write(message)
+        while shard.server.host.observer.bytes_pushed < received + len(payload.chunks[0]):
+            await shard.server.host.compute(lambda: None)
+        clock.now += shard.settings.lease.lease_s + 1
+        shard.server.host.advance()
+        await call.write(sent[-1])
+        await call.done_writing()
+        return await call
+
+    found = refusal(lambda: shard.loop.run(torn()))
+
+    assert found.code == "LEASE_EXPIRED"
+    assert shard.state().contributions == {0: ()}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(messages(None, b"123"), id="a chunk before the header"),
+        pytest.param([pb.PushRequest()], id="an empty message"),
+        pytest.param([], id="nothing"),
+    ],
+)
+def test_a_push_without_its_header_first_is_refused(opened, sent):
+    before = opened.shard.state()
+
+    found = refusal(lambda: opened.a.push_messages(sent))
+
+    assert found == Refused(STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "a push begins with its header")
+    assert opened.shard.state() == before
+    assert opened.shard.metric("refused_calls_total", code="BAD_REQUEST") == 1
+
+
+def test_a_second_header_is_refused(opened):
+    payload = contribution()
+    header = opened.a.header(payload)
+
+    answer = opened.a.push_messages(messages(header, payload.chunks[0]) + messages(header), hold=True)
+
+    assert (answer.outcome, answer.code) == (REJECTED, "BAD_REQUEST")
+    assert "chunks only" in answer.message
+    assert opened.shard.state().contributions == {0: ()}
+
+
+def test_a_push_that_is_cut_off_in_the_middle_leaves_no_trace(opened):
+    payload = contribution()
+    sent = messages(opened.a.header(payload), *payload.chunks[:2])
+    before = opened.shard.state()
+    service_pushes = opened.shard.metric("received_bytes_total")
+
+    async def cut_off() -> None:
+        call = opened.a.stub.Push(metadata=opened.a.metadata())
+        for message in sent:
+            await call.write(message)
+        while opened.shard.metric("received_bytes_total") < service_pushes + sum(map(len, payload.chunks[:2])):
+            await opened.shard.server.host.compute(lambda: None)
+        call.cancel()
+
+    opened.shard.loop.run(cut_off())
+
+    assert opened.shard.state() == before
+    assert opened.push(opened.a, payload).outcome == ACCEPTED  # the whole of it, again
+
+
+def test_a_push_that_falls_silent_is_cut_off(serve, clock):
+    opened = OpenRound(serve(settings_with(lease={"lease_s": 0.2, "heartbeat_s": 0.05}), clock))  # the clock stands
+    payload = contribution()
+    before = opened.shard.state()
+
+    answer = opened.a.push_messages(messages(opened.a.header(payload), payload.chunks[0]), hold=True)
+    silent = refusal(lambda: opened.a.push_messages([], hold=True))
+
+    assert (answer.outcome, answer.code) == (REJECTED, "BAD_REQUEST")
+    assert "push again" in answer.message
+    assert (silent.status, silent.code) == (STATUS.INVALID_ARGUMENT, "BAD_REQUEST")
+    assert opened.shard.state() == before
+
+
+def test_more_pushes_at_once_than_allowed_are_told_to_come_again(serve, clock):
+    opened = OpenRound(serve(settings_with(shard={"max_pushes": 1}), clock))
+    payload = contribution()
+    shard = opened.shard
+
+    async def two_at_once() -> Any:
+        first = opened.a.stub.Push(metadata=opened.a.metadata())
+        await first.write(messages(opened.a.header(payload))[0])
+        await first.write(pb.PushRequest(chunk=payload.chunks[0]))
+        received = shard.server.host.observer
+        while not received.bytes_pushed % 605:
+            await shard.server.host.compute(lambda: None)
+        try:
+            second = opened.b.stub.Push(metadata=opened.b.metadata())
+            return await second
+        finally:
+            first.cancel()
+
+    found = refusal(lambda: shard.loop.run(two_at_once()))
+
+    assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")
+    assert "shard.max_pushes" in found.words
+
+    def second_goes_through() -> bool:
+        try:
+            return opened.push(opened.b).outcome == ACCEPTED
+        except grpc.aio.AioRpcError:
+            return False  # the place of the first is not free yet
+
+    eventually(second_goes_through, "a place is free again")
+
+
+def test_a_message_above_the_limit_is_refused_with_the_limit_named(opened):
+    before = opened.shard.state()
+    too_long = bytes(rpc.MAX_MESSAGE_BYTES + 1)
+
+    async def push() -> Any:
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(opened.shard.address, options=options) as channel:
+            method = channel.stream_unary("/diloco.v1.ParameterServer/Push")
+            call = method(metadata=opened.a.metadata())
+            await call.write(too_long)
+            return await call
+
+    found = refusal(lambda: opened.shard.loop.run(push()))
+
+    assert found.status == STATUS.RESOURCE_EXHAUSTED
+    assert str(rpc.MAX_MESSAGE_BYTES) in found.words
+    assert opened.shard.state() == before
+
+
+# ---------------------------------------------------------------- seeds
+
+
+def test_the_first_seed_of_a_fragment_wins(serve, clock):
+    shard = serve(settings_with(), clock)
+    a, b = shard.caller("a"), shard.caller("b")
+    a.join()
+    b.join()
+    a.seed(0.25)
+    before = shard.state()
+
+    b.seed(0.75)
+
+    assert shard.state() == before
+    assert torch.frombuffer(bytearray(before.theta[0]), dtype=torch.float32).eq(0.25).all()
+
+
+def test_a_seed_that_is_not_finite_leaves_the_fragment_to_the_next(serve, clock):
+    shard = serve(settings_with(), clock)
+    a = shard.caller("a")
+    a.join()
+    right = encode_payload(torch.full((NUM_ELEMENTS,), 0.5), "float32")
+    chunk = struct.pack("<f", float("nan")) + right.chunks[0][4:]
+    payload = Payload(replace(right.header, crc32c=google_crc32c.value(chunk)), (chunk,))
+
+    answer = a.push(a.header(payload, round=0, tokens=0, steps=0), payload)
+
+    assert (answer.outcome, answer.code) == (REJECTED, "NOT_FINITE")
+    assert not shard.core.all_seeded
+    a.seed(0.5)
+
+
+def test_a_contribution_before_there_is_a_version_is_refused(serve, clock):
+    shard = serve(settings_with(), clock)
+    a = shard.caller("a")
+    a.join()
+    payload = contribution()
+
+    answer = a.push(a.header(payload), payload)
+
+    assert (answer.outcome, answer.code) == (REJECTED, "NOT_SEEDED")
+    assert "seed it first" in answer.message
