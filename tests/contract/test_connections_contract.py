@@ -1,0 +1,179 @@
+"""What arrives at the port without being a proper call: raw sockets, idle ones, and frames written by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+
+import pytest
+from in_process import TENSORS, InProcessShard, eventually, settings_with
+
+from diloco_common import rpc
+from diloco_common.messages import Committed, Pulse
+from diloco_protos import parameter_server_pb2 as pb
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_STREAM, END_HEADERS = 1, 4
+
+
+def connect(shard: InProcessShard) -> socket.socket:
+    host, _, port = shard.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def plain_headers(*pairs: tuple[bytes, bytes]) -> bytes:
+    """Header fields as HPACK literals, whatever they hold."""
+    fields = [b"\0" + bytes([len(key)]) + key + bytes([len(value)]) + value for key, value in pairs]
+    return b"".join(fields)
+
+
+def join_by_hand(learner_id: bytes) -> bytes:
+    """The bytes of one Join call."""
+    request = pb.JoinRequest(
+        protocol=1, instance="x", tensors=rpc.tensors_to_pb(TENSORS), decodes=rpc.DECODES
+    ).SerializeToString()
+    headers = plain_headers(
+        (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/diloco.v1.ParameterServer/Join"),
+        (b":authority", b"localhost"), (b"content-type", b"application/grpc"), (b"te", b"trailers"),
+        (b"diloco-run", b"local"), (b"diloco-learner", learner_id),
+    )  # fmt: skip
+    message = b"\0" + struct.pack(">I", len(request)) + request
+    return (
+        PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, headers) + frame(DATA, END_STREAM, 1, message)
+    )
+
+
+def answer_to(shard: InProcessShard, sent: bytes) -> bytes:
+    """All that the shard sends back until it ends the stream or the connection."""
+    received = b""
+    with connect(shard) as connection, contextlib.suppress(ConnectionError, TimeoutError):
+        connection.sendall(sent)
+        connection.settimeout(5)
+        while part := connection.recv(65536):
+            received += part
+            if _ends_stream(received):
+                break
+    return received
+
+
+def _ends_stream(received: bytes) -> bool:
+    """Whether a frame of stream 1 is its last: end of stream, or a reset."""
+    at = 0
+    while at + 9 <= len(received):
+        length = int.from_bytes(received[at : at + 3], "big")
+        kind, flags = received[at + 3], received[at + 4]
+        stream = int.from_bytes(received[at + 5 : at + 9], "big")
+        if stream == 1 and (kind == 3 or (kind == HEADERS and flags & END_STREAM)):
+            return True
+        at += 9 + length
+    return False
+
+
+def test_a_join_written_by_hand_is_understood(serve):
+    """Else the cases below would prove nothing."""
+    shard = serve()
+    answer_to(shard, join_by_hand(b"by-hand"))
+    assert shard.member_state("by-hand") == "alive"
+
+
+@pytest.mark.parametrize(
+    "learner_id",
+    [b"a\0b", b"a\nb", b"a\r\nb", b"\x1b[31mred\x1b[0m", b"../../x", b"\xff\xfe", b"\x7f", b""],
+    ids=["NUL", "newline", "CR LF", "ANSI escape", "path", "no UTF-8", "DEL", "empty"],
+)
+def test_a_raw_learner_id_is_refused_and_never_written_raw(serve, written, learner_id):
+    shard = serve()
+
+    answer = answer_to(shard, join_by_hand(learner_id))
+
+    assert answer
+    assert shard.core.membership.all() == []
+    assert all(line.isprintable() for line in written.getvalue().split("\n"))
+    labels = {v for f in shard.server.host.metrics.registry.collect() for s in f.samples for v in s.labels.values()}
+    assert all(label.isprintable() for label in labels)
+    answer_to(shard, join_by_hand(b"by-hand"))
+    assert shard.member_state("by-hand") == "alive"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", id="HTTP/1.1"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(64), id="TLS"),
+        pytest.param(os.urandom(4096), id="noise"),
+        pytest.param(PREFACE + os.urandom(4096), id="noise after the preface"),
+        pytest.param(PREFACE + frame(DATA, 0, 9, b"x" * 100), id="data of no stream"),
+        pytest.param(PREFACE + frame(HEADERS, END_HEADERS, 1, b"\xff" * 500), id="headers that are none"),
+        pytest.param(join_by_hand(b"half")[:-200], id="half a call"),
+    ],
+)
+def test_garbage_on_the_port_changes_nothing(serve, clock, sent):
+    shard = serve(settings_with(), clock)
+    a = shard.caller("a")
+    a.join()
+    a.seed()
+    stream = a.attend()
+    stream.hear(Pulse)
+    before = shard.state()
+
+    with connect(shard) as connection:
+        connection.sendall(sent)
+        stream.say(1)
+        eventually(lambda: shard.core.membership.get("a").progress.inner_step == 1, "a is heard meanwhile")
+
+    assert shard.state() == before
+    assert [m.learner_id for m in shard.core.membership.all()] == ["a"]
+
+
+def test_idle_connections_do_not_keep_a_learner_from_attending(serve):
+    shard = serve(settings_with(lease={"lease_s": 1.0, "heartbeat_s": 0.1}))
+    a = shard.caller("a")
+    a.join()
+    a.seed()
+    stream = a.attend()
+
+    with contextlib.ExitStack() as idle:
+        for _ in range(200):
+            idle.enter_context(connect(shard))
+        late = shard.caller("late")  # dials while the others are there
+        late.join()
+        heard = [late.attend().hear(Committed)]
+        until = time.monotonic() + 1.2 * shard.settings.lease.lease_s
+        step = 0
+        while time.monotonic() < until:
+            step += 1
+            stream.say(step)
+            heard.append(stream.hear(Pulse))
+        assert shard.member_state("a") == "alive"
+
+    assert len(heard) > 3
+    assert shard.ledger.evictions["LEASE_EXPIRED"] <= 1  # late, which reports nothing
+
+
+def test_a_learner_that_reads_nothing_is_cut_off_at_the_bound(serve, clock, monkeypatch):
+    monkeypatch.setattr("diloco_server.host.BACKLOG_MAX", 50)
+    shard = serve(settings_with(), clock)
+    a = shard.caller("a")
+    a.join()
+    stream = a.attend()
+    stream.hear(Pulse)
+
+    def flood() -> int:
+        for _ in range(500):
+            shard.core.send_pulses()
+        shard.server.host.advance()
+        return len(shard.server.host._streams)
+
+    shard.loop.look(flood)
+
+    assert stream.ends()
+    assert len(stream.heard) < 100
+    a.attend().hear(Pulse)  # it comes back
