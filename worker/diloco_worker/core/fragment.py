@@ -34,6 +34,10 @@ class Pending:
     """float32 [num_elements]."""
     delta: Tensor
     """float32 [num_elements]; belongs to the encoder once handed out, which leaves in it what it lost."""
+    pushes_open: int = 0
+    """How often it was handed out for pushing and not answered yet."""
+    accepted: bool = False
+    """Whether a shard has taken it: then only a version can tell that it was not merged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class LearnerCore:
             if fragment.tokens_since(self.tokens) > 0:
                 taken.append(fragment.take(wanted.round, self.tokens, self.inner_step))
                 self.contributions["taken"] += 1
+        for pending in taken:
+            pending.pushes_open += 1
         return taken
 
     # ------------------------------------------------------------ what came from the shards
@@ -75,14 +77,20 @@ class LearnerCore:
             fragment.wanted = Wanted(directive.round, epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
-        """A push has its outcome. LATE and REJECTED tell that it was not merged; that it was, only a version tells."""
+        """A push has its outcome. LATE and REJECTED tell that it was not merged; that it was, only a version tells.
+
+        Of a contribution that was pushed more than once, a refused push tells nothing while another may be accepted.
+        """
         fragment = self.fragments[fragment_id]
-        if fragment.pending is None or fragment.pending.round != round_number:
+        pending = fragment.pending
+        if pending is None or pending.round != round_number:
             return
-        if answer.outcome is Outcome.LATE or answer.code == WrongRound.code:
-            self._carried(fragment)
-        elif answer.outcome is Outcome.REJECTED:
+        pending.pushes_open -= 1
+        if answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+            pending.accepted = True
+        elif answer.outcome is Outcome.REJECTED and answer.code != WrongRound.code:
             self.contributions[answer.code] += 1
+        if not pending.accepted and pending.pushes_open <= 0:
             self._carried(fragment)
 
     def arrived(self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int) -> bool:
@@ -104,6 +112,8 @@ class LearnerCore:
             fragment.overwrite(
                 values, version, epoch, merged=merged, keep=keep, tokens=self.tokens, steps=self.inner_step
             )
+        if fragment.wanted is not None and fragment.wanted.epoch == epoch and fragment.wanted.round <= version:
+            fragment.wanted = None  # that round is over
         return True
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
