@@ -1,0 +1,242 @@
+"""Whole clusters of pure cores in one process: no network, no threads, one order, time passed by hand.
+
+`ShardShell` carries out what one `Shard` asks for; `Lockstep` couples shards with `LearnerCore`s. At every boundary
+everything that can be said is said, unless a learner's pushes are held back, or a shard's merges are.
+
+    cluster = Lockstep(settings, num_shards=2)
+    cluster.join("a", model)
+    ... train model ...
+    cluster.stepped("a", tokens=48)
+    cluster.exchange()
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from builders import decoded
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.errors import Refusal
+from diloco_common.manifest import cut
+from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
+from diloco_common.settings import Settings, ShardSettings
+from diloco_server.core import fragment as arithmetic
+from diloco_server.core.effects import Event, MergeRound, SeedFragment, Tell
+from diloco_server.core.membership import Member
+from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.shard import Shard
+from diloco_worker.core.fragment import Pending
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+
+
+class ShardShell:
+    """One shard, its time, and what it said."""
+
+    def __init__(self, settings: Settings, epoch: int = 1) -> None:
+        self.settings = settings
+        self.shard = Shard(settings, epoch)
+        self.now = 0.0
+        self.told: dict[str, list[Directive]] = defaultdict(list)
+        """Directives by learner, since they were taken last."""
+        self.events: list[Event] = []
+        self.jobs: list[SeedFragment | MergeRound] = []
+        """What the compute thread would have to do, while `holds_jobs`."""
+        self.holds_jobs = False
+        self._outer = make_outer_optimizer(settings.outer)
+        self._workspace = Workspace()
+
+    def advance(self, seconds: float = 0.0) -> None:
+        """Let time pass, and everything happen that is due."""
+        self.now += seconds
+        self.shard.tick(self.now)
+        while effects := self.shard.take_effects():
+            for effect in effects:
+                match effect:
+                    case Tell():
+                        self.told[effect.learner_id].append(effect.directive)
+                    case SeedFragment() | MergeRound():
+                        self.jobs.append(effect)
+                    case _:
+                        self.events.append(effect)
+            if not self.holds_jobs:
+                self.finish_jobs()
+
+    def finish_jobs(self) -> None:
+        """Compute and announce the versions that wait."""
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            if isinstance(job, SeedFragment):
+                values = arithmetic.seed(job.payload, self._outer)
+                self.shard.seeded(job.fragment_id, values, arithmetic.publish(values, self.settings.sync.pull))
+            else:
+                self._merge(job)
+            self.shard.tick(self.now)
+
+    def take_told(self, learner_id: str) -> list[Directive]:
+        """What the learner was told since the last call."""
+        return self.told.pop(learner_id, [])
+
+    def push(self, member: Member, header: PushHeader, payload: Payload) -> PushAnswer:
+        """As the service does: decide by the header, look at the bytes, hand them in."""
+        answer = self.shard.admit(member, header)
+        if answer is None:
+            try:
+                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces, self._workspace)
+            except Refusal as refusal:
+                answer = self.shard.reject(header, refusal)
+            else:
+                answer = self.shard.contribute(member, header, payload, norms, self.now)
+        self.advance()
+        return answer
+
+    def _merge(self, job: MergeRound) -> None:
+        state = self.shard.fragments[job.fragment_id]
+        assert state.values is not None
+        arithmetic.step(
+            state.values, state.fragment, job.contributions, outer_step=job.version, rule=self.settings.sync.merge,
+            optimizer=self._outer, workspace=self._workspace,
+        )  # fmt: skip
+        published = arithmetic.publish(state.values, self.settings.sync.pull)
+        self.shard.committed(job.fragment_id, published, self.now)
+
+
+@dataclass
+class LockstepLearner:
+    """One learner core, its leases, and what it has not sent yet."""
+
+    learner_id: str
+    core: LearnerCore
+    members: dict[int, Member]
+    """Shard index -> lease."""
+    outbox: list[Pending] = field(default_factory=list)
+    answers: list[PushAnswer] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    """Shards that have reached their budget."""
+    held: bool = False
+    """Whether its pushes stay in the outbox."""
+    encoded: dict[int, tuple[Pending, Payload]] = field(default_factory=dict)
+
+
+class Lockstep:
+    """Shards and learners that speak only in `exchange`, in a fixed order."""
+
+    def __init__(self, settings: Settings, num_shards: int = 1, epoch: int = 1) -> None:
+        self.settings = settings
+        self.shards = [
+            ShardShell(settings.model_copy(update={"shard": ShardSettings(index=i, count=num_shards)}), epoch)
+            for i in range(num_shards)
+        ]
+        self.learners: dict[str, LockstepLearner] = {}
+
+    def join(self, learner_id: str, model: nn.Module) -> LockstepLearner:
+        """Join every shard, seed what is empty, and take over the versions."""
+        replica = Replica(model)
+        members = {
+            i: shell.shard.join(learner_id, f"{learner_id}-process", replica.specs, shell.now)
+            for i, shell in enumerate(self.shards)
+        }
+        manifest = cut(replica.specs, self.settings.sync.fragments, len(self.shards))
+        core = LearnerCore(replica, manifest, self.shards[0].shard.policy())
+        learner = self.learners[learner_id] = LockstepLearner(learner_id, core, members)
+        for index, shell in enumerate(self.shards):
+            for status in shell.shard.fragment_statuses(learner_id):
+                if not status.seeded:
+                    payload = encode_payload(core.fragments[status.fragment_id].values(), "float32")
+                    header = self._header(learner, status.fragment_id, 0, payload, tokens=0, steps=0, base_version=0)
+                    shell.push(members[index], header, payload)
+            shell.shard.attend(members[index])
+            shell.advance()
+        self._report(learner)
+        self._hear(learner)
+        return learner
+
+    def stepped(self, learner_id: str, tokens: int) -> None:
+        """The learner has trained its model on `tokens` tokens; the shards are told."""
+        learner = self.learners[learner_id]
+        learner.core.stepped(tokens)
+        self._report(learner)
+
+    def exchange(self, order: Sequence[str] | None = None) -> None:
+        """Let everybody say and hear everything, learners in the given order, until nothing moves."""
+        for shell in self.shards:
+            shell.advance()
+        moved = True
+        while moved:
+            moved = False
+            for learner_id in order or sorted(self.learners):
+                learner = self.learners[learner_id]
+                moved |= self._hear(learner)
+                learner.outbox += learner.core.snapshots()
+                if not learner.held:
+                    moved |= self.send(learner_id)
+
+    def send(self, learner_id: str) -> bool:
+        """Push what the learner holds back; says whether there was anything."""
+        learner = self.learners[learner_id]
+        outbox, learner.outbox = learner.outbox, []
+        for pending in outbox:
+            payload = self._encode(learner, pending)
+            header = self._header(
+                learner, pending.fragment_id, pending.round, payload,
+                tokens=pending.tokens, steps=pending.steps, base_version=pending.base_version,
+            )  # fmt: skip
+            index = learner.core.manifest.fragments[pending.fragment_id].shard_index
+            answer = self.shards[index].push(learner.members[index], header, payload)
+            learner.answers.append(answer)
+            learner.core.answered(pending.fragment_id, pending.round, answer)
+        return bool(outbox)
+
+    def _report(self, learner: LockstepLearner) -> None:
+        for index, shell in enumerate(self.shards):
+            progress = Progress(learner.core.inner_step, learner.core.tokens)
+            shell.shard.progress(learner.members[index], progress, shell.now)
+
+    @torch.no_grad()
+    def _hear(self, learner: LockstepLearner) -> bool:
+        heard = False
+        for index, shell in enumerate(self.shards):
+            for directive in shell.take_told(learner.learner_id):
+                heard = True
+                match directive:
+                    case Collect():
+                        learner.core.collect(directive, shell.shard.epoch)
+                    case Committed():
+                        self._pull(learner, shell, directive.fragment_id)
+                    case Stop():
+                        learner.stopped.add(index)
+                    case Evicted():
+                        raise AssertionError(f"{learner.learner_id} was evicted: {directive.message}")
+                    case _:
+                        pass
+        return heard
+
+    def _pull(self, learner: LockstepLearner, shell: ShardShell, fragment_id: int) -> None:
+        version, payload = shell.shard.published(fragment_id)
+        merged = shell.shard.fragments[fragment_id].merged_versions.get(learner.learner_id, 0)
+        learner.core.arrived(fragment_id, version, shell.shard.epoch, decoded(payload), min(merged, version))
+
+    def _encode(self, learner: LockstepLearner, pending: Pending) -> Payload:
+        """Once per contribution: encoding leaves in it what was lost."""
+        known = learner.encoded.get(pending.fragment_id)
+        if known is None or known[0] is not pending:
+            policy = learner.core.policy
+            payload = encode_payload(pending.delta, policy.push_encoding, keep_loss=policy.error_feedback)
+            learner.encoded[pending.fragment_id] = known = (pending, payload)
+        return known[1]
+
+    def _header(
+        self, learner: LockstepLearner, fragment_id: int, round_number: int, payload: Payload, *,
+        tokens: int, steps: int, base_version: int,
+    ) -> PushHeader:  # fmt: skip
+        manifest = learner.core.manifest
+        epoch = self.shards[manifest.fragments[fragment_id].shard_index].shard.epoch
+        return PushHeader(
+            fragment_id, round_number, epoch, base_version, tokens, steps, payload.header, manifest.digest
+        )

@@ -1,0 +1,466 @@
+"""What a learner does at a step boundary: snapshots, versions laid under progress, and work that is never lost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco_common.errors import BadChecksum, NormTooLarge, TooStale, WrongRound
+from diloco_common.manifest import cut
+from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
+from diloco_worker.core.fragment import Pending
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+
+EPOCH = 7
+ACCEPTED = PushAnswer(Outcome.ACCEPTED)
+DUPLICATE = PushAnswer(Outcome.DUPLICATE)
+LATE = PushAnswer(Outcome.LATE)
+
+
+def rejected(code: str) -> PushAnswer:
+    return PushAnswer(Outcome.REJECTED, code, "words")
+
+
+class Rig:
+    """A learner of one parameter of two elements and one fragment, whose numbers can be read with the naked eye."""
+
+    def __init__(self, on_commit: str = "carry", alpha: float = 0.25, version: int = 0, at: float = 10.0) -> None:
+        self.model = nn.Module()
+        self.model.w = nn.Parameter(torch.full((2,), at))
+        replica = Replica(self.model)
+        policy = LearnerPolicy(4, "float32", "float32", on_commit, alpha, True)
+        self.core = LearnerCore(replica, cut(replica.specs, 1, 1), policy)
+        self.arrives(version, at)
+
+    @property
+    def fragment(self):
+        return self.core.fragments[0]
+
+    @property
+    def theta(self) -> float:
+        first, second = self.model.w.tolist()
+        assert first == second
+        return float(first)
+
+    def trains(self, by: float, tokens: int = 5) -> None:
+        with torch.no_grad():
+            self.model.w.add_(by)
+        self.core.stepped(tokens)
+
+    def arrives(self, version: int, value: float, merged: int = 0, epoch: int = EPOCH) -> bool:
+        with torch.no_grad():
+            return self.core.arrived(0, version, epoch, torch.full((2,), value), merged)
+
+    def asked(self, round_number: int, epoch: int = EPOCH) -> list[Pending]:
+        self.core.collect(Collect(0, round_number), epoch)
+        return self.core.snapshots()
+
+    def answered(self, round_number: int, answer: PushAnswer) -> None:
+        self.core.answered(0, round_number, answer)
+
+    def next_delta(self, round_number: int) -> float:
+        (pending,) = self.asked(round_number)
+        return float(pending.delta[0])
+
+
+# ------------------------------------------------------------------ the first version
+
+
+def test_the_first_version_replaces_what_the_learner_had() -> None:
+    rig = Rig(at=10.0, version=3)
+    assert (rig.theta, rig.fragment.version, rig.fragment.epoch) == (10.0, 3, EPOCH)
+    assert rig.fragment.adopted
+
+
+def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no_round() -> None:
+    replica = Replica(nn.Linear(2, 1))
+    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
+    core.stepped(5)
+    core.collect(Collect(0, 1), EPOCH)
+    assert core.snapshots() == []
+    fragment = core.fragments[0]
+    expected = torch.empty(3)
+    replica.read(fragment.fragment, expected)
+    assert torch.equal(fragment.values(), expected)
+
+
+def test_a_seed_offered_again_is_the_anchor_not_what_was_trained_since() -> None:
+    rig = Rig(at=10.0)
+    rig.trains(by=2.0)
+    assert torch.equal(rig.fragment.values(), torch.full((2,), 10.0))
+
+
+# ------------------------------------------------------------------ contributions
+
+
+def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> None:
+    rig = Rig(at=10.0, version=3)
+    rig.trains(by=1.0, tokens=5)
+    rig.trains(by=1.0, tokens=7)
+    (pending,) = rig.asked(4)
+    assert pending.delta.tolist() == [-2.0, -2.0]
+    assert (pending.round, pending.base_version, pending.epoch) == (4, 3, EPOCH)
+    assert (pending.tokens, pending.steps) == (12, 2)
+    assert rig.core.unmerged == 1
+
+
+def test_a_learner_without_new_work_answers_after_its_next_step() -> None:
+    rig = Rig()
+    assert rig.asked(1) == []
+    rig.trains(by=1.0)
+    assert [p.round for p in rig.core.snapshots()] == [1]
+    assert rig.core.snapshots() == [], "once is enough"
+
+
+@pytest.mark.parametrize(
+    ("round_number", "epoch", "answered"),
+    [(4, EPOCH, True), (3, EPOCH, False), (1, EPOCH, False), (4, EPOCH + 1, False), (1, EPOCH + 1, False)],
+)
+def test_only_rounds_after_its_version_and_of_its_epoch_are_answered(
+    round_number: int, epoch: int, answered: bool
+) -> None:
+    rig = Rig(version=3)
+    rig.trains(by=1.0)
+    assert bool(rig.asked(round_number, epoch)) is answered
+
+
+def test_a_round_of_a_new_epoch_is_answered_once_a_version_of_it_is_there() -> None:
+    rig = Rig(version=3)
+    rig.trains(by=1.0)
+    assert rig.asked(1, epoch=EPOCH + 1) == []
+    rig.arrives(0, 10.0, epoch=EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    assert (pending.round, pending.epoch, pending.base_version) == (1, EPOCH + 1, 0)
+
+
+def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
+    """The push would be LATE, and the bytes wasted."""
+    rig = Rig()
+    rig.trains(by=1.0)
+    rig.core.collect(Collect(0, 1), EPOCH)
+    rig.arrives(1, 9.0)
+    assert rig.core.snapshots() == []
+    assert [p.round for p in rig.asked(2)] == [2]
+
+
+def test_a_round_that_asks_again_gets_the_same_contribution() -> None:
+    rig = Rig()
+    rig.trains(by=1.0)
+    (first,) = rig.asked(1)
+    rig.trains(by=1.0)
+    (again,) = rig.asked(1)
+    assert again is first
+    assert rig.core.contributions["taken"] == 1
+
+
+def test_one_contribution_is_under_way_at_a_time() -> None:
+    rig = Rig()
+    rig.trains(by=1.0)
+    rig.asked(1)
+    rig.trains(by=1.0)
+    assert rig.asked(2) == [], "the fate of the first is not known yet"
+    rig.arrives(1, 11.0, merged=1)
+    (pending,) = rig.core.snapshots()
+    assert (pending.round, pending.base_version, pending.tokens, pending.steps) == (2, 1, 5, 1)
+
+
+# ------------------------------------------------------------------ versions under progress
+
+
+# Anchor 10; trained +2 before the snapshot, and +1 after it; then version 1 arrives as 20.
+@pytest.mark.parametrize(
+    ("on_commit", "merged", "theta", "tokens_left"),
+    [
+        ("carry", True, 20.0 + 1.0, 5),  # new + (theta - snapshot)
+        ("carry", False, 20.0 + 3.0, 15),  # new + (theta - anchor)
+        ("overwrite", True, 20.0, 0),
+        ("overwrite", False, 20.0, 0),
+        ("blend", True, 0.25 * 13.0 + 0.75 * 20.0, 0),
+        ("blend", False, 0.25 * 13.0 + 0.75 * 20.0, 0),
+    ],
+)
+def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(
+    on_commit: str, merged: bool, theta: float, tokens_left: int
+) -> None:
+    rig = Rig(on_commit)
+    rig.trains(by=1.0)
+    rig.trains(by=1.0)
+    rig.asked(1)
+    rig.trains(by=1.0)
+    assert rig.arrives(1, 20.0, merged=1 if merged else 0)
+    assert rig.theta == theta
+    assert rig.fragment.tokens_since(rig.core.tokens) == tokens_left
+    assert rig.fragment.anchor is not None
+    assert rig.fragment.anchor.tolist() == [20.0, 20.0]
+    assert rig.core.unmerged == 0
+    assert rig.core.contributions["merged" if merged else "carried"] == 1
+
+
+@pytest.mark.parametrize(("on_commit", "theta"), [("carry", 23.0), ("overwrite", 20.0), ("blend", 18.25)])
+def test_who_was_not_asked_gets_the_version_too(on_commit: str, theta: float) -> None:
+    rig = Rig(on_commit)
+    rig.trains(by=3.0)
+    assert rig.arrives(1, 20.0)
+    assert rig.theta == theta
+    assert rig.core.contributions.total() == 0
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_a_version_that_the_learner_has_or_that_is_older_changes_nothing(version: int) -> None:
+    rig = Rig(version=3)
+    rig.trains(by=1.0)
+    assert not rig.arrives(version, 99.0)
+    assert (rig.theta, rig.fragment.version) == (11.0, 3)
+
+
+def test_a_version_of_another_epoch_counts_whatever_its_number() -> None:
+    rig = Rig(version=3)
+    rig.trains(by=1.0)
+    assert rig.arrives(0, 20.0, epoch=EPOCH + 1)
+    assert (rig.theta, rig.fragment.version, rig.fragment.epoch) == (21.0, 0, EPOCH + 1)
+
+
+def test_versions_may_be_skipped() -> None:
+    rig = Rig()
+    rig.trains(by=2.0)
+    rig.asked(1)
+    rig.trains(by=1.0)
+    assert rig.arrives(4, 20.0, merged=1)
+    assert (rig.theta, rig.fragment.version) == (21.0, 4)
+
+
+def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it() -> None:
+    """Its delta stays as it was sent; what counts as trained since its snapshot stays, too."""
+    rig = Rig()
+    rig.trains(by=2.0)
+    (pending,) = rig.asked(2)  # version 1 is announced, but has not arrived yet
+    rig.trains(by=1.0)
+    rig.arrives(1, 20.0)
+    assert rig.theta == 23.0
+    assert pending.delta.tolist() == [-2.0, -2.0]
+    assert rig.core.unmerged == 1
+    rig.arrives(2, 22.0, merged=2)  # version 1 and the contribution
+    assert rig.theta == 23.0, "22 + the one step after the snapshot"
+    assert rig.fragment.tokens_since(rig.core.tokens) == 5
+
+
+def test_the_inner_optimizer_and_the_gradients_are_left_alone() -> None:
+    rig = Rig()
+    parameter = rig.model.w
+    parameter.grad = torch.ones(2)
+    rig.trains(by=1.0)
+    rig.arrives(1, 20.0)
+    assert rig.model.w is parameter
+    assert parameter.requires_grad
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
+def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
+    model = nn.Linear(3, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    replica = Replica(model)
+    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, "int8", "float32", on_commit, 0.5, True))
+    with torch.no_grad():
+        core.arrived(0, 0, EPOCH, torch.ones(3), 0)
+        model.weight.add_(1.0)
+        core.stepped(1)
+        core.collect(Collect(0, 1), EPOCH)
+        (pending,) = core.snapshots()
+        assert pending.delta.dtype == torch.float32
+        core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
+    assert model.weight.tolist() == [[3.0] * 3 if on_commit == "blend" else [4.0] * 3]
+
+
+# ------------------------------------------------------------------ work that was not merged
+
+
+@pytest.mark.parametrize(
+    ("answer", "counted"),
+    [
+        (LATE, {"carried": 1}),
+        (rejected(WrongRound.code), {"carried": 1}),
+        (rejected(TooStale.code), {"carried": 1, TooStale.code: 1}),
+        (rejected(NormTooLarge.code), {"carried": 1, NormTooLarge.code: 1}),
+    ],
+)
+def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer, counted: dict[str, int]) -> None:
+    rig = Rig()
+    rig.trains(by=2.0)
+    rig.asked(1)
+    rig.answered(1, answer)
+    assert rig.core.contributions == {"taken": 1} | counted
+    assert rig.core.tokens_carried == 5
+    rig.trains(by=1.0)
+    (pending,) = rig.asked(1)
+    assert (pending.delta.tolist(), pending.tokens, pending.steps) == ([-3.0, -3.0], 10, 2)
+
+
+@pytest.mark.parametrize("answer", [ACCEPTED, DUPLICATE])
+def test_a_contribution_that_is_taken_stays_under_way_until_a_version_tells(answer: PushAnswer) -> None:
+    rig = Rig()
+    rig.trains(by=2.0)
+    rig.asked(1)
+    rig.answered(1, answer)
+    assert rig.core.unmerged == 1
+
+
+def test_an_answer_to_another_round_is_nobodys() -> None:
+    rig = Rig()
+    rig.trains(by=2.0)
+    rig.asked(2)
+    rig.answered(1, LATE)
+    assert rig.core.unmerged == 1
+    rig.answered(2, LATE)
+    rig.answered(2, LATE)
+    assert rig.core.contributions["carried"] == 1
+
+
+# A contribution that was asked for twice is pushed twice, and the answers may come in any order.
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [rejected(BadChecksum.code), ACCEPTED],
+        [ACCEPTED, rejected(BadChecksum.code)],
+        [rejected(WrongRound.code), ACCEPTED],
+    ],
+    ids=["torn-first", "torn-last", "asked-too-soon"],
+)
+def test_one_refused_push_of_two_does_not_double_the_work(answers: list[PushAnswer]) -> None:
+    rig = Rig()
+    rig.trains(by=2.0)
+    rig.asked(1)
+    rig.asked(1)
+    for answer in answers:
+        rig.answered(1, answer)
+    rig.arrives(1, 12.0, merged=1)
+    assert rig.theta == 12.0, "not 14: the two steps of work are in the version already"
+    assert rig.fragment.tokens_since(rig.core.tokens) == 0
+
+
+def test_two_refused_pushes_of_one_contribution_give_it_back_once() -> None:
+    rig = Rig()
+    rig.trains(by=2.0)
+    rig.asked(1)
+    rig.asked(1)
+    rig.answered(1, rejected(NormTooLarge.code))
+    rig.answered(1, rejected(NormTooLarge.code))
+    assert rig.core.unmerged == 0
+    assert (rig.core.contributions["carried"], rig.core.tokens_carried) == (1, 5)
+
+
+# ------------------------------------------------------------------ error feedback
+
+
+@pytest.mark.parametrize(
+    ("merged", "answer", "next_delta"),
+    [
+        (True, ACCEPTED, 0.5),  # what the encoder lost comes with the next one
+        (False, ACCEPTED, -2.0),  # as if it had not been taken
+        (False, LATE, -2.0),
+    ],
+)
+def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
+    merged: bool, answer: PushAnswer, next_delta: float
+) -> None:
+    rig = Rig()
+    rig.trains(by=2.0)
+    (pending,) = rig.asked(1)
+    pending.delta.fill_(0.5)  # the encoder leaves its loss here
+    rig.answered(1, answer)
+    rig.arrives(1, 12.0, merged=1 if merged else 0)
+    rig.trains(by=0.0)
+    assert rig.next_delta(2) == next_delta
+
+
+def test_without_error_feedback_no_residual_is_kept() -> None:
+    rig = Rig()
+    rig.fragment._error_feedback = False
+    rig.trains(by=2.0)
+    (pending,) = rig.asked(1)
+    pending.delta.fill_(0.5)
+    rig.arrives(1, 12.0, merged=1)
+    rig.trains(by=0.0)
+    assert rig.next_delta(2) == 0.0
+
+
+# ------------------------------------------------------------------ joining again
+
+
+def status(version: int, merged_version: int, *, seeded: bool = True) -> list[FragmentStatus]:
+    return [FragmentStatus(0, seeded, version, merged_version)]
+
+
+def test_joining_again_in_the_same_epoch_leaves_the_fate_of_a_contribution_open() -> None:
+    rig = Rig(version=3)
+    rig.trains(by=2.0)
+    rig.asked(4)
+    rig.core.rejoined(status(3, 0), EPOCH)
+    assert rig.core.unmerged == 1
+    rig.arrives(4, 20.0, merged=4)
+    assert rig.theta == 20.0
+
+
+@pytest.mark.parametrize(
+    ("statuses", "kept"),
+    [
+        (status(0, 0, seeded=False), False),  # nothing survived
+        (status(3, 2), False),  # the round was open: push it again
+        (status(4, 4), True),  # it is in a version that is there
+        (status(4, 0), False),  # the version was made without it
+    ],
+)
+def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
+    statuses: list[FragmentStatus], kept: bool
+) -> None:
+    rig = Rig(version=3)
+    rig.trains(by=2.0)
+    rig.asked(4)
+    rig.trains(by=1.0)
+    rig.core.rejoined(statuses, EPOCH + 1)
+    assert rig.core.unmerged == (1 if kept else 0)
+    (told,) = statuses
+    rig.arrives(told.version, 20.0, merged=told.merged_version, epoch=EPOCH + 1)
+    assert rig.theta == (21.0 if kept else 23.0)
+    assert rig.core.unmerged == 0
+
+
+def test_a_round_of_the_old_epoch_is_forgotten() -> None:
+    rig = Rig(version=3)
+    rig.core.collect(Collect(0, 4), EPOCH)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=1.0)
+    rig.arrives(3, 10.0, epoch=EPOCH + 1)
+    assert rig.core.snapshots() == []
+
+
+# ------------------------------------------------------------------ many fragments
+
+
+def test_fragments_go_their_own_ways() -> None:
+    model = nn.Linear(10, 4)
+    replica = Replica(model)
+    manifest = cut(replica.specs, 3, 1)
+    core = LearnerCore(replica, manifest, LearnerPolicy(3, "float32", "float32", "carry", 0.5, True))
+    values: dict[int, Tensor] = {i: f.values() for i, f in core.fragments.items()}
+    with torch.no_grad():
+        for i, value in values.items():
+            core.arrived(i, 0, EPOCH, value.clone(), 0)
+        taken: list[tuple[int, int]] = []
+        for step in range(1, 10):
+            core.stepped(8)
+            core.collect(Collect(step % 3, 1 + (step - 1) // 3), EPOCH)
+            for pending in core.snapshots():
+                taken.append((pending.fragment_id, pending.steps))
+                i = pending.fragment_id
+                core.arrived(i, pending.round, EPOCH, values[i].clone(), pending.round)
+    assert [fragment_id for fragment_id, _ in taken] == [1, 2, 0] * 3
+    assert [steps for _, steps in taken] == [1, 2, 3, 3, 3, 3, 3, 3, 3]
+    assert core.contributions["merged"] == 9
+    assert all(b[0] != a[0] for a, b in pairwise(taken))

@@ -1,0 +1,213 @@
+"""Which parameters of a user's model are synchronised, under which names, and how values get in and out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_common.errors import UnsupportedModel
+from diloco_common.manifest import cut
+from diloco_worker.core.replica import Replica, plain_name
+
+
+class Block(nn.Module):
+    """A submodule whose name ends like a wrapper's prefix, parameters of odd shapes, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submodule = nn.Linear(3, 2)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.norm = nn.BatchNorm1d(2)
+
+
+class Language(nn.Module):
+    def __init__(self, *, tied: bool, head_first: bool = False) -> None:
+        super().__init__()
+        embedding, head = nn.Embedding(11, 4), nn.Linear(4, 11, bias=True)
+        if tied:
+            head.weight = embedding.weight
+        for name, module in [("head", head), ("tokens", embedding)][:: 1 if head_first else -1]:
+            self.add_module(name, module)
+        self.body = nn.Linear(4, 4)
+
+
+class Wrapper(nn.Module):
+    """As DistributedDataParallel and torch.compile name the model that they wrap."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.add_module(name, model)
+
+
+def names(model: nn.Module) -> list[str]:
+    return sorted(spec.name for spec in Replica(model).specs)
+
+
+def averaged(model: nn.Module) -> list[str]:
+    return sorted(spec.name for spec in Replica(model).specs if spec.mean_merge)
+
+
+# ------------------------------------------------------------------ which, and under which names
+
+
+def test_trainable_parameters_count_and_buffers_do_not() -> None:
+    assert names(Block()) == ["gain", "norm.bias", "norm.weight", "nothing", "submodule.bias", "submodule.weight"]
+
+
+def test_frozen_parameters_stay_out_so_that_lora_synchronises_its_adapters_alone() -> None:
+    model = Language(tied=False)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.body.add_module("lora", nn.Linear(4, 1, bias=False))
+    assert names(model) == ["body.lora.weight"]
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_tied_weights_count_once_and_take_the_mean(head_first: bool) -> None:
+    model = Language(tied=True, head_first=head_first)
+    first = "head.weight" if head_first else "tokens.weight"
+    assert names(model) == sorted(["body.bias", "body.weight", "head.bias", first])
+    assert averaged(model) == sorted(["head.bias", first])
+
+
+def test_embeddings_and_heads_of_their_size_take_the_mean() -> None:
+    assert averaged(Language(tied=False)) == ["head.bias", "head.weight", "tokens.weight"]
+    assert averaged(Block()) == []
+
+
+def test_the_user_may_say_what_takes_the_mean() -> None:
+    specs = Replica(Language(tied=False), mean_merge={"body.weight"}).specs
+    assert [s.name for s in specs if s.mean_merge] == ["body.weight"]
+
+
+@pytest.mark.parametrize("wrappers", [["module"], ["_orig_mod"], ["module", "_orig_mod"], ["_orig_mod", "module"]])
+@pytest.mark.parametrize("make", [Block, lambda: Language(tied=True)], ids=["block", "language"])
+def test_a_wrapped_model_is_the_same_model(make, wrappers: list[str]) -> None:
+    plain = make()
+    model = make()
+    for name in wrappers:
+        model = Wrapper(model, name)
+    assert Replica(model).specs == Replica(plain).specs
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("weight", "weight"),
+        ("module.weight", "weight"),
+        ("_orig_mod.module.a.weight", "a.weight"),
+        ("layers.0._orig_mod.weight", "layers.0.weight"),
+        ("submodule.weight", "submodule.weight"),
+        ("module.submodule.weight", "submodule.weight"),
+        ("layers.3.module.submodule.weight", "layers.3.submodule.weight"),
+        ("module", "module"),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+def test_parameters_that_would_share_a_plain_name_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.add_module("module", nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModel, match=r"weight.*rename"):
+        Replica(model)
+
+
+# ------------------------------------------------------------------ what is refused, and in which words
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+def with_parameter(tensor: torch.Tensor) -> nn.Module:
+    model = nn.Module()
+    model.w = nn.Parameter(tensor)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (frozen, "no trainable parameters; set requires_grad"),
+        (lambda: with_parameter(torch.empty(0)), "no trainable parameters"),
+        (lambda: with_parameter(torch.randn(3, 4).T), r"w is not contiguous; call \.contiguous\(\)"),
+        (lambda: with_parameter(torch.randn(4).double()), r"w is torch.float64; .* must be float32, bfloat16"),
+        (lambda: with_parameter(torch.zeros(4, dtype=torch.complex64)), r"w is torch.complex64"),
+        (lambda: nn.Linear(2, 2, device="meta"), "on the meta device; materialise"),
+    ],
+    ids=["frozen", "empty", "not-contiguous", "float64", "complex", "meta"],
+)
+def test_an_unsupported_model_is_refused_in_words_that_say_what_to_do(make, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        Replica(make())
+
+
+def test_a_name_to_average_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"mean_merge names \['hed'\]"):
+        Replica(Language(tied=False), mean_merge={"hed"})
+
+
+# ------------------------------------------------------------------ values in and out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_written_is_read_back_over_all_fragments(dtype: torch.dtype) -> None:
+    model = Block().to(dtype)
+    replica = Replica(model)
+    manifest = cut(replica.specs, 3, 1)
+    statistics = [b.clone() for b in model.norm.buffers()]
+    for fragment in manifest.fragments:
+        values = torch.arange(fragment.num_elements, dtype=torch.float32) + 100 * fragment.fragment_id
+        replica.write(fragment, values)
+        out = torch.empty(fragment.num_elements)
+        replica.read(fragment, out)
+        assert torch.equal(out, values)
+    written = sorted(float(v) for p in model.parameters() for v in p.detach().float().view(-1))
+    assert written == sorted(100.0 * f.fragment_id + i for f in manifest.fragments for i in range(f.num_elements))
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(model.norm.buffers(), statistics, strict=True)), "buffers stay local"
+
+
+def test_rows_of_one_tensor_may_lie_in_several_fragments() -> None:
+    model = with_parameter(torch.arange(40.0).view(10, 4))
+    replica = Replica(model)
+    manifest = cut(replica.specs, 4, 1)
+    assert len(manifest.fragments) == 4
+    parts = []
+    for fragment in manifest.fragments:
+        out = torch.empty(fragment.num_elements)
+        replica.read(fragment, out)
+        parts.append(out)
+    assert sorted(torch.cat(parts).tolist()) == [float(i) for i in range(40)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_zero_dimensional_parameter_is_a_parameter(dtype: torch.dtype) -> None:
+    model = with_parameter(torch.tensor(2.0, dtype=dtype))
+    replica = Replica(model)
+    (fragment,) = cut(replica.specs, 24, 1).fragments
+    replica.rebase(fragment, torch.tensor([5.0]), torch.tensor([1.0]))
+    assert model.w.item() == 6.0
+
+
+def test_bfloat16_parameters_are_rebased_in_float32() -> None:
+    """In bfloat16, 256 + 1 is 256: the sum would lose what the difference kept."""
+    model = with_parameter(torch.tensor([256.0], dtype=torch.bfloat16))
+    replica = Replica(model)
+    (fragment,) = cut(replica.specs, 1, 1).fragments
+    replica.rebase(fragment, torch.tensor([1.0]), torch.tensor([255.0]))  # 1 + (256 - 255)
+    assert model.w.item() == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, 8.0), (0.25, 7.0), (0.5, 6.0), (1.0, 4.0)])
+def test_blend_keeps_alpha_of_its_own(dtype: torch.dtype, alpha: float, expected: float) -> None:
+    model = with_parameter(torch.tensor([4.0], dtype=dtype))
+    replica = Replica(model)
+    (fragment,) = cut(replica.specs, 1, 1).fragments
+    replica.blend(fragment, torch.tensor([8.0]), alpha)
+    assert model.w.item() == expected
