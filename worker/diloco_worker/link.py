@@ -340,8 +340,6 @@ class ShardLink:
         )
         answer = await self._push_until_answered(header, payload, generation)
         if answer is not None:
-            if answer.outcome in (Outcome.LATE, Outcome.REJECTED):
-                self._forget(fragment_id, round_number)
             self._c.inbox.put(Answered(fragment_id, round_number, answer))
 
     def _forget(self, fragment_id: int, version: int) -> None:
