@@ -68,6 +68,7 @@ SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
 STEADY_S = 5.0
 """A connection that held for so long is dialed again without the wait that its predecessors earned."""
+GOODBYE_S = 1.0
 SEED_ENCODING = "float32"
 REPORT_EVERY_S = 0.02
 """Reports of inner steps that follow faster are drawn together."""
@@ -138,7 +139,7 @@ class ShardLink:
             for push in self._pushes:
                 push.cancel()
             for channel in self._channels:
-                await channel.close()
+                await channel.close(GOODBYE_S)  # the stream may end before Leave is answered
 
     def know(self, manifest: Manifest) -> None:
         """The model is cut: fragments can be pulled now."""
@@ -169,7 +170,7 @@ class ShardLink:
         self._leaving = True
         if self.connected:
             try:
-                await self._control.Leave(pb.LeaveRequest(), metadata=self._metadata(), timeout=1.0)
+                await self._control.Leave(pb.LeaveRequest(), metadata=self._metadata(), timeout=GOODBYE_S)
             except grpc.aio.AioRpcError as error:
                 self._c.log.debug("goodbye not heard", shard=self.address, why=error.code().name)
 
