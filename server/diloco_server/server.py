@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from diloco_common import rpc
-from diloco_common.addresses import in_use, is_loopback, parse_address
+from diloco_common.addresses import bind_socket, in_use, is_loopback, parse_address
 from diloco_common.endpoints import write_address
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, DilocoError
 from diloco_common.http import HttpServer
 from diloco_common.metrics import ShardMetrics
 from diloco_common.security import read_token
@@ -59,6 +59,7 @@ class ShardServer:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         listen = parse_address(self.settings.shard.listen)
+        bind_socket(str(listen)).close()  # gRPC does not tell why it cannot have an address
         try:
             port = self._server.add_insecure_port(str(listen))
         except RuntimeError:
@@ -75,6 +76,11 @@ class ShardServer:
             http=self.http_address,
             epoch=self.host.shard.epoch,
         )
+
+    async def abandon(self) -> None:
+        """End what a `start` that failed has left, while there is a loop to end it in."""
+        self.host.close()
+        await self._server.stop(None)
 
     async def stop(self) -> None:
         """Drain and end. Repeating it is fine."""
@@ -97,7 +103,11 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
     server = ShardServer(settings)
     ending = asyncio.Event()
     on_signals(ending.set)
-    await server.start()
+    try:
+        await server.start()
+    except DilocoError:
+        await server.abandon()
+        raise
     if address_file is not None:
         write_address(address_file, "shard", server.host.log.name, grpc=server.grpc_address, http=server.http_address)
     await ending.wait()
