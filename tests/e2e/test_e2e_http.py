@@ -1,0 +1,68 @@
+"""What both processes serve over HTTP while they train, behind a token: metrics, readiness, status without secrets."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import LocalCluster, http_get, run_module
+
+TOKEN = "a-secret-that-nobody-shows"
+UNPACKED = Path(".cache/prometheus/usr/bin/promtool")
+"""Where .ci/run puts it."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    folder = tmp_path_factory.mktemp("http")
+    token_file = folder / "token"
+    token_file.write_text(TOKEN + "\n")
+    with LocalCluster(folder / "run", {"security.token_file": token_file}) as cluster:
+        yield cluster.start(shards=1, workers=["ann"])
+
+
+@pytest.fixture(params=["shard-0", "ann"])
+def address(request: pytest.FixtureRequest, cluster: LocalCluster) -> str:
+    found = {process.name: process for process in (*cluster.shards, *cluster.workers.values())}
+    return found[request.param].endpoints.http
+
+
+def test_a_process_that_works_is_healthy_and_ready(address: str) -> None:
+    assert [http_get(address, path)[0] for path in ("/healthz", "/readyz")] == [200, 200]
+
+
+@pytest.mark.parametrize("path", ["/status", "/metrics", "/readyz", "/healthz", "/nothing-here"])
+def test_nothing_that_is_served_holds_the_token(address: str, path: str) -> None:
+    _, text = http_get(address, path)
+    assert TOKEN not in text
+
+
+def test_logs_hold_no_token(cluster: LocalCluster) -> None:
+    for process in (*cluster.shards, *cluster.workers.values()):
+        assert process.said()
+        assert TOKEN not in process.said()
+
+
+def test_prometheus_finds_nothing_to_complain_about(address: str, repository: Path) -> None:
+    promtool = shutil.which("promtool") or shutil.which(repository / UNPACKED)
+    if promtool is None:
+        warnings.warn("promtool is not installed: the metrics were NOT checked by it", stacklevel=1)
+        pytest.skip("promtool is not installed (Debian package: prometheus)")
+    code, text = http_get(address, "/metrics")
+    found = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (code, found.returncode, found.stdout + found.stderr) == (200, 0, "")
+
+
+def test_a_worker_with_another_token_is_refused(cluster: LocalCluster, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("another-secret-of-somebody\n")
+    shards = cluster.shards[0].endpoints.grpc
+    ended = run_module("diloco_worker", f"--shards={shards}", f"--set=security.token_file={wrong}")
+    assert ended.returncode == 6
+    assert "[UNAUTHENTICATED]" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert TOKEN not in ended.stderr

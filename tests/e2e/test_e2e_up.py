@@ -1,0 +1,197 @@
+"""`diloco up` and what it leaves behind: a whole run, Ctrl-C, and the death of the command itself."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from processes import TINY, environment, http_get, sets, until
+from safetensors.torch import load_file
+
+from diloco_common.endpoints import read_address
+from diloco_common.settings import Settings
+from diloco_worker.builtin.data import load_corpus
+from diloco_worker.builtin.evaluation import evaluate
+from diloco_worker.builtin.gpt import build_gpt
+
+BUDGET = 100_000
+WORKERS = ["worker-0", "worker-1"]
+CONTRIBUTION_BYTES = 1.1
+"""Per parameter, at most: int8 codes and a scale per block."""
+VERSION_BYTES = 2.0
+"""Per parameter: bfloat16."""
+SEED_BYTES = 4.0
+
+
+class Up:
+    """One `diloco up` as a process of its own."""
+
+    def __init__(self, folder: Path, shards: int, workers: int, tokens: int) -> None:
+        self.folder = folder
+        self.shards = [f"shard-{i}" for i in range(shards)]
+        self.workers = [f"worker-{i}" for i in range(workers)]
+        flags = [f"--shards={shards}", f"--workers={workers}", f"--tokens={tokens}", f"--folder={folder}"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "diloco_deploy", "up", *flags, *sets({**TINY, "train.lr": 0.005})],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
+        )  # fmt: skip
+        self.children: list[psutil.Process] = []
+
+    def address(self, name: str) -> str:
+        """Where a member serves HTTP, once it does."""
+        path = self.folder / "run" / f"{name}.json"
+        found = until(lambda: read_address(path), f"{name} to be up")
+        return found.http
+
+    def status(self, name: str) -> dict[str, Any]:
+        return dict(json.loads(http_get(self.address(name), "/status")[1]))
+
+    def await_merging(self) -> None:
+        """Wait until every shard has merged something; by then all children are known."""
+        for name in self.shards:
+            until(lambda n=name: self.status(n)["rounds"] >= 4, f"rounds of {name}")  # type: ignore[misc]
+        for name in self.workers:
+            self.address(name)
+        self.children = psutil.Process(self._process.pid).children(recursive=True)
+        assert len(self.children) == len(self.shards + self.workers)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and everything that it said."""
+        said, _ = self._process.communicate(timeout=90)
+        return self._process.returncode, said
+
+    def no_children_left(self) -> bool:
+        return not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in self.children)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        for child in self.children:
+            if child.is_running():
+                child.kill()
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def start(shards: int = 1, workers: int = 1, tokens: int = 0) -> Up:
+        started.append(Up(tmp_path_factory.mktemp("up") / "run", shards, workers, tokens))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+class Finished:
+    """A run that has ended by itself."""
+
+    def __init__(self, run: Up) -> None:
+        self.run = run
+        run.await_merging()
+        self.code, self.said = run.end()
+        self.report: dict[str, Any] = {}
+        if self.code == 0:
+            self.report = json.loads((run.folder / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(up: Callable[..., Up]) -> Finished:
+    done = Finished(up(shards=2, workers=len(WORKERS), tokens=BUDGET))
+    assert done.code == 0, done.said
+    return done
+
+
+def test_a_run_ends_by_itself_and_leaves_no_child(finished: Finished) -> None:
+    assert finished.run.no_children_left()
+    assert "held-out loss" in finished.said
+    assert str(finished.run.folder / "model.safetensors") in finished.said
+    assert "Traceback" not in finished.said
+
+
+def test_the_report_has_every_field_with_a_sane_value(finished: Finished) -> None:
+    report = finished.report
+    assert report["eval_loss_first"] == pytest.approx(5.545, abs=0.1), "nothing is known: ln 256"
+    assert report["eval_loss_final"] < report["eval_loss_first"] - 1.0
+    assert report["train_loss_final"] < report["eval_loss_first"] - 1.0
+    assert report["tokens"] % (TINY["train.batch"] * TINY["model.context"]) == 0
+    assert BUDGET <= report["tokens_merged"] <= report["tokens"]
+    assert report["tokens_carried"] >= 0
+    assert report["wall_s"] > 0
+    assert sorted(report["versions"], key=int) == [str(i) for i in range(TINY["sync.fragments"])]
+    assert sum(report["versions"].values()) == report["rounds"] > 0
+    assert 1.0 <= report["participants_mean"] <= len(WORKERS)
+    assert report["late"] >= 0
+    assert report["evictions"] == 0
+    assert set(report["tokens_per_s"]) == set(report["sync_stall_s"]) | {"all"} == {*WORKERS, "all"}
+    assert all(rate > 0 for rate in report["tokens_per_s"].values())
+    assert all(0 < stall_s < report["wall_s"] / 2 for stall_s in report["sync_stall_s"].values())
+    assert report["seed"] == 0
+    assert report["settings"]["model"]["width"] == TINY["model.width"]
+    assert report["interrupted"] is False
+
+
+def test_bytes_are_what_the_encodings_imply(finished: Finished) -> None:
+    """int8 up and bfloat16 down: about 3.1 bytes per parameter, learner and round."""
+    report = finished.report
+    parameters, workers = report["evaluation"]["parameters"], len(WORKERS)
+    merged = report["rounds"] * report["participants_mean"] / TINY["sync.fragments"] * parameters
+    taken = (report["rounds"] + TINY["sync.fragments"]) * workers / TINY["sync.fragments"] * parameters
+    assert 1.0 * merged < report["bytes_pushed"] < CONTRIBUTION_BYTES * taken + SEED_BYTES * workers * parameters
+    seen = taken + workers * parameters  # every version, version 0 among them
+    assert VERSION_BYTES * workers * parameters < report["bytes_pulled"] <= VERSION_BYTES * seen
+
+
+def test_the_exported_model_is_the_reported_one_in_plain_torch(finished: Finished) -> None:
+    settings = Settings.model_validate(finished.report["settings"])
+    model = build_gpt(settings.model, seed=1)
+    missing, unexpected = model.load_state_dict(load_file(finished.run.folder / "model.safetensors"), strict=True)
+    held_out = load_corpus(settings.data.source, settings.data.held_out).held_out
+
+    loss = evaluate(model, held_out, settings.model.context)
+
+    assert (missing, unexpected) == ([], [])
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert loss == pytest.approx(finished.report["eval_loss_final"], abs=1e-4)
+
+
+def test_ctrl_c_drains_and_says_where_things_lie(up: Callable[..., Up]) -> None:
+    run = up()
+    run.await_merging()
+    run.signal(signal.SIGINT)
+    code, said = run.end()
+
+    report = json.loads((run.folder / "report.json").read_text())
+    assert code == 130, said
+    assert run.no_children_left()
+    assert report["interrupted"] is True
+    assert report["tokens"] > 0
+    for words in ("interrupted", "report.json", str(run.folder / "logs"), "the same command"):
+        assert words in said
+    assert "killed" not in said, "everybody ended in order"
+    for member in run.shards + run.workers:
+        log = (run.folder / "logs" / f"{member}.log").read_text()
+        assert "Traceback" not in log, log
+    assert "draining" in (run.folder / "logs" / "shard-0.log").read_text()
+
+
+def test_children_end_when_the_command_is_killed(up: Callable[..., Up]) -> None:
+    run = up()
+    run.await_merging()
+    run.signal(signal.SIGKILL)
+    code, _ = run.end()
+
+    assert code == -signal.SIGKILL
+    until(run.no_children_left, "the children to end", seconds=15.0)
