@@ -11,6 +11,7 @@ Connections come and go; the training thread only sees what `Inbox` brings it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ from diloco_common.errors import (
     Refusal,
     StaleGeneration,
     Stalled,
-    Superseded,
     WrongEpoch,
 )
 from diloco_common.logs import Log
@@ -60,8 +60,8 @@ from diloco_worker.core.fragment import Pending
 from diloco_worker.inbox import Answered, Arrived, Asked, Failed, Inbox, Joined, Stopped
 from diloco_worker.transfer import CALL_S, Transfer
 
-JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, WrongEpoch)
-"""The lease is over; a new one is to be had."""
+JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
+"""The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
 TRY_AGAIN = (Draining, Busy, NotSeeded)
 """Not now."""
 SILENCE_HEARTBEATS = 2.5
@@ -191,8 +191,6 @@ class ShardLink:
                 why = str(refusal)
             except TRY_AGAIN as refusal:
                 why = str(refusal)
-            except StaleGeneration as refusal:
-                raise Superseded(f"{refusal}; another process joined with this learner id") from None
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name.lower()}: {error.details()}"
             except TimeoutError:
@@ -246,7 +244,8 @@ class ShardLink:
         reporting = asyncio.create_task(self._report(call), name=f"report {self.address}")
         try:
             while True:
-                message = await asyncio.wait_for(call.read(), self._silence_s())
+                async with asyncio.timeout(self._silence_s()):  # wait_for can swallow a cancellation before 3.12
+                    message = await call.read()
                 if message is rpc.EOF:
                     return
                 if not self.connected:
@@ -267,10 +266,9 @@ class ShardLink:
                 await call.write(rpc.progress_to_pb(self._c.progress()))
                 self._stepped.clear()
                 await asyncio.sleep(REPORT_EVERY_S)
-                try:
-                    await asyncio.wait_for(self._stepped.wait(), self._heartbeat_s - REPORT_EVERY_S)
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._heartbeat_s - REPORT_EVERY_S):
+                        await self._stepped.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same and says why
 
