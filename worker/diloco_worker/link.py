@@ -348,7 +348,11 @@ class ShardLink:
             del self._encoded[fragment_id]
 
     async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, generation: int) -> None:
-        payload = await self._c.transfer.encode(values, SEED_ENCODING, keep_loss=False)
+        try:
+            payload = await self._c.transfer.encode(values, SEED_ENCODING, keep_loss=False)
+        except NotFinite as error:  # nobody could train on it, and without a seed all would wait
+            self._c.inbox.put(Failed(NotFinite(f"this model cannot seed fragment {fragment_id}: {error}")))
+            return
         header = self._header(fragment_id, 0, 0, 0, 0, payload, tokens_merged)
         await self._push_until_answered(header, payload, generation)
 
