@@ -102,6 +102,12 @@ class Identity:
 _LEARNER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 
 
+def check_learner_id(learner_id: str) -> None:
+    """Raises BadLearnerId."""
+    if not _LEARNER_ID.match(learner_id):
+        raise errors.BadLearnerId(f"learner id {learner_id[:64]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+
+
 def identify(metadata: Iterable[tuple[str, str | bytes]], run_id: str, token: str | None) -> Identity:
     """The caller's identity. Raises Unauthenticated, WrongRun, BadLearnerId or BadRequest."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
@@ -111,8 +117,8 @@ def identify(metadata: Iterable[tuple[str, str | bytes]], run_id: str, token: st
     if run != run_id:
         raise errors.WrongRun(f"this shard belongs to run {run_id!r}, the caller to {run[:64]!r}; check run.id")
     learner = values.get("diloco-learner", "")
-    if learner and not _LEARNER_ID.match(learner):
-        raise errors.BadLearnerId(f"learner id {learner[:64]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+    if learner:
+        check_learner_id(learner)
     return Identity(run, learner, _decimal(values, "diloco-generation"), _decimal(values, "diloco-epoch"))
 
 

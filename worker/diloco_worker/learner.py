@@ -26,6 +26,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from diloco_common import rpc
 from diloco_common.addresses import parse_address
 from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError, DilocoError, ManifestMismatch
@@ -88,6 +89,7 @@ def join(
     if not addresses:
         raise ConfigError("no shard addresses given; name all shards, such as ps-0:50051,ps-1:50051")
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
+    rpc.check_learner_id(name)
     learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http)
     try:
         learner._start(address_file, wait_s)
