@@ -88,6 +88,9 @@ def join(
     addresses = [str(parse_address(a.strip())) for a in addresses if a.strip()]
     if not addresses:
         raise ConfigError("no shard addresses given; name all shards, such as ps-0:50051,ps-1:50051")
+    twice = sorted({a for a in addresses if addresses.count(a) > 1})
+    if twice:
+        raise ConfigError(f"shard {twice[0]} is named twice; name every shard once")
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
     rpc.check_learner_id(name)
     learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http)
