@@ -90,7 +90,7 @@ class ShardShell:
             try:
                 norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces, self._workspace)
             except Refusal as refusal:
-                answer = self.shard.reject(header, refusal)
+                answer = self.shard.reject(member, header, refusal)
             else:
                 answer = self.shard.contribute(member, header, payload, norms, self.now)
         self.advance()

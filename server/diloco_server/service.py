@@ -22,6 +22,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 OBSERVER_ENCODINGS = ("float32",)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
+SEEDS_AT_ONCE = 1
+"""Seeds received at once; the others wait. Learners that start together all bring the whole model, in float32: taken at
+once, that is many times the memory that the shard needs for it."""
+
 
 class ParameterServer(pb_grpc.ParameterServerServicer):
     """Every shard serves this."""
@@ -30,6 +34,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         self._host = host
         self._token = token
         self._pushes = 0  # open now
+        self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
 
     # ------------------------------------------------------------ the five calls
 
@@ -190,6 +195,19 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         answer = shard.admit(member, header)
         if answer is not None:
             return host.answered(header, answer)
+        if not header.is_seed:
+            return await self._receive(member, header, requests, context)
+        async with self._seeding:
+            answer = shard.admit(member, header)  # another learner may have been first
+            if answer is not None:
+                return host.answered(header, answer)
+            return await self._receive(member, header, requests, context)
+
+    async def _receive(
+        self, member: Member, header: PushHeader, requests: AsyncIterator[pb.PushRequest], context: Context
+    ) -> PushAnswer:
+        """Take the bytes of a push that was admitted by its header."""
+        host, shard = self._host, self._host.shard
         try:
             receiver = PayloadReceiver(header.payload)
             while (part := await self._next_part(requests)) is not None:
@@ -200,7 +218,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             payload = receiver.finish()
             norms = await host.inspect(header, payload)
         except Refusal as refusal:
-            return host.answered(header, shard.reject(header, refusal))
+            return host.answered(header, shard.reject(member, header, refusal))
         member = self._member(context)  # the lease may have ended while the bytes came
         return host.answered(header, shard.contribute(member, header, payload, norms, host.clock()))
 

@@ -40,19 +40,28 @@ class Round:
     """Learner id -> generation that was asked. Learners that lose their lease stay here."""
     lost: set[str] = field(default_factory=set)
     """Asked learners that are gone, or joined again since."""
+    refused: set[str] = field(default_factory=set)
+    """Asked learners whose contribution was refused: they gave its work back and will not push it again."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     quorum_at: float | None = None
 
     @property
     def missing(self) -> list[str]:
-        """Who was asked, could still contribute, and has not."""
-        return sorted(self.asked.keys() - self.lost - self.contributions.keys())
+        """Who was asked, is expected to contribute, and has not."""
+        return sorted(self.asked.keys() - self.lost - self.refused - self.contributions.keys())
 
     def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
         assert contribution.learner_id in self.asked
         self.contributions[contribution.learner_id] = contribution
         if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
             self.quorum_at = now
+
+    def refuse(self, learner_id: str, generation: int) -> bool:
+        """Do not wait for a learner whose contribution was refused; says whether the round had waited for it."""
+        waited = learner_id in self.missing and self.asked[learner_id] == generation
+        if waited:
+            self.refused.add(learner_id)
+        return waited
 
     def lose(self, learner_id: str) -> Contribution | None:
         """The learner lost the generation that was asked: fence off what it sent."""
@@ -75,5 +84,5 @@ class Round:
 
     @property
     def is_void(self) -> bool:
-        """Nobody who was asked can contribute any more, and nobody did."""
+        """Nobody who was asked is expected to contribute any more, and nobody did."""
         return not self.contributions and not self.missing

@@ -156,7 +156,7 @@ class Shard:
         try:
             return self._admit(member, header)
         except Refusal as refusal:
-            return self.reject(header, refusal)
+            return self.reject(member, header, refusal)
 
     def contribute(
         self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
@@ -172,11 +172,19 @@ class Shard:
                 return self._accept_seed(state, header, payload, piece_norms)
             guards.check_norm(piece_norms, state, self.settings.guard.norm_factor)
         except Refusal as refusal:
-            return self.reject(header, refusal)
+            return self.reject(member, header, refusal)
         return self._accept(member, state, header, payload, piece_norms, now)
 
-    def reject(self, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        """Count a refused push."""
+    def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
+        """Count a refused push. Its round goes on without it, or one learner that diverged would hold up all."""
+        state = self.fragments.get(header.fragment_id)
+        collecting = state.round if state is not None and header.epoch == self.epoch else None
+        if (
+            collecting is not None
+            and collecting.round == header.round
+            and collecting.refuse(member.learner_id, member.generation)
+        ):
+            member.missed[refusal.code] += 1
         self.ledger.rejected[refusal.code] += 1
         self.ledger.tokens_refused[refusal.code] += header.tokens
         return PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
@@ -282,10 +290,10 @@ class Shard:
         tokens = 0
         for contribution in closed.contributions.values():
             tokens += contribution.tokens
-            state.merged_versions[contribution.learner_id] = closed.round
             state.norms.append(guards.total_norm(contribution.piece_norms))
             member = self.membership.get(contribution.learner_id)
-            if member is not None:
+            if member is not None:  # it may be forgotten by now
+                state.merged_versions[contribution.learner_id] = closed.round
                 member.merged += 1
                 member.tokens_merged += contribution.tokens
         state.tokens_merged += tokens
