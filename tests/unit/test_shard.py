@@ -1,0 +1,910 @@
+"""The shard's state machine: seeding, rounds, versions, guards, fencing, budget, and honest accounting."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from builders import decoded, make_settings, random_values
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.errors import (
+    Busy,
+    Draining,
+    LeaseExpired,
+    ManifestMismatch,
+    NotJoined,
+    NotSeeded,
+    Refusal,
+    StaleGeneration,
+    Stalled,
+    Superseded,
+    UnknownFragment,
+)
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import (
+    Collect,
+    Committed,
+    Drain,
+    Evicted,
+    Outcome,
+    Progress,
+    Pulse,
+    PushAnswer,
+    PushHeader,
+    Stop,
+)
+from diloco_server.core.effects import (
+    BudgetReached,
+    LearnerForgotten,
+    LearnerGone,
+    QuorumReached,
+    RoundClosed,
+    RoundOpened,
+    VersionCommitted,
+)
+from diloco_server.core.membership import Member
+from lockstep import ShardShell
+
+SIZE = 8
+MODEL = [TensorSpec("w", (SIZE,))]
+TOKENS = 10
+"""Of every inner step."""
+EPOCH = 7
+
+
+class Rig(ShardShell):
+    """A shard of one fragment with 8 elements, and learners that are names."""
+
+    def __init__(self, model: list[TensorSpec] = MODEL, **sections: dict[str, Any]) -> None:
+        sync = {"sync_every": 4, "quorum": "all", "merge": "mean"} | sections.pop("sync", {})
+        outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0} | sections.pop("outer", {})
+        super().__init__(make_settings(sync=sync, outer=outer, **sections), EPOCH)
+        self.model = model
+        self.members: dict[str, Member] = {}
+        self.steps: dict[str, int] = {}
+
+    def join(self, *learner_ids: str, instance: str = "process") -> Member:
+        for learner_id in learner_ids:
+            self.members[learner_id] = self.shard.join(learner_id, instance, self.model, self.now)
+            self.steps.setdefault(learner_id, 0)
+            self.report(learner_id)
+        return self.members[learner_ids[-1]]
+
+    def report(self, learner_id: str, **more: Any) -> None:
+        steps = self.steps[learner_id]
+        self.shard.progress(self.members[learner_id], Progress(steps, steps * TOKENS, **more), self.now)
+        self.advance()
+
+    def step(self, *learner_ids: str, steps: int = 1) -> None:
+        for learner_id in learner_ids:
+            self.steps[learner_id] += steps
+            self.report(learner_id)
+
+    def header(self, round_number: int, payload: Payload, **changes: Any) -> PushHeader:
+        assert self.shard.manifest is not None
+        header = PushHeader(
+            fragment_id=0, round=round_number, epoch=EPOCH, base_version=max(0, round_number - 1), tokens=4 * TOKENS,
+            steps=4, payload=payload.header, manifest_digest=self.shard.manifest.digest,
+        )  # fmt: skip
+        return replace(header, **changes)
+
+    def seed(self, learner_id: str, value: float = 0.0, **changes: Any) -> PushAnswer:
+        payload = encode_payload(torch.full((SIZE,), value), "float32")
+        return self.push(self.members[learner_id], self.header(0, payload, tokens=0, steps=0, **changes), payload)
+
+    def contribute(
+        self, learner_id: str, round_number: int, values: Tensor | float = 1.0, **changes: Any
+    ) -> PushAnswer:
+        flat = torch.full((SIZE,), values) if isinstance(values, float) else values.clone()
+        payload = encode_payload(flat, self.settings.sync.push)
+        return self.push(self.members[learner_id], self.header(round_number, payload, **changes), payload)
+
+    def started(self, *learner_ids: str) -> Rig:
+        """Everybody has joined, version 0 is zeros, and round 1 has been opened by four steps of each."""
+        self.join(*learner_ids)
+        self.seed(learner_ids[0])
+        self.step(*learner_ids, steps=4)
+        assert self.state.round is not None
+        return self
+
+    def silence(self, learner_id: str, *others: str) -> None:
+        """The learner is silent until its lease is over; the others are not."""
+        for _ in range(7):
+            self.now += 1.0
+            for other in others:
+                self.report(other)
+        self.advance()
+        assert not self.members[learner_id].live
+
+    @property
+    def state(self):
+        return self.shard.fragments[0]
+
+    @property
+    def theta(self) -> list[float]:
+        _, payload = self.shard.published(0)
+        return sorted(set(decoded(payload).tolist()))
+
+    def told_of(self, learner_id: str, kind: type) -> list[Any]:
+        return [d for d in self.take_told(learner_id) if isinstance(d, kind)]
+
+    def noted(self, kind: type) -> list[Any]:
+        return [e for e in self.events if isinstance(e, kind)]
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """All that a refused push may not change."""
+        s = self.state
+        collected = None if s.round is None else (s.round.round, dict(s.round.contributions), dict(s.round.asked))
+        values = None if s.values is None else s.values.theta.tolist()
+        return (
+            s.version, s.seeded, s.computing, s.tokens_merged, dict(s.merged_versions), list(s.norms), values,
+            collected, self.shard.ledger.tokens_accepted, self.shard.ledger.tokens_merged,
+        )  # fmt: skip
+
+    def assert_accounts_balance(self) -> None:
+        """Every accepted token is merged, fenced, or in an open or closing round."""
+        held = [*self.state.round.contributions.values()] if self.state.round else []
+        computing = [c for job in self.jobs for c in getattr(job, "contributions", ())]
+        ledger = self.shard.ledger
+        assert ledger.tokens_in_flight == sum(c.tokens for c in [*held, *computing])
+        assert ledger.tokens_accepted == ledger.tokens_merged + ledger.tokens_fenced + ledger.tokens_in_flight
+
+
+ACCEPTED, DUPLICATE, LATE, REJECTED = Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE, Outcome.REJECTED
+
+
+# ------------------------------------------------------------------ seeding
+
+
+def test_the_first_values_become_version_0_and_everybody_is_told() -> None:
+    rig = Rig()
+    rig.join("a", "b")
+    rig.take_told("a")
+    assert not rig.shard.all_seeded
+    assert rig.seed("b", 3.0).outcome is ACCEPTED
+    assert rig.theta == [3.0]
+    assert rig.shard.all_seeded
+    for learner_id in "ab":
+        assert rig.told_of(learner_id, Committed) == [Committed(0, 0, 0, 0)]
+
+
+def test_the_first_writer_wins() -> None:
+    rig = Rig()
+    rig.join("a", "b")
+    rig.holds_jobs = True
+    assert rig.seed("a", 1.0).outcome is ACCEPTED
+    assert rig.seed("b", 2.0).outcome is DUPLICATE, "while version 0 is computed"
+    rig.finish_jobs()
+    assert rig.seed("b", 2.0).outcome is DUPLICATE, "and once it is there"
+    assert rig.theta == [1.0]
+
+
+def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
+    rig = Rig()
+    rig.join("a", "b")
+    rig.holds_jobs = True
+    rig.seed("a", 1.0)
+    rig.jobs.clear()
+    rig.shard.seed_failed(0)
+    rig.holds_jobs = False
+    assert rig.seed("b", 2.0).outcome is ACCEPTED
+    assert rig.theta == [2.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_a_seed_that_is_not_finite_is_refused(value: float) -> None:
+    rig = Rig()
+    rig.join("a")
+    payload = encode_payload(torch.zeros(SIZE), "float32")
+    answer = rig.shard.contribute(rig.members["a"], rig.header(0, payload), payload, (value * 1e300,), 0.0)
+    assert (answer.outcome, answer.code) == (REJECTED, "NOT_FINITE")
+    assert not rig.state.computing
+
+
+def test_a_large_seed_is_no_outlier() -> None:
+    rig = Rig()
+    rig.join("a")
+    assert rig.seed("a", 1e9).outcome is ACCEPTED
+
+
+def test_a_seed_brings_the_progress_of_the_run_along() -> None:
+    rig = Rig()
+    rig.join("a")
+    rig.seed("a", tokens_merged=12345)
+    assert rig.shard.tokens_merged == 12345
+
+
+def test_before_version_0_nothing_can_be_pulled_or_pushed() -> None:
+    rig = Rig()
+    with pytest.raises(NotSeeded, match="no learner has joined yet"):
+        rig.shard.observe(MODEL)
+    rig.join("a")
+    with pytest.raises(NotSeeded, match="fragment 0 has no version yet"):
+        rig.shard.published(0)
+    assert rig.contribute("a", 1).code == "NOT_SEEDED"
+    with pytest.raises(UnknownFragment, match="shard 0 owns fragments 0, not 5"):
+        rig.shard.published(5)
+
+
+# ------------------------------------------------------------------ the model
+
+
+OTHER_MODEL = [TensorSpec("w", (SIZE + 1,)), TensorSpec("x", (2,))]
+
+
+def test_another_model_is_refused_with_the_differences() -> None:
+    rig = Rig()
+    rig.join("a")
+    with pytest.raises(ManifestMismatch, match=r"w: \[8\] <-> \[9\]; x: absent <-> \[2\]"):
+        rig.shard.join("b", "process", OTHER_MODEL, 0.0)
+    with pytest.raises(ManifestMismatch):
+        rig.shard.observe(OTHER_MODEL)
+    rig.shard.observe([])
+    rig.shard.observe(MODEL)
+    assert [m.learner_id for m in rig.shard.membership.all()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("seeded", "gone", "replaced"),
+    [(False, False, False), (False, True, True), (True, True, False)],
+    ids=["somebody-is-there", "nobody-is-there", "seeded"],
+)
+def test_the_model_is_replaced_only_while_nothing_is_seeded_and_nobody_is_there(
+    seeded: bool, gone: bool, replaced: bool
+) -> None:
+    rig = Rig()
+    rig.join("a")
+    if seeded:
+        rig.seed("a")
+    if gone:
+        rig.shard.leave(rig.members["a"])
+    if replaced:
+        rig.shard.join("b", "process", OTHER_MODEL, 0.0)
+        assert rig.state.fragment.num_elements == SIZE + 3
+    else:
+        with pytest.raises(ManifestMismatch):
+            rig.shard.join("b", "process", OTHER_MODEL, 0.0)
+        assert rig.state.fragment.num_elements == SIZE
+
+
+@pytest.mark.parametrize("model", [[], [TensorSpec("w", (0, 3))], MODEL * 2], ids=["nothing", "empty", "twice"])
+def test_a_model_that_cannot_be_cut_is_refused(model: list[TensorSpec]) -> None:
+    with pytest.raises(ManifestMismatch, match="cannot be cut"):
+        Rig(model).join("a")
+
+
+# ------------------------------------------------------------------ rounds and versions
+
+
+def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
+    rig = Rig().started("a", "b")
+    assert rig.noted(RoundOpened) == [RoundOpened(0, 1, 2)]
+    for learner_id in "ab":
+        assert rig.told_of(learner_id, Collect) == [Collect(0, 1)]
+    rig.now = 2.0
+    assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
+    assert rig.state.version == 0
+    rig.now = 3.0
+    assert rig.contribute("b", 1, 3.0).outcome is ACCEPTED
+    assert (rig.state.version, rig.theta) == (1, [-2.0])
+    assert rig.noted(QuorumReached) == [QuorumReached(0, 1, 3.0)]
+    assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 3.0)]
+    assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0)]
+    assert rig.told_of("a", Committed) == [Committed(0, 1, 2, 1)]
+    assert rig.told_of("b", Committed) == [Committed(0, 1, 2, 1)]
+    ledger = rig.shard.ledger
+    assert (ledger.rounds, ledger.participants, ledger.participants_mean) == (1, 2, 2.0)
+    assert rig.shard.tokens_merged == ledger.tokens_merged == 80
+    rig.assert_accounts_balance()
+
+
+def test_who_has_no_part_in_a_version_is_told_so() -> None:
+    rig = Rig(sync={"quorum": 1}).started("a", "b")
+    rig.take_told("b")
+    rig.contribute("a", 1)
+    assert rig.told_of("b", Committed) == [Committed(0, 1, 1, 0)]
+
+
+def test_the_next_round_waits_for_h_steps_of_every_learner() -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1)
+    rig.contribute("b", 1)
+    rig.step("a", steps=4)
+    assert rig.state.round is None
+    rig.step("b", steps=3)
+    assert rig.state.round is None
+    rig.step("b")
+    assert rig.state.round is not None
+    assert rig.state.round.round == 2
+
+
+def test_h_counts_from_the_opening_of_the_last_round_not_from_its_close() -> None:
+    rig = Rig().started("a")
+    rig.step("a", steps=3)
+    rig.contribute("a", 1)
+    assert rig.state.round is None
+    rig.step("a")
+    assert rig.state.round is not None
+
+
+@pytest.mark.parametrize(
+    ("quorum", "grace", "arrivals", "closes_at"),
+    [
+        (1, 0.0, {"a": 1.0}, 1.0),
+        (1, 2.0, {"a": 1.0}, 3.0),
+        (1, 2.0, {"a": 1.0, "b": 2.0}, 3.0),
+        (1, 9.0, {"a": 1.0, "b": 2.0, "c": 3.0}, 3.0),
+        (2, 2.0, {"a": 1.0, "b": 4.0}, 6.0),
+        (3, 2.0, {"a": 1.0, "b": 4.0}, None),
+        ("all", 0.0, {"a": 1.0, "b": 4.0}, None),
+        (7, 0.0, {"a": 1.0, "b": 2.0, "c": 4.0}, 4.0),
+    ],
+)
+def test_a_round_closes_on_quorum_and_grace_or_when_all_are_there(
+    quorum: Any, grace: float, arrivals: dict[str, float], closes_at: float | None
+) -> None:
+    rig = Rig(sync={"quorum": quorum, "grace": grace}, lease={"lease_s": 100.0}).started("a", "b", "c")
+    for tick in range(17):
+        rig.now = tick / 2
+        rig.advance()
+        for learner_id, at in arrivals.items():
+            if at == rig.now:
+                rig.contribute(learner_id, 1)
+        assert rig.state.version == (1 if closes_at is not None and rig.now >= closes_at else 0), f"at {rig.now} s"
+
+
+def test_a_version_is_announced_only_once_it_is_computed() -> None:
+    rig = Rig().started("a")
+    rig.take_told("a")
+    rig.holds_jobs = True
+    rig.contribute("a", 1, 5.0)
+    assert rig.state.computing
+    assert (rig.state.version, rig.theta, rig.told_of("a", Committed)) == (0, [0.0], [])
+    rig.step("a", steps=9)
+    assert rig.state.round is None, "no round opens meanwhile"
+    rig.assert_accounts_balance()
+    rig.finish_jobs()
+    assert (rig.state.version, rig.theta) == (1, [-5.0])
+    assert rig.state.round is not None
+
+
+@pytest.mark.parametrize("encoding", ["float32", "int8", "int4"])
+def test_the_order_of_arrival_changes_no_bit(encoding: str) -> None:
+    thetas = []
+    for order in itertools.permutations("abcd"):
+        rig = Rig(sync={"push": encoding, "merge": "rda"}).started("a", "b", "c", "d")
+        for learner_id in order:
+            steps = ord(learner_id) - 96
+            values = random_values(SIZE, seed=steps)
+            assert rig.contribute(learner_id, 1, values, tokens=10 * steps, steps=steps).outcome is ACCEPTED
+        assert rig.state.values is not None
+        thetas.append(rig.state.values.theta.clone())
+    assert len(thetas) == 24
+    assert all(torch.equal(theta, thetas[0]) for theta in thetas)
+    assert bool(thetas[0].any())
+
+
+def test_a_version_is_kept_in_float32_and_published_in_the_encoding_of_the_run() -> None:
+    rig = Rig(sync={"pull": "bfloat16"}).started("a")
+    rig.contribute("a", 1, torch.full((SIZE,), 1.0 + 2**-12))
+    assert rig.theta == [-1.0]
+    assert rig.state.values is not None
+    assert rig.state.values.theta.tolist() == [-(1.0 + 2**-12)] * SIZE
+
+
+# ------------------------------------------------------------------ who is asked
+
+
+def test_who_joins_while_a_round_is_open_is_not_asked_for_it() -> None:
+    rig = Rig().started("a")
+    rig.join("late")
+    assert rig.told_of("late", Collect) == []
+    answer = rig.contribute("late", 1)
+    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND")
+    assert "did not ask late" in answer.message
+    rig.contribute("a", 1)
+    assert rig.state.version == 1, "nobody waited for it"
+    rig.step("a", "late", steps=4)
+    assert rig.told_of("late", Collect) == [Collect(0, 2)]
+
+
+def test_who_has_not_reported_yet_is_not_asked_and_not_waited_for() -> None:
+    rig = Rig()
+    rig.join("a")
+    rig.seed("a")
+    rig.members["silent"] = rig.shard.join("silent", "process", MODEL, 0.0)
+    rig.step("a", steps=4)
+    assert rig.state.round is not None
+    assert list(rig.state.round.asked) == ["a"]
+
+
+def test_a_control_stream_begins_with_all_that_could_have_been_missed() -> None:
+    rig = Rig(run={"tokens": 1000}).started("a", "b")
+    rig.take_told("a")
+    rig.shard.attend(rig.members["a"])
+    rig.advance()
+    assert rig.take_told("a") == [Pulse(0, 1000, 2), Committed(0, 0, 0, 0), Collect(0, 1)]
+    rig.contribute("a", 1)
+    rig.take_told("a")
+    rig.shard.attend(rig.members["a"])
+    rig.advance()
+    assert rig.told_of("a", Collect) == [], "it has contributed"
+
+
+def test_pulses_go_to_every_live_learner() -> None:
+    rig = Rig().started("a", "b")
+    rig.shard.leave(rig.members["b"])
+    for learner_id in "ab":
+        rig.take_told(learner_id)
+    rig.shard.send_pulses()
+    rig.advance()
+    assert rig.take_told("a") == [Pulse(0, 0, 1)]
+    assert rig.take_told("b") == []
+
+
+# ------------------------------------------------------------------ repeats and latecomers
+
+
+def test_the_same_push_again_is_a_duplicate_at_every_moment() -> None:
+    rig = Rig(sync={"quorum": "all"}).started("a", "b")
+    assert rig.contribute("a", 1).outcome is ACCEPTED
+    assert rig.contribute("a", 1).outcome is DUPLICATE, "while the round is open"
+    rig.holds_jobs = True
+    rig.contribute("b", 1)
+    assert rig.contribute("a", 1).outcome is DUPLICATE, "while it is computed"
+    rig.finish_jobs()
+    assert rig.contribute("a", 1).outcome is DUPLICATE, "and after it"
+    assert rig.shard.ledger.duplicates == 3
+    assert rig.shard.ledger.tokens_merged == 80
+    rig.assert_accounts_balance()
+
+
+def test_two_copies_whose_bytes_come_at_the_same_time_count_once() -> None:
+    rig = Rig().started("a", "b")
+    payload = encode_payload(torch.ones(SIZE), "float32")
+    header, member = rig.header(1, payload), rig.members["a"]
+    assert rig.shard.admit(member, header) is None
+    assert rig.shard.admit(member, header) is None
+    norms = (float(torch.ones(SIZE).norm()),)
+    assert rig.shard.contribute(member, header, payload, norms, 0.0).outcome is ACCEPTED
+    assert rig.shard.contribute(member, header, payload, norms, 0.0).outcome is DUPLICATE
+    rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}, {"steps": 5}])
+@pytest.mark.parametrize("computing", [False, True])
+def test_the_same_push_with_other_content_is_a_conflict(changes: dict[str, Any], computing: bool) -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1.0)
+    if computing:
+        rig.holds_jobs = True
+        rig.contribute("b", 1)
+    before = rig.snapshot()
+    answer = rig.contribute("a", 1, **({"values": 1.0} | changes))
+    assert (answer.outcome, answer.code) == (REJECTED, "CONTRIBUTION_CONFLICT")
+    assert rig.snapshot() == before
+
+
+@pytest.mark.parametrize("computing", [False, True])
+def test_a_contribution_to_a_round_that_has_closed_is_late(computing: bool) -> None:
+    rig = Rig(sync={"quorum": 1}).started("a", "b")
+    rig.holds_jobs = computing
+    rig.contribute("a", 1)
+    assert rig.contribute("b", 1).outcome is LATE
+    assert (rig.shard.ledger.late, rig.shard.ledger.tokens_late) == (1, 40)
+    assert rig.members["b"].missed == {"LATE": 1}
+    rig.assert_accounts_balance()
+
+
+# ------------------------------------------------------------------ guards
+
+
+REFUSALS: list[tuple[str, dict[str, Any]]] = [
+    ("MANIFEST_MISMATCH", {"manifest_digest": "0" * 32}),
+    ("WRONG_EPOCH", {"epoch": EPOCH - 1}),
+    ("UNKNOWN_FRAGMENT", {"fragment_id": 9}),
+    ("WRONG_ROUND", {"steps": 0}),
+    ("WRONG_ROUND", {"tokens": 0}),
+    ("WRONG_ROUND", {"round": 3}),
+    ("WRONG_ROUND", {"base_version": 2}),
+    ("NORM_TOO_LARGE", {"values": torch.full((SIZE,), 1e6)}),
+]
+
+
+@pytest.mark.parametrize(("code", "changes"), REFUSALS, ids=[f"{c}-{next(iter(d))}" for c, d in REFUSALS])
+def test_what_a_guard_refuses_is_counted_and_changes_nothing(code: str, changes: dict[str, Any]) -> None:
+    rig = Rig().started("a", "b")
+    before = rig.snapshot()
+    answer = rig.contribute("a", changes.get("round", 1), changes.get("values", 1.0), **{
+        k: v for k, v in changes.items() if k not in ("round", "values")
+    })  # fmt: skip
+    assert (answer.outcome, answer.code) == (REJECTED, code)
+    assert answer.message
+    assert rig.snapshot() == before
+    assert rig.shard.ledger.rejected == {code: 1}
+    assert rig.shard.ledger.tokens_refused[code] == changes.get("tokens", 40)
+    rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_what_is_not_finite_is_refused(norm: float) -> None:
+    rig = Rig().started("a", "b")
+    before = rig.snapshot()
+    payload = encode_payload(torch.ones(SIZE), "float32")
+    answer = rig.shard.contribute(rig.members["a"], rig.header(1, payload), payload, (norm,), 0.0)
+    assert (answer.outcome, answer.code) == (REJECTED, "NOT_FINITE")
+    assert rig.snapshot() == before
+
+
+def payload_of(encoding: str, num_elements: int) -> Payload:
+    return encode_payload(torch.ones(num_elements), encoding)
+
+
+@pytest.mark.parametrize(
+    ("code", "payload", "round_number"),
+    [
+        ("UNKNOWN_ENCODING", payload_of("int8", SIZE), 1),
+        ("BAD_SIZE", payload_of("float32", SIZE + 1), 1),
+        ("BAD_SIZE", payload_of("float32", SIZE - 1), 1),
+    ],
+)
+def test_sizes_and_encodings_are_refused_before_the_bytes(code: str, payload: Payload, round_number: int) -> None:
+    rig = Rig().started("a", "b")
+    before = rig.snapshot()
+    answer = rig.shard.admit(rig.members["a"], rig.header(round_number, payload))
+    assert answer is not None
+    assert (answer.outcome, answer.code) == (REJECTED, code)
+    assert rig.snapshot() == before
+
+
+def test_a_seed_in_a_lossy_encoding_is_refused() -> None:
+    rig = Rig()
+    rig.join("a")
+    answer = rig.shard.admit(rig.members["a"], rig.header(0, payload_of("int8", SIZE)))
+    assert answer is not None
+    assert answer.code == "UNKNOWN_ENCODING"
+
+
+@pytest.mark.parametrize(("base_version", "outcome"), [(0, REJECTED), (1, ACCEPTED), (2, ACCEPTED), (3, ACCEPTED)])
+def test_a_contribution_may_be_stale_up_to_a_bound(base_version: int, outcome: Outcome) -> None:
+    rig = Rig(sync={"staleness_max": 2}).started("a")
+    for version in (1, 2, 3):
+        rig.contribute("a", version)
+        rig.step("a", steps=4)
+    answer = rig.contribute("a", 4, base_version=base_version)
+    assert answer.outcome is outcome
+    assert answer.code == ("TOO_STALE" if outcome is REJECTED else "")
+
+
+def test_one_learner_that_diverged_does_not_hold_up_a_round_that_waits_for_all() -> None:
+    rig = Rig().started("a", "b", "c")
+    rig.contribute("a", 1, 1.0)
+    assert rig.contribute("b", 1, 1e6).code == "NORM_TOO_LARGE"
+    assert rig.state.version == 0, "c is still to come"
+    rig.contribute("c", 1, 1.0)
+    assert rig.state.version == 1
+    assert rig.members["b"].missed == {"NORM_TOO_LARGE": 1}
+    assert rig.noted(RoundClosed)[-1].participants == 2
+
+
+def test_who_was_refused_may_still_push_what_is_right() -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1e6)
+    assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
+    rig.contribute("b", 1, 3.0)
+    assert rig.theta == [-2.0]
+
+
+def test_a_round_of_refusals_alone_is_opened_again_after_h_steps() -> None:
+    rig = Rig().started("a")
+    rig.take_told("a")
+    rig.contribute("a", 1, 1e6)
+    assert rig.state.round is None
+    rig.step("a", steps=4)
+    assert rig.told_of("a", Collect) == [Collect(0, 1)]
+    assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
+    assert rig.state.version == 1
+
+
+def test_the_running_median_judges_norms_once_there_are_enough() -> None:
+    rig = Rig(guard={"norm_factor": 10.0}).started("a")
+    for version in range(1, 9):
+        assert rig.contribute("a", version, 0.001).outcome is ACCEPTED
+        rig.step("a", steps=4)
+    assert rig.contribute("a", 9, 0.011).code == "NORM_TOO_LARGE"
+    rig.step("a", steps=4)
+    assert rig.contribute("a", 9, 0.009).outcome is ACCEPTED
+
+
+# ------------------------------------------------------------------ leases, generations, fencing
+
+
+def test_who_is_silent_past_its_lease_is_evicted_and_told() -> None:
+    rig = Rig().started("a", "b")
+    rig.take_told("b")
+    rig.silence("b", "a")
+    (evicted,) = rig.told_of("b", Evicted)
+    assert evicted.code == "LEASE_EXPIRED"
+    assert rig.noted(LearnerGone) == [LearnerGone("b", 2, "LEASE_EXPIRED")]
+    assert rig.shard.ledger.evictions == {"LEASE_EXPIRED": 1}
+    with pytest.raises(LeaseExpired):
+        rig.shard.check("b", 2, EPOCH)
+
+
+def test_nobody_waits_for_an_evicted_learner() -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1.0)
+    rig.silence("b", "a")
+    assert (rig.state.version, rig.theta) == (1, [-1.0])
+    assert rig.noted(RoundClosed)[-1].why == "lease"
+    assert rig.members["b"].missed == {"LEASE_EXPIRED": 1}
+
+
+def test_what_an_evicted_learner_contributed_is_fenced() -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("b", 1, 9.0)
+    rig.silence("b", "a")
+    assert rig.shard.ledger.tokens_fenced == 40
+    assert rig.members["b"].missed == {"FENCED": 1}
+    rig.assert_accounts_balance()
+    rig.contribute("a", 1, 1.0)
+    assert rig.theta == [-1.0]
+    rig.assert_accounts_balance()
+
+
+def test_what_is_being_merged_is_not_fenced() -> None:
+    rig = Rig().started("a", "b")
+    rig.holds_jobs = True
+    rig.contribute("a", 1, 1.0)
+    rig.contribute("b", 1, 3.0)
+    rig.silence("b", "a")
+    rig.finish_jobs()
+    assert rig.theta == [-2.0]
+    assert rig.shard.ledger.tokens_fenced == 0
+    again = rig.join("b", instance="process")
+    assert rig.shard.fragment_statuses("b")[0].merged_version == 1
+    assert again.merged == 1
+    rig.assert_accounts_balance()
+
+
+def test_a_round_that_everybody_left_is_opened_again() -> None:
+    rig = Rig().started("a")
+    rig.silence("a")
+    assert rig.state.round is None
+    rig.join("a")
+    rig.take_told("a")
+    rig.step("a", steps=4)
+    assert rig.told_of("a", Collect) == [Collect(0, 1)]
+    assert rig.contribute("a", 1).outcome is ACCEPTED
+    assert rig.state.version == 1
+
+
+@pytest.mark.parametrize(
+    ("instance", "code", "error"),
+    [("process", "STALE_GENERATION", StaleGeneration), ("another", "SUPERSEDED", Superseded)],
+)
+def test_the_newer_generation_wins_and_the_older_is_told_why(instance: str, code: str, error: type[Refusal]) -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 9.0)
+    rig.take_told("a")
+    old = rig.members["a"].generation
+    new = rig.join("a", instance=instance).generation
+    assert new > old
+    (evicted,) = rig.told_of("a", Evicted)
+    assert evicted.code == code
+    assert rig.noted(LearnerGone) == [LearnerGone("a", old, code)]
+    assert rig.shard.ledger.tokens_fenced == 40
+    with pytest.raises(error):
+        rig.shard.check("a", old, EPOCH)
+    assert rig.shard.check("a", new, EPOCH).generation == new
+    assert rig.contribute("a", 1).code == "WRONG_ROUND", "the round asked the generation before"
+    rig.assert_accounts_balance()
+
+
+def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time() -> None:
+    rig = Rig().started("a", "b")
+    rig.silence("b", "a")
+    rig.contribute("a", 1)
+    rig.join("b")
+    rig.take_told("b")
+    rig.step("a", "b", steps=4)
+    assert rig.told_of("b", Collect) == [Collect(0, 2)]
+    assert rig.members["b"].asked == 2
+
+
+def test_who_leaves_keeps_what_it_contributed_and_is_not_waited_for() -> None:
+    rig = Rig().started("a", "b", "c")
+    rig.contribute("a", 1, 1.0)
+    rig.shard.leave(rig.members["a"])
+    rig.shard.leave(rig.members["b"])
+    rig.advance()
+    assert rig.state.version == 0
+    rig.contribute("c", 1, 3.0)
+    assert rig.theta == [-2.0]
+    assert rig.members["b"].missed == {"LEFT": 1}
+    assert rig.members["a"].missed == {}
+    with pytest.raises(NotJoined, match="has left"):
+        rig.shard.check("a", rig.members["a"].generation, EPOCH)
+    assert [e.code for e in rig.noted(LearnerGone)] == ["LEFT", "LEFT"]
+
+
+def test_a_learner_of_another_epoch_has_no_lease() -> None:
+    rig = Rig().started("a")
+    with pytest.raises(NotJoined, match="since this shard restarted"):
+        rig.shard.check("a", 1, EPOCH - 1)
+
+
+def test_a_learner_without_progress_is_evicted_only_where_a_timeout_is_set() -> None:
+    for timeout_s, live in ((0.0, True), (40.0, False)):
+        rig = Rig(lease={"progress_timeout_s": timeout_s}).started("a", "b")
+        rig.contribute("a", 1, 1.0)
+        for _ in range(45):
+            rig.now += 1.0
+            rig.step("a")
+            if rig.members["b"].live:
+                rig.report("b")
+        assert rig.members["b"].live is live
+        assert rig.state.version == (0 if live else 1)
+        if not live:
+            assert rig.shard.ledger.evictions == {"STALLED": 1}
+            with pytest.raises(Stalled):
+                rig.shard.check("b", 2, EPOCH)
+
+
+def test_a_forgotten_learner_leaves_nothing_behind() -> None:
+    rig = Rig(shard={"max_learners": 2}, sync={"quorum": 1}).started("a")
+    for i in range(50):
+        name = f"passing-{i}"
+        rig.join(name)
+        rig.step("a", name, steps=4)
+        assert rig.state.round is not None
+        rig.contribute(name, rig.state.round.round)
+        rig.shard.leave(rig.members[name])
+        rig.now += 0.1
+        rig.advance()
+    assert len(rig.shard.membership.all()) <= 4
+    assert len(rig.state.merged_versions) <= 4
+    assert len(rig.state.base_steps) <= 4
+    assert len(rig.state.base_tokens) <= 4
+    assert len(rig.noted(LearnerForgotten)) == 48
+
+
+def test_who_is_forgotten_while_its_contribution_is_merged_leaves_nothing_behind() -> None:
+    rig = Rig(shard={"max_learners": 1}).started("a")
+    rig.holds_jobs = True
+    rig.contribute("a", 1)
+    rig.shard.leave(rig.members["a"])
+    rig.now += 1
+    rig.join("b")
+    rig.shard.leave(rig.members["b"])
+    rig.advance()
+    assert rig.shard.membership.get("a") is None
+    rig.finish_jobs()
+    assert rig.state.version == 1
+    assert "a" not in rig.state.merged_versions
+
+
+def test_too_many_learners_are_busy() -> None:
+    rig = Rig(shard={"max_learners": 1}).started("a")
+    with pytest.raises(Busy, match=r"shard\.max_learners"):
+        rig.shard.join("b", "process", MODEL, 0.0)
+    rig.join("a")  # its own lease is free for it
+
+
+# ------------------------------------------------------------------ the end
+
+
+def test_a_shard_that_drains_takes_no_learner_and_opens_no_round_but_finishes_the_open_one() -> None:
+    rig = Rig().started("a")
+    rig.take_told("a")
+    rig.shard.drain()
+    rig.advance()
+    assert rig.told_of("a", Drain) == [Drain()]
+    with pytest.raises(Draining):
+        rig.shard.join("b", "process", MODEL, 0.0)
+    assert rig.contribute("a", 1).outcome is ACCEPTED
+    assert rig.state.version == 1
+    rig.step("a", steps=20)
+    assert rig.state.round is None
+    rig.shard.attend(rig.members["a"])
+    rig.advance()
+    assert rig.told_of("a", Drain) == [Drain()]
+
+
+def test_the_run_ends_when_the_merged_tokens_reach_the_budget() -> None:
+    rig = Rig(run={"tokens": 80}).started("a")
+    rig.contribute("a", 1)
+    assert not rig.shard.done
+    rig.step("a", steps=4)
+    rig.take_told("a")
+    rig.contribute("a", 2)
+    assert rig.shard.done
+    assert rig.noted(BudgetReached) == [BudgetReached(80)]
+    assert rig.told_of("a", Stop) == [Stop()]
+    rig.step("a", steps=20)
+    assert rig.state.round is None
+    rig.join("b")
+    rig.shard.attend(rig.members["b"])
+    rig.advance()
+    assert rig.told_of("b", Stop) == [Stop()]
+    assert len(rig.noted(BudgetReached)) == 1
+
+
+def test_the_last_round_does_not_wait_for_h_steps() -> None:
+    rig = Rig(run={"tokens": 60}).started("a")
+    rig.contribute("a", 1)
+    rig.step("a")
+    assert rig.state.round is None
+    rig.step("a")  # 40 merged, 20 trained since
+    assert rig.state.round is not None
+
+
+def test_the_run_ends_only_when_every_fragment_has_its_tokens() -> None:
+    rig = Rig([TensorSpec("w", (2, 8))], sync={"fragments": 2, "sync_every": 4}, run={"tokens": 40})
+    rig.join("a")
+    for fragment_id in (0, 1):
+        rig.seed("a", fragment_id=fragment_id)
+    rig.step("a", steps=4)
+    assert rig.contribute("a", 1, fragment_id=0).outcome is ACCEPTED
+    assert (rig.shard.tokens_merged, rig.shard.done) == (20, False), "40 of one fragment, 0 of the other"
+    rig.step("a", steps=9)
+    assert rig.shard.fragments[0].round is None, "this fragment has its tokens"
+    assert rig.contribute("a", 1, fragment_id=1).outcome is ACCEPTED
+    assert rig.shard.done
+
+
+def test_a_seed_that_brings_the_whole_budget_ends_the_run() -> None:
+    rig = Rig(run={"tokens": 80})
+    rig.join("a")
+    rig.seed("a", tokens_merged=80)
+    assert rig.shard.done
+    assert rig.told_of("a", Stop) == [Stop()]
+
+
+# ------------------------------------------------------------------ over many rounds
+
+
+def test_whatever_happens_the_accounts_balance() -> None:
+    """Accepted = merged + fenced + in flight, after every event of 200 rounds with losses of every kind."""
+    rig = Rig(sync={"quorum": 2, "grace": 1.0}).started("a", "b", "c")
+    chance = torch.Generator().manual_seed(0)
+    outcomes: dict[str, int] = {}
+
+    def draw(choices: int) -> int:
+        return int(torch.randint(choices, (1,), generator=chance))
+
+    for _ in range(200):
+        for learner_id in "abc":
+            if not rig.members[learner_id].live:
+                rig.join(learner_id)
+            rig.step(learner_id, steps=4)
+            if rig.state.round is None or draw(4) == 0:
+                continue
+            number = rig.state.round.round - (1 if draw(5) == 0 else 0)
+            values = 1e9 if draw(9) == 0 else 1.0
+            if number:
+                answer = rig.contribute(learner_id, number, values)
+                outcomes[answer.code or answer.outcome.name] = outcomes.get(answer.code or answer.outcome.name, 0) + 1
+            rig.assert_accounts_balance()
+        match draw(8):
+            case 0:
+                rig.silence("a", *(i for i in "bc" if rig.members[i].live))
+            case 1:
+                rig.join("b")
+            case 2:
+                rig.now += 2.0
+        rig.advance()
+        rig.assert_accounts_balance()
+    ledger = rig.shard.ledger
+    assert rig.state.version > 50
+    assert ledger.rounds == rig.state.version
+    assert ledger.tokens_fenced > 0
+    assert {"ACCEPTED", "LATE", "NORM_TOO_LARGE"} <= outcomes.keys()
+    assert ledger.tokens_merged == rig.state.tokens_merged
+    assert sum(m.merged for m in rig.shard.membership.all()) == ledger.participants
