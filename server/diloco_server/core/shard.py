@@ -226,7 +226,8 @@ class Shard:
         taken = computing.contributions.get(member.learner_id) if computing else None
         if taken is not None and taken.round == header.round:
             return self._repeated(taken, header)
-        if state.merged_versions.get(member.learner_id) == header.round:
+        if state.merged_versions.get(member.learner_id, 0) >= header.round:
+            # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
             self.ledger.duplicates += 1
             return DUPLICATE
         self.ledger.late += 1
