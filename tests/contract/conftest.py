@@ -6,9 +6,12 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from front import Front
 from in_process import Clock, InProcessShard, LoopThread, settings_with
+from training import Training
 
 from diloco_common.logs import TextFormatter
 from diloco_common.settings import Settings
@@ -54,3 +57,34 @@ def written() -> Iterator[io.StringIO]:
     yield stream
     logger.removeHandler(handler)
     logger.setLevel(level)
+
+
+@pytest.fixture
+def front(loop: LoopThread) -> Iterator[Callable[[InProcessShard], Front]]:
+    """Puts a front before a shard: front(shard)."""
+    started: list[Front] = []
+
+    def start(shard: InProcessShard) -> Front:
+        made = loop.look(lambda: Front(shard))
+        loop.run(made.start())
+        started.append(made)
+        return made
+
+    yield start
+    for made in started:
+        loop.run(made.stop())
+
+
+@pytest.fixture
+def train() -> Iterator[Callable[..., Training]]:
+    """Joins a learner with a tiny model: train(addresses, learner_id, ...)."""
+    learners: list[Training] = []
+
+    def start(shards: str, learner_id: str = "a", **options: Any) -> Training:
+        training = Training(shards, learner_id, **options)
+        learners.append(training)
+        return training
+
+    yield start
+    for training in learners:
+        training.learner.close()

@@ -1,0 +1,75 @@
+"""A front of a real shard that fails on demand, as a network or a frozen process would."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from in_process import InProcessShard
+
+from diloco_common import rpc
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_server.service import ParameterServer
+
+
+class Front(ParameterServer):
+    """Serves the shard on another port. Its switches belong to the test, which sets them between calls."""
+
+    def __init__(self, shard: InProcessShard) -> None:
+        super().__init__(shard.server.host, None)
+        self.loop = shard.loop
+        self.address = ""
+        self.frozen = False
+        """Control streams are accepted, and nothing is said on them."""
+        self.deaf = False
+        """What learners report is lost."""
+        self.acks_to_lose = 0
+        """Answers to pushes that get lost from now on."""
+        self.refuse_join = False
+        """Join fails as if nobody was there."""
+        self.cut_attend = False
+        """Control streams break before the first word."""
+        self.joins: list[float] = []
+        """When Join was called, seconds."""
+        self.attends: list[float] = []
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
+        self.joins.append(time.monotonic())
+        if self.refuse_join:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody is there")
+        return await super().Join(request, context)
+
+    async def Attend(self, requests: AsyncIterator[pb.Progress], context: Any) -> AsyncIterator[pb.Directive]:
+        self.attends.append(time.monotonic())
+        if self.cut_attend:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off")
+        async for directive in super().Attend(self._heard(requests), context):
+            while self.frozen:  # noqa: ASYNC110 - a switch
+                await asyncio.sleep(0.01)
+            yield directive
+
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Any) -> pb.PushResponse:
+        answer = await super().Push(requests, context)
+        if self.acks_to_lose > 0:
+            self.acks_to_lose -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer got lost")
+        return answer
+
+    async def _heard(self, requests: AsyncIterator[pb.Progress]) -> AsyncIterator[pb.Progress]:
+        async for request in requests:
+            if not self.deaf:
+                yield request
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        pb_grpc.add_ParameterServerServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        self.frozen = False
+        await self._server.stop(grace=0)

@@ -1,0 +1,431 @@
+"""Real learners against real shards in one process: joining, training on, coming back, and being told why not."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+
+import pytest
+import torch
+from in_process import InProcessShard, eventually, settings_with
+from torch import nn
+from training import Training, tiny_model
+
+import diloco_worker
+from diloco_common.errors import (
+    BadLearnerId,
+    CannotConnect,
+    ConfigError,
+    DilocoError,
+    ManifestMismatch,
+    NotFinite,
+    Superseded,
+    Unauthenticated,
+    WrongRun,
+)
+from diloco_worker.core.backoff import FIRST_S, GROWTH
+
+EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
+
+
+def exact(**sync: object) -> dict[str, object]:
+    """Settings of `sync` under which nothing is rounded on the wire."""
+    return EXACT | sync
+
+
+def global_values(shard: InProcessShard) -> torch.Tensor:
+    def look() -> torch.Tensor:
+        return torch.cat([f.values.theta.clone() for f in shard.core.fragments.values()])
+
+    return shard.loop.look(look)
+
+
+# ---------------------------------------------------------------- joining and training
+
+
+def test_the_first_learner_seeds_and_the_second_adopts(serve, train):
+    shard = serve(settings_with(sync=exact(sync_every=1000, fragments=2)))
+    first = tiny_model(seed=1)
+
+    a = train(shard.address, "a", seed=1)
+    b = train(shard.address, "b", seed=2)
+
+    untouched = torch.cat([p.detach().flatten() for p in first.parameters()])
+    assert torch.equal(a.values(), untouched)
+    assert torch.equal(b.values(), untouched)
+    assert (a.learner.state, shard.member_state("a"), shard.member_state("b")) == ("training", "alive", "alive")
+
+
+def test_contributions_become_versions_that_all_learners_get(serve, train):
+    shard = serve(settings_with(sync={"fragments": 3, "quorum": 2}))
+    a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)
+
+    def both_merged() -> bool:
+        b.step()
+        fragments = a.learner.core.fragments.values(), b.learner.core.fragments.values()
+        return all(f.version >= 2 for side in fragments for f in side)
+
+    a.until(both_merged, "both hold version 2 of all fragments")
+
+    assert shard.ledger.tokens_merged > 0
+    assert all(m.merged > 0 for m in shard.core.membership.all())
+    assert sum(shard.ledger.rejected.values()) == 0
+
+
+def test_learners_of_two_shards_hold_every_fragment(serve, train):
+    shards = [serve(settings_with(sync={"fragments": 4}, shard={"index": i, "count": 2})) for i in (1, 0)]
+
+    a = train(",".join(s.address for s in shards), "a")
+    a.until(lambda: all(f.version > 0 for f in a.learner.core.fragments.values()), "a version of every fragment")
+
+    assert {len(s.core.fragments) for s in shards} == {2}
+    assert [s.member_state("a") for s in shards] == ["alive", "alive"]
+
+
+def test_the_budget_ends_the_run(serve, train):
+    shard = serve(settings_with(run={"tokens": 200}))
+    a = train(shard.address, "a")
+
+    a.until(lambda: a.learner.done, "the budget is reached")
+    a.learner.close()
+
+    assert a.learner.state == "done"
+    assert shard.core.tokens_merged >= 200
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, train):
+    """Fault 10: everything that was not merged when the shard went away is part of its next life."""
+    first = serve(settings_with(sync=exact()))
+    a = train(first.address, "a")
+    a.until(lambda: first.version() >= 2, "two versions")
+    address, tokens_merged = first.address, first.core.tokens_merged
+    first.stop()
+
+    step_before = a.learner.core.inner_step
+    for _ in range(50):
+        a.step()
+    eventually(lambda: not a.link.connected, "the loss is noticed")
+    assert a.learner.core.inner_step == step_before + 50
+
+    second = serve(settings_with(sync=exact(), shard={"listen": address}))
+    a.until(lambda: second.version() >= 2 if second.core.fragments else False, "versions of its second life")
+    assert second.member_state("a") == "alive"
+    assert a.link.epoch == second.core.epoch
+    assert second.core.tokens_merged > tokens_merged  # goes on from what the learner knew
+
+
+def test_a_learner_that_comes_back_keeps_its_progress(serve, train):
+    first = serve(settings_with(sync=exact()))
+    a = train(first.address, "a")
+    a.until(lambda: first.version() >= 2, "two versions")
+    address = first.address
+    first.stop()
+    for _ in range(20):
+        a.step()
+    trained = a.values()
+
+    second = serve(settings_with(sync=exact(sync_every=10_000), shard={"listen": address}))
+
+    def arrived() -> bool:
+        a.learner.step(tokens=1)  # a boundary without training
+        return all(f.epoch == second.core.epoch for f in a.learner.core.fragments.values())
+
+    eventually(arrived, "version 0 of the second life is applied")
+    assert torch.allclose(a.values(), trained, atol=1e-6)
+    assert not torch.allclose(a.values(), global_values(second), atol=1e-4)
+
+
+def test_a_shard_that_falls_silent_is_dialed_again(serve, front, train, written):
+    """Fault 4: after 2.5 heartbeats, whatever the transport believes; and nothing counts twice."""
+    shard = serve(settings_with(lease={"lease_s": 60.0, "heartbeat_s": 0.1}))
+    between = front(shard)
+    a = train(between.address, "a")
+    a.until(lambda: shard.version() >= 1, "a version")
+    generation = a.link.generation
+
+    between.frozen = True
+    a.until(lambda: "silent for 0.2 s" in written.getvalue(), "the silence is noticed")
+    attends = len(between.attends)
+    between.frozen = False
+
+    version = shard.version()
+    a.until(lambda: shard.version() > version + 1, "versions after the thaw")
+    assert len(between.attends) > attends - 1
+    assert a.link.generation == generation
+    assert shard.ledger.participants == shard.ledger.rounds
+
+
+def test_a_lost_ack_is_repeated_and_counts_once(serve, front, train):
+    """Fault 11."""
+    shard = serve(settings_with(sync={"quorum": 1}))
+    between = front(shard)
+    a = train(between.address, "a")
+    a.until(lambda: shard.version() >= 1, "a version")
+
+    between.acks_to_lose = 2
+    a.until(lambda: between.acks_to_lose < 2, "an ack is lost")
+    eventually(lambda: shard.ledger.duplicates >= 2, "the push is repeated until its ack comes through")
+    between.acks_to_lose = 5
+    a.until(lambda: between.acks_to_lose == 0, "acks are lost while training goes on")
+    version = shard.version()
+    a.until(lambda: shard.version() > version + 5, "it goes on")
+
+    assert shard.ledger.late == 0
+    assert shard.ledger.tokens_accepted == shard.ledger.tokens_merged + shard.ledger.tokens_in_flight
+    merged_by_learner = a.learner.core.contributions["merged"]
+    assert 0 <= shard.ledger.participants - merged_by_learner <= 1  # the last version may not have arrived yet
+    assert shard.ledger.tokens_merged <= a.learner.core.tokens
+    assert a.learner.core.contributions["carried"] == 0
+
+
+def test_an_evicted_learner_joins_again_by_itself(serve, front, train, written):
+    """Fault 3: what it reports got lost for longer than its lease."""
+    shard = serve(settings_with(lease={"lease_s": 0.4, "heartbeat_s": 0.1}))
+    between = front(shard)
+    a = train(between.address, "a")
+    a.until(lambda: shard.version() >= 1, "a version")
+    generation = a.link.generation
+
+    between.deaf = True
+    a.until(lambda: shard.ledger.evictions["LEASE_EXPIRED"] >= 1, "a is evicted")
+    between.deaf = False
+    version = shard.version()
+    a.until(lambda: a.link.generation > generation and shard.version() > version, "a contributes again")
+
+    assert "was silent for more than 0.4 s (lease.lease_s); join again" in written.getvalue()
+
+
+def test_the_second_process_with_a_learner_id_fences_off_the_first(serve, train):
+    """Fault 20."""
+    shard = serve(settings_with())
+    older = train(shard.address, "same")
+    older.until(lambda: shard.version() >= 1, "a version")
+
+    newer = train(shard.address, "same")
+    with pytest.raises(Superseded, match="learner id") as told:
+        older.until(lambda: False, "the older is told")
+    older.learner.close()
+
+    assert (told.value.code, told.value.exit_code) == ("SUPERSEDED", 4)
+    version = shard.version()
+    newer.until(lambda: shard.version() > version, "the newer goes on")
+    assert shard.member_state("same") == "alive"
+
+
+def test_a_learner_that_diverges_is_told_and_keeps_the_global_weights_clean(serve, train, written):
+    """Fault 14."""
+    shard = serve(settings_with(sync={"quorum": 1}))
+    sick, well = train(shard.address, "sick"), train(shard.address, "well", seed=1)
+    well.until(lambda: sick.step() or shard.version() >= 1, "a version")
+
+    with torch.no_grad():
+        next(iter(sick.model.parameters())).fill_(float("nan"))
+    version = shard.version()
+    well.until(
+        lambda: sick.step() or (sick.learner.core.contributions["NOT_FINITE"] and shard.version() > version + 1),
+        "the sick one is refused, the well one goes on",
+    )
+
+    assert "contribution is not finite" in written.getvalue()
+    assert torch.isfinite(global_values(shard)).all()
+
+
+# ---------------------------------------------------------------- pace
+
+
+@pytest.mark.parametrize("switch", ["refuse_join", "cut_attend"])
+def test_dialing_again_slows_down(serve, front, train, written, switch):
+    """Fault 13: each wait is at least half of what doubles as long as nobody answers."""
+    shard = serve(settings_with(lease={"lease_s": 60.0, "heartbeat_s": 0.2}))
+    between = front(shard)
+    if switch == "cut_attend":
+        a = train(between.address, "a")
+        between.cut_attend = True
+        between.loop.look(between.attends.clear)
+        calls = between.attends
+        _break_streams(shard)
+    else:
+        between.refuse_join = True
+        calls = between.joins
+        a = None
+        joining = threading.Thread(target=_join_in_vain, args=(between.address,))
+        joining.start()
+
+    eventually(lambda: len(calls) >= 5, "five attempts")
+    between.refuse_join = between.cut_attend = False
+
+    gaps = [later - earlier for earlier, later in itertools.pairwise(calls[:5])]
+    assert all(gap >= 0.5 * FIRST_S * GROWTH**n for n, gap in enumerate(gaps)), gaps
+    assert written.getvalue().count("no connection, trying again") <= 3
+    if a is None:
+        joining.join()
+
+
+def _break_streams(shard: InProcessShard) -> None:
+    def end() -> None:
+        for stream in shard.server.host._streams.values():
+            stream.end()
+
+    shard.loop.look(end)
+
+
+def _join_in_vain(address: str) -> None:
+    diloco_worker.join(address, tiny_model(), learner_id="a", wait_s=20).close()
+
+
+# ---------------------------------------------------------------- refused for good
+
+
+def test_a_learner_with_another_model_sees_the_differences(serve, train):
+    """Fault 21."""
+    shard = serve(settings_with(sync={"fragments": 2}))
+    train(shard.address, "a")
+
+    with pytest.raises(ManifestMismatch) as refused:
+        diloco_worker.join(shard.address, tiny_model(width=7), learner_id="b", wait_s=20)
+
+    assert "0.weight: [6, 4] <-> [7, 4]" in str(refused.value)
+    assert "2.weight: [2, 6] <-> [2, 7]" in str(refused.value)
+    assert refused.value.exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("of_second", "error", "words"),
+    [
+        ({"shard": {"index": 0, "count": 2}}, ConfigError, "both are shard 0"),
+        ({"shard": {"index": 1, "count": 2}, "sync": {"fragments": 3}}, ManifestMismatch, "the same settings"),
+        (
+            {"shard": {"index": 1, "count": 2}, "sync": {"fragments": 2, "on_commit": "overwrite"}},
+            ManifestMismatch,
+            "the same settings",
+        ),
+        ({"shard": {"index": 1, "count": 2}, "run": {"id": "other"}}, WrongRun, "check run.id"),
+        ({"shard": {"index": 1, "count": 3}, "sync": {"fragments": 6}}, (ConfigError, ManifestMismatch), "shards"),
+    ],
+)
+def test_shards_that_do_not_belong_together_are_refused(serve, of_second, error, words):
+    first = {"sync": {"fragments": 2}, "shard": {"index": 0, "count": 2}}
+    shards = [serve(settings_with(**first)), serve(settings_with(**(first | of_second)))]
+
+    with pytest.raises(error, match=words):
+        diloco_worker.join([s.address for s in shards], tiny_model(), learner_id="a", wait_s=20)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "words"),
+    [
+        (lambda a: [], "no shard addresses"),
+        (lambda a: ["nonsense"], "the port is missing"),
+        (lambda a: [a], "2 shards .* 1 addresses are given"),
+        (lambda a: [a, a], "named twice"),
+    ],
+)
+def test_addresses_that_do_not_name_every_shard_once_are_refused(serve, addresses, words):
+    shard = serve(settings_with(sync={"fragments": 2}, shard={"index": 0, "count": 2}))
+
+    with pytest.raises(ConfigError, match=words):
+        diloco_worker.join(addresses(shard.address), tiny_model(), learner_id="a", wait_s=20)
+
+
+def test_a_shard_under_two_names_is_refused(serve):
+    shard = serve(settings_with(sync={"fragments": 2}, shard={"index": 0, "count": 2}))
+    other_name = shard.address.replace("127.0.0.1", "localhost")
+
+    with pytest.raises(ConfigError, match="both are shard 0"):
+        diloco_worker.join([shard.address, other_name], tiny_model(), learner_id="a", wait_s=20)
+
+
+@pytest.mark.parametrize("learner_id", ["../x", "a b", "a\nb", "\x1b[31m", "a\0", "x" * 65])
+def test_a_learner_id_that_is_not_plain_is_refused_before_dialing(learner_id):
+    with pytest.raises(BadLearnerId, match="1 to 64 of"):
+        diloco_worker.join("127.0.0.1:1", tiny_model(), learner_id=learner_id, wait_s=0)
+    assert _threads() == []
+
+
+def test_a_wrong_token_is_told_at_once(serve, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef")
+    shard = serve(settings_with(security={"token_file": file}))
+
+    with pytest.raises(Unauthenticated, match=r"security\.token_file"):
+        diloco_worker.join(shard.address, tiny_model(), learner_id="a", token="another-token-123", wait_s=20)
+    with diloco_worker.join(shard.address, tiny_model(), learner_id="a", token="0123456789abcdef", wait_s=20):
+        assert shard.member_state("a") == "alive"
+
+
+def test_a_model_that_is_not_finite_cannot_seed(serve):
+    shard = serve()
+    model = tiny_model()
+    nn.init.constant_(next(iter(model.parameters())), float("nan"))
+
+    with pytest.raises(NotFinite):
+        diloco_worker.join(shard.address, model, learner_id="a", wait_s=20)
+
+
+def test_joining_gives_up_after_the_wait(serve):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(CannotConnect, match=f"no answer from {address}") as gave_up:
+            diloco_worker.join(address, tiny_model(), learner_id="a", wait_s=0.3)
+    assert gave_up.value.exit_code == 5
+
+
+def test_workers_may_come_before_their_shard(serve, train, written):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+    joined: list[Training] = []
+    waiting = threading.Thread(target=lambda: joined.append(train(address, "early")))
+    waiting.start()
+    eventually(lambda: "no connection, trying again" in written.getvalue(), "the learner waits, and says so")
+
+    shard = serve(settings_with(shard={"listen": address}))
+
+    waiting.join(20)
+    assert joined
+    assert shard.member_state("early") == "alive"
+
+
+# ---------------------------------------------------------------- the end
+
+
+def _threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(("diloco-network", "diloco-codec"))]
+
+
+def test_close_leaves_the_run_and_no_thread_and_may_be_repeated(serve, train):
+    shard = serve(settings_with())
+    assert _threads() == []
+    a = train(shard.address, "a")
+    a.until(lambda: shard.version() >= 1, "a version")
+
+    for _ in range(3):
+        a.learner.close()
+
+    eventually(lambda: _threads() == [], "all threads end")
+    assert shard.member_state("a") == "left"
+    assert a.learner.state == "stopped"
+    assert shard.ledger.evictions == {}
+
+
+def test_close_ends_without_a_shard_to_leave(serve, train):
+    shard = serve(settings_with())
+    a = train(shard.address, "a")
+    shard.stop()
+    a.step()
+
+    a.learner.close()
+
+    eventually(lambda: _threads() == [], "all threads end")
+
+
+def test_a_failed_join_leaves_no_thread(serve):
+    shard = serve()
+    with pytest.raises(DilocoError):
+        diloco_worker.join(shard.address, tiny_model(), run="other", learner_id="a", wait_s=20)
+    eventually(lambda: _threads() == [], "all threads end")

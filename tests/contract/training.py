@@ -1,0 +1,53 @@
+"""A user's training loop in small: a tiny model, an inner optimizer, and a learner that joined real shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from in_process import eventually
+from torch import Tensor, nn
+
+import diloco_worker
+
+
+def tiny_model(seed: int = 0, width: int = 6) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+class Training:
+    """Joins when made; each `step` is one inner step on `tokens` tokens."""
+
+    def __init__(self, shards: str, learner_id: str, *, seed: int = 0, lr: float = 0.05, **options: Any) -> None:
+        self.model = tiny_model(seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+        self.generator = torch.Generator().manual_seed(seed)
+        options.setdefault("wait_s", 20.0)
+        self.learner = diloco_worker.join(shards, self.model, learner_id=learner_id, **options)
+
+    def step(self, tokens: int = 8) -> None:
+        x = torch.randn(tokens, 4, generator=self.generator)
+        loss = (self.model(x) - x[:, :2].sin()).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.learner.step(tokens=tokens, loss=loss)
+
+    def until(self, true: Callable[[], Any], what: str) -> None:
+        """Train until something is true."""
+
+        def stepped() -> Any:
+            self.step()
+            return true()
+
+        eventually(stepped, what)
+
+    def values(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    @property
+    def link(self) -> Any:
+        """Of a learner with one shard."""
+        return self.learner.network.links[0]
