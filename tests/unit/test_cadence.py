@@ -1,0 +1,92 @@
+"""When a fragment is due: K live learners took H steps, each counted from where it was."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_common.messages import Progress
+from diloco_server.core.cadence import Quorum, first_interval, is_due, needed
+from diloco_server.core.membership import Member
+
+
+def member(learner_id: str, step: int, first: int | None = 0) -> Member:
+    made = Member(learner_id, "p", 1, last_heard=0.0, last_step_at=0.0)
+    made.progress, made.first_step = Progress(step, 0), first
+    return made
+
+
+def test_with_as_many_fragments_as_steps_one_is_due_per_step() -> None:
+    assert [first_interval(p, 24, 24) for p in range(24)] == list(range(1, 25))
+
+
+@pytest.mark.parametrize("sync_every", [1, 24, 500])
+def test_a_single_fragment_is_due_after_h_steps_as_in_diloco(sync_every: int) -> None:
+    assert first_interval(0, 1, sync_every) == sync_every
+
+
+@given(num_fragments=st.integers(1, 300), sync_every=st.integers(1, 300))
+def test_fragments_spread_evenly_over_h(num_fragments: int, sync_every: int) -> None:
+    intervals = [first_interval(p, num_fragments, sync_every) for p in range(num_fragments)]
+    assert intervals == sorted(intervals)
+    assert intervals[0] >= 1
+    assert intervals[-1] == sync_every
+    per_step = [intervals.count(step) for step in range(1, sync_every + 1)]
+    assert max(per_step) - min(per_step) <= 1
+
+
+@pytest.mark.parametrize(
+    ("quorum", "learners", "expected"), [("all", 5, 5), ("all", 0, 0), (1, 5, 1), (3, 5, 3), (3, 2, 2), (7, 7, 7)]
+)
+def test_a_quorum_is_held_to_those_who_are_there(quorum: Quorum, learners: int, expected: int) -> None:
+    assert needed(quorum, learners) == expected
+
+
+# H = 4; `steps` are those reported now, `base` those when the last round opened.
+@pytest.mark.parametrize(
+    ("steps", "base", "quorum", "due"),
+    [
+        ({}, {}, 1, False),
+        ({"a": 4}, {}, 1, True),
+        ({"a": 3}, {}, 1, False),
+        ({"a": 7}, {"a": 4}, 1, False),
+        ({"a": 8}, {"a": 4}, 1, True),
+        ({"a": 8, "b": 1}, {"a": 4}, 1, True),
+        ({"a": 8, "b": 1}, {"a": 4}, 2, False),
+        ({"a": 8, "b": 4}, {"a": 4}, 2, True),
+        ({"a": 8, "b": 4, "c": 3}, {"a": 4}, 2, True),
+        ({"a": 8, "b": 4, "c": 3}, {"a": 4}, "all", False),
+        ({"a": 8, "b": 4, "c": 4}, {"a": 4}, "all", True),
+        ({"a": 8}, {"a": 4}, 3, True),  # who is not there is not waited for
+        ({"a": 3}, {}, 3, False),
+        ({"b": 4}, {"a": 1000}, "all", True),  # the fastest has died; the cadence goes on
+    ],
+)
+def test_a_fragment_is_due_when_enough_learners_took_h_steps_of_their_own(
+    steps: dict[str, int], base: dict[str, int], quorum: Quorum, due: bool
+) -> None:
+    assert is_due([member(i, s) for i, s in steps.items()], base, 4, quorum) is due
+
+
+@pytest.mark.parametrize(("step", "due"), [(103, False), (104, True)])
+def test_who_joins_late_counts_from_its_first_report(step: int, due: bool) -> None:
+    assert is_due([member("a", step, first=100)], {}, 4, 1) is due
+
+
+def test_who_has_not_reported_neither_makes_due_nor_is_waited_for() -> None:
+    silent = member("s", 0, first=None)
+    assert not is_due([silent], {}, 4, "all")
+    assert is_due([silent, member("a", 4)], {}, 4, "all")
+
+
+def test_the_cadence_goes_on_when_the_fastest_learner_dies() -> None:
+    """Two learners, one ten times as fast; it dies after 20 of its steps. The slow one is asked every 4 of its own."""
+    base: dict[str, int] = {}
+    rounds_at: list[int] = []
+    for tick in range(1, 200):
+        live = [member("slow", tick // 10)] + ([member("fast", tick)] if tick <= 20 else [])
+        if is_due(live, base, 4, 1):
+            rounds_at.append(tick)
+            base = {m.learner_id: m.progress.inner_step for m in live}
+    assert rounds_at == [4, 8, 12, 16, 20, 60, 100, 140, 180]

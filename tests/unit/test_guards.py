@@ -1,0 +1,154 @@
+"""What a shard refuses before it can touch state, one guard at a time. test_shard.py shows that state stays."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import make_contribution
+from diloco_common.codec import encode_payload
+from diloco_common.errors import (
+    BadSize,
+    ManifestMismatch,
+    NormTooLarge,
+    NotFinite,
+    Refusal,
+    TooStale,
+    UnknownEncoding,
+    WrongEpoch,
+    WrongRound,
+)
+from diloco_common.manifest import TensorSpec, cut
+from diloco_common.messages import PushHeader
+from diloco_server.core import guards
+from diloco_server.core.fragment import NORMS_MIN, FragmentState
+from diloco_server.core.rounds import Round
+
+MANIFEST = cut([TensorSpec("w", (100,))], 1, 1)
+HEADER = PushHeader(
+    fragment_id=0, round=6, epoch=3, base_version=5, tokens=40, steps=4,
+    payload=encode_payload(torch.ones(100), "int8").header, manifest_digest=MANIFEST.digest,
+)  # fmt: skip
+
+
+def make_state(norms: list[float] | None = None, seed_norm: float = 0.0) -> FragmentState:
+    """Version 5, and round 6 has asked a and b, of whom b is lost."""
+    state = FragmentState(MANIFEST.fragments[0], deque(norms or [], maxlen=64), seed_norm=seed_norm, version=5)
+    state.round = Round(6, 0.0, {"a": 1, "b": 2}, lost={"b"})
+    return state
+
+
+def test_what_is_right_passes() -> None:
+    guards.check_origin(HEADER, MANIFEST, 3)
+    guards.check_round(HEADER, make_state(), "a", staleness_max=8)
+    guards.check_sizes(HEADER, make_state(), ("int8",))
+    guards.check_model(MANIFEST, [TensorSpec("w", (100,))])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"manifest_digest": "f" * 32}, ManifestMismatch, "'ffffffffffff' is not this run's .*; join again"),
+        ({"epoch": 2}, WrongEpoch, "epoch 2 is over, 3 is current; join again"),
+        ({"epoch": 4}, WrongEpoch, "epoch 4 is over, 3 is current"),
+    ],
+)
+def test_another_model_or_another_life_of_the_shard(
+    changes: dict[str, object], error: type[Refusal], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        guards.check_origin(replace(HEADER, **changes), MANIFEST, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("learner_id", "changes", "error", "words"),
+    [
+        ("a", {"steps": 0}, WrongRound, "at least 1 step and 1 token, got 0 and 40"),
+        ("a", {"tokens": 0}, WrongRound, "at least 1 step and 1 token, got 4 and 0"),
+        ("a", {"round": 7}, WrongRound, r"round 7 is not open \(latest version 5\)"),
+        ("b", {}, WrongRound, "round 6 did not ask b"),
+        ("stranger", {}, WrongRound, "round 6 did not ask stranger"),
+        ("a", {"base_version": 6}, WrongRound, "base version 6 does not exist yet, latest is 5"),
+        (
+            "a",
+            {"base_version": 2},
+            TooStale,
+            r"3 versions old, at most 2 .* \(sync.staleness_max\); pull first",
+        ),
+    ],
+)
+def test_the_round_and_what_it_is_relative_to(
+    learner_id: str, changes: dict[str, object], error: type[Refusal], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        guards.check_round(replace(HEADER, **changes), make_state(), learner_id, staleness_max=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("base_version", [3, 4, 5])
+def test_staleness_within_its_bound_passes(base_version: int) -> None:
+    guards.check_round(replace(HEADER, base_version=base_version), make_state(), "a", staleness_max=2)
+
+
+def test_no_round_is_open() -> None:
+    state = make_state()
+    state.round = None
+    with pytest.raises(WrongRound, match="round 6 is not open"):
+        guards.check_round(HEADER, state, "a", 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"encoding": "int4"}, UnknownEncoding),
+        ({"encoding": "gzip"}, UnknownEncoding),
+        ({"num_elements": 101}, BadSize),
+        ({"num_bytes": 10**12}, BadSize),
+        ({"chunk_elements": 0}, BadSize),
+        ({"chunk_elements": 2**40}, BadSize),
+    ],
+)
+def test_announced_sizes_that_do_not_fit(changes: dict[str, object], error: type[Refusal]) -> None:
+    header = replace(HEADER, payload=replace(HEADER.payload, **changes))  # type: ignore[arg-type]
+    with pytest.raises(error):
+        guards.check_sizes(header, make_state(), ("int8",))
+
+
+@pytest.mark.parametrize("norms", [(math.nan, 1.0), (1.0, math.inf), (1.7e308, 1.7e308)])
+def test_norms_that_are_not_finite(norms: tuple[float, ...]) -> None:
+    with pytest.raises(NotFinite, match="check the learner's loss"):
+        guards.check_norm(norms, make_state(), 10.0)
+
+
+MEDIAN_OF_2 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 300.0]
+
+
+@pytest.mark.parametrize(
+    ("merged", "seed_norm", "norm", "passes"),
+    [
+        (MEDIAN_OF_2, 1e6, 20.0, True),
+        (MEDIAN_OF_2, 1e6, 20.1, False),
+        (MEDIAN_OF_2[: NORMS_MIN - 1], 5.0, 50.0, True),  # too few: the norm of version 0
+        (MEDIAN_OF_2[: NORMS_MIN - 1], 5.0, 50.1, False),
+        ([], 0.0, 1.0, True),  # a version 0 of zeros: 0.01 per element
+        ([], 0.0, 1.1, False),
+        ([0.0] * 8, 5.0, 1e9, True),  # nothing was ever trained: nothing is usual
+        (MEDIAN_OF_2, 1.0, 0.0, True),
+    ],
+)
+def test_norms_far_above_what_is_usual(merged: list[float], seed_norm: float, norm: float, passes: bool) -> None:
+    state = make_state(merged, seed_norm)
+    if passes:
+        guards.check_norm((norm,), state, norm_factor=10.0)
+    else:
+        with pytest.raises(NormTooLarge, match=r"at most 10 times is merged \(guard.norm_factor\)"):
+            guards.check_norm((norm,), state, norm_factor=10.0)
+
+
+def test_a_fragment_has_the_norm_of_its_pieces_together() -> None:
+    assert guards.total_norm((3.0, 4.0)) == 5.0
+    values = torch.arange(5.0)
+    assert guards.total_norm(make_contribution("a", values).piece_norms) == pytest.approx(float(values.norm()))

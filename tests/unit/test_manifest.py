@@ -1,0 +1,203 @@
+"""How a model is cut: everything once, flat, placed evenly, and the same wherever it is computed."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_common.manifest import Manifest, TensorSpec, cut, differences
+
+SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
+MODELS = (
+    st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(SHAPES, st.booleans()), max_size=12)
+    .map(lambda named: [TensorSpec(name, shape, mean) for name, (shape, mean) in named.items()])
+    .filter(lambda tensors: any(t.num_elements for t in tensors))
+)
+
+
+def num_pieces(manifest: Manifest) -> int:
+    return sum(len(f.pieces) for f in manifest.fragments)
+
+
+def loads(manifest: Manifest) -> list[int]:
+    return [f.num_elements for f in manifest.fragments]
+
+
+# ------------------------------------------------------------------ any model
+
+
+@given(tensors=MODELS, num_fragments=st.integers(1, 30))
+def test_every_element_lies_in_exactly_one_piece(tensors: list[TensorSpec], num_fragments: int) -> None:
+    manifest = cut(tensors, num_fragments, 1)
+    covered: dict[str, list[tuple[int, int]]] = {}
+    for fragment in manifest.fragments:
+        offset = 0
+        for piece in fragment.pieces:
+            assert piece.offset == offset, "pieces lie end to end"
+            offset += piece.num_elements
+            covered.setdefault(piece.tensor, []).append((piece.tensor_offset, piece.num_elements))
+    for tensor in tensors:
+        end = 0
+        for start, num_elements in sorted(covered.pop(tensor.name, [])):
+            assert start == end
+            assert num_elements > 0
+            end += num_elements
+        assert end == tensor.num_elements
+    assert covered == {}
+    assert manifest.num_elements == sum(t.num_elements for t in tensors)
+
+
+@given(tensors=MODELS, num_fragments=st.integers(1, 30))
+def test_fragments_differ_by_at_most_one_piece(tensors: list[TensorSpec], num_fragments: int) -> None:
+    """The bound of greedy packing: the last piece in the fullest bin was put there when it was the lightest."""
+    manifest = cut(tensors, num_fragments, 1)
+    largest = max(p.num_elements for f in manifest.fragments for p in f.pieces)
+    assert max(loads(manifest)) - min(loads(manifest)) <= largest
+    assert len(manifest.fragments) == min(num_fragments, num_pieces(manifest))
+    assert min(loads(manifest)) > 0
+
+
+@given(tensors=MODELS, num_fragments=st.integers(1, 30))
+def test_no_piece_is_larger_than_its_share_rounded_up_to_rows(tensors: list[TensorSpec], num_fragments: int) -> None:
+    manifest = cut(tensors, num_fragments, 1)
+    share = math.ceil(manifest.num_elements / num_fragments)
+    shapes = {t.name: t.shape for t in tensors}
+    for piece in (p for f in manifest.fragments for p in f.pieces):
+        row = math.prod(shapes[piece.tensor][1:])
+        assert piece.num_elements % row == 0, "tensors are split between rows"
+        assert piece.tensor_offset % row == 0
+        assert piece.num_elements < share + row
+
+
+@given(tensors=MODELS, num_fragments=st.integers(1, 12), num_shards=st.integers(1, 6))
+def test_shards_differ_by_at_most_one_fragment(tensors: list[TensorSpec], num_fragments: int, num_shards: int) -> None:
+    if num_shards > len(cut(tensors, num_fragments, 1).fragments):
+        with pytest.raises(ValueError, match="every shard must own at least one"):
+            cut(tensors, num_fragments, num_shards)
+        return
+    manifest = cut(tensors, num_fragments, num_shards)
+    owned = [manifest.owned_by(i) for i in range(num_shards)]
+    assert sorted(f.fragment_id for fragments in owned for f in fragments) == list(range(len(manifest.fragments)))
+    sizes = [sum(f.num_elements for f in fragments) for fragments in owned]
+    assert min(sizes) > 0
+    assert max(sizes) - min(sizes) <= max(loads(manifest))
+
+
+@given(tensors=MODELS, num_fragments=st.integers(1, 30), seed=st.integers())
+def test_the_order_in_which_tensors_are_named_changes_nothing(
+    tensors: list[TensorSpec], num_fragments: int, seed: int
+) -> None:
+    shuffled = list(tensors)
+    random.Random(seed).shuffle(shuffled)
+    assert cut(shuffled, num_fragments, 1) == cut(tensors, num_fragments, 1)
+    assert cut(shuffled, num_fragments, 1).digest == cut(tensors, num_fragments, 1).digest
+
+
+# ------------------------------------------------------------------ a model that looks like one
+
+
+def transformer(width: int = 64, layers: int = 6) -> list[TensorSpec]:
+    tensors = [TensorSpec("embedding.weight", (256, width), True), TensorSpec("norm.weight", (width,))]
+    for i in range(layers):
+        tensors += [
+            TensorSpec(f"layers.{i}.qkv.weight", (3 * width, width)),
+            TensorSpec(f"layers.{i}.out.weight", (width, width)),
+            TensorSpec(f"layers.{i}.up.weight", (4 * width, width)),
+            TensorSpec(f"layers.{i}.down.weight", (width, 4 * width)),
+            TensorSpec(f"layers.{i}.norm.weight", (width,)),
+        ]
+    return tensors
+
+
+# With 24 fragments the pieces are nearly as large as a fragment, and some fragments hold one, some two of them.
+@pytest.mark.parametrize(("num_fragments", "peak"), [(1, 1.0), (4, 1.02), (8, 1.1), (24, 1.3)])
+def test_traffic_is_flat(num_fragments: int, peak: float) -> None:
+    manifest = cut(transformer(), num_fragments, 1)
+    assert len(manifest.fragments) == num_fragments
+    assert max(loads(manifest)) <= peak * manifest.num_elements / num_fragments
+
+
+def test_pieces_know_whether_they_take_the_mean() -> None:
+    manifest = cut(transformer(), 24, 2)
+    assert {p.tensor for f in manifest.fragments for p in f.pieces if p.mean_merge} == {"embedding.weight"}
+
+
+def test_a_large_tensor_is_split_by_rows_into_nearly_equal_pieces() -> None:
+    manifest = cut([TensorSpec("w", (10, 3))], 4, 1)
+    assert sorted(loads(manifest)) == [6, 6, 9, 9]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 100)])
+def test_what_has_one_row_is_not_split(shape: tuple[int, ...]) -> None:
+    assert num_pieces(cut([TensorSpec("w", shape)], 24, 1)) == 1
+
+
+# The digest is part of the protocol: another implementation must come to the same one.
+def test_the_digest_is_the_same_in_every_release() -> None:
+    manifest = cut([TensorSpec("b", ()), TensorSpec("a", (4, 2), True), TensorSpec("empty", (0,))], 2, 1)
+    assert manifest.digest == "c8d66a4914d647d78cb123ebc99a8c58"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        cut([TensorSpec("a", (4, 3)), TensorSpec("b", (6,))], 3, 1),
+        cut([TensorSpec("a", (4, 3)), TensorSpec("b", (6,))], 2, 2),
+        cut([TensorSpec("a", (3, 4)), TensorSpec("b", (6,))], 2, 1),
+        cut([TensorSpec("a", (4, 3), True), TensorSpec("b", (6,))], 2, 1),
+        cut([TensorSpec("A", (4, 3)), TensorSpec("b", (6,))], 2, 1),
+        cut([TensorSpec("a", (4, 3)), TensorSpec("b", (6,)), TensorSpec("c", (0,))], 2, 1),
+    ],
+    ids=["fragments", "shards", "shape", "merge", "name", "empty-tensor"],
+)
+def test_whatever_differs_shows_in_the_digest(other: Manifest) -> None:
+    assert other.digest != cut([TensorSpec("a", (4, 3)), TensorSpec("b", (6,))], 2, 1).digest
+
+
+@pytest.mark.parametrize(
+    ("tensors", "num_fragments", "num_shards", "words"),
+    [
+        ([], 1, 1, "no trainable elements"),
+        ([TensorSpec("w", (0,))], 1, 1, "no trainable elements"),
+        ([TensorSpec("w", (2,)), TensorSpec("w", (3,))], 1, 1, r"stands twice: \['w'\]"),
+        ([TensorSpec("w", (2,))], 0, 1, "at least 1, got 0 and 1"),
+        ([TensorSpec("w", (2,))], 1, 0, "at least 1, got 1 and 0"),
+        ([TensorSpec("w", (2,))], 24, 3, "3 shards for 2 fragments"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    tensors: list[TensorSpec], num_fragments: int, num_shards: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        cut(tensors, num_fragments, num_shards)
+
+
+# ------------------------------------------------------------------ the table of differences
+
+
+def test_differences_are_named_with_both_sides() -> None:
+    same = TensorSpec("same", (2,))
+    mine = [same, TensorSpec("shape", (2, 3)), TensorSpec("merge", (4,), True), TensorSpec("mine", ())]
+    theirs = [same, TensorSpec("shape", (3, 2)), TensorSpec("merge", (4,)), TensorSpec("theirs", (5,))]
+    assert differences(mine, theirs) == [
+        "merge: [4] (mean merge) <-> [4]",
+        "mine: [] <-> absent",
+        "shape: [2, 3] <-> [3, 2]",
+        "theirs: absent <-> [5]",
+    ]
+
+
+@pytest.mark.parametrize(("count", "lines"), [(5, 5), (6, 6), (9, 6)])
+def test_only_the_first_differences_are_listed(count: int, lines: int) -> None:
+    listed = differences([TensorSpec(f"t{i}", (1,)) for i in range(count)], [])
+    assert len(listed) == lines
+    assert (listed[-1] == f"and {count - 5} more") == (count > 5)
+
+
+@given(tensors=MODELS)
+def test_a_model_does_not_differ_from_itself(tensors: list[TensorSpec]) -> None:
+    assert differences(tensors, tensors[::-1]) == []

@@ -1,0 +1,185 @@
+"""Leases and generations: who is alive, stalled, evicted, gone, or somebody else."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import make_settings
+from diloco_common.errors import (
+    Busy,
+    LeaseExpired,
+    NotJoined,
+    Refusal,
+    StaleGeneration,
+    Stalled,
+    Superseded,
+)
+from diloco_common.messages import Progress
+from diloco_server.core.membership import Member, Membership, State
+
+
+def make_membership(max_learners: int = 8, **lease: float) -> Membership:
+    defaults = {"lease_s": 6.0, "heartbeat_s": 1.0, "stalled_s": 30.0, "progress_timeout_s": 0.0}
+    return Membership(make_settings(lease=defaults | lease).lease, max_learners)
+
+
+def heard(members: Membership, member: Member, step: int, now: float) -> None:
+    members.heard(member, Progress(step, 10 * step), now)
+
+
+# ------------------------------------------------------------------ generations
+
+
+def test_every_join_of_anybody_gets_the_next_generation() -> None:
+    members = make_membership()
+    joins = [members.join(learner_id, "p", 0.0) for learner_id in ("a", "b", "a", "c", "b")]
+    assert [m.generation for m in joins] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("learner_id", "generation", "error"),
+    [("nobody", 1, NotJoined), ("a", 2, StaleGeneration), ("a", 4, NotJoined), ("b", 1, Superseded)],
+)
+def test_who_speaks_without_a_current_lease_is_refused(learner_id: str, generation: int, error: type[Refusal]) -> None:
+    members = make_membership()
+    members.join("b", "one process", 0.0)  # 1
+    members.join("a", "p", 0.0)  # 2
+    members.join("a", "p", 0.0)  # 3
+    members.join("b", "another process", 0.0)  # 4
+    with pytest.raises(error):
+        members.check(learner_id, generation)
+    assert members.check("a", 3).learner_id == "a"
+    assert members.check("b", 4).instance == "another process"
+
+
+def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_does_not() -> None:
+    members = make_membership()
+    first = members.join("a", "p", 0.0)
+    heard(members, first, 7, 0.0)
+    first.asked, first.contributed, first.merged, first.tokens_merged = 4, 3, 2, 20
+    first.missed["LATE"] += 1
+    again = members.join("a", "p", 1.0)
+    assert (again.asked, again.contributed, again.merged, again.tokens_merged) == (4, 3, 2, 20)
+    assert again.missed == {"LATE": 1}
+    assert again.first_step is None
+    assert again.state is State.ALIVE
+
+
+# ------------------------------------------------------------------ leases
+
+
+# Joined at 0, heard at the given times with the given inner steps; the lease is 6 s.
+@pytest.mark.parametrize(
+    ("heard_at", "now", "state", "code"),
+    [
+        ({}, 6.0, State.ALIVE, ""),
+        ({}, 6.1, State.EVICTED, "LEASE_EXPIRED"),
+        ({5.0: 1}, 11.0, State.ALIVE, ""),
+        ({5.0: 1}, 11.1, State.EVICTED, "LEASE_EXPIRED"),
+        ({5.0: 1, 10.0: 1}, 11.1, State.ALIVE, ""),  # a heartbeat without progress renews as well
+        ({5.0 * i: 1 for i in range(1, 8)}, 35.0, State.ALIVE, ""),
+        ({5.0 * i: 1 for i in range(1, 8)}, 35.1, State.STALLED, ""),  # 30 s after its last step
+        ({5.0 * i: 1 for i in range(1, 10)}, 45.0, State.STALLED, ""),
+        ({5.0 * i: 1 for i in range(1, 10)}, 45.1, State.EVICTED, "STALLED"),  # 40 s after its last step
+        ({5.0 * i: i for i in range(1, 20)}, 95.0, State.ALIVE, ""),
+    ],
+)
+def test_silence_ends_a_lease_and_no_progress_only_after_its_own_timeout(
+    heard_at: dict[float, int], now: float, state: State, code: str
+) -> None:
+    members = make_membership(progress_timeout_s=40.0)
+    member = members.join("a", "p", 0.0)
+    for at, step in heard_at.items():
+        assert members.expire(at) == []
+        heard(members, member, step, at)
+    gone = members.expire(now)
+    assert (member.state, member.evicted_for) == (state, code)
+    assert gone == ([member] if state is State.EVICTED else [])
+    assert member.live is (state is not State.EVICTED)
+    assert members.expire(now) == [], "evicted once"
+
+
+def test_a_stalled_learner_is_alive_again_with_its_next_step() -> None:
+    members = make_membership()
+    member = members.join("a", "p", 0.0)
+    for second in range(40):
+        heard(members, member, 1, float(second))
+        members.expire(float(second))
+    assert member.state is State.STALLED
+    assert members.check("a", 1) is member, "it keeps its lease"
+    heard(members, member, 2, 40.0)
+    members.expire(40.0)
+    assert member.state is State.ALIVE
+
+
+def test_without_a_progress_timeout_a_stalled_learner_stays() -> None:
+    members = make_membership()
+    member = members.join("a", "p", 0.0)
+    for second in range(1000):
+        heard(members, member, 1, float(second))
+        assert members.expire(float(second)) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "words"),
+    [
+        ("silence", LeaseExpired, r"silent for more than 6 s \(lease\.lease_s\); join again"),
+        ("no progress", Stalled, r"no inner step ended for 5 s \(lease\.progress_timeout_s\); join again"),
+        ("left", NotJoined, "has left; join again"),
+    ],
+)
+def test_a_lease_that_is_over_says_why(end: str, error: type[Refusal], words: str) -> None:
+    members = make_membership(progress_timeout_s=5.0 if end == "no progress" else 0.0)
+    member = members.join("a", "p", 0.0)
+    if end == "left":
+        members.leave(member)
+    elif end == "no progress":
+        heard(members, member, 0, 5.0)
+        members.expire(5.5)
+    else:
+        members.expire(7.0)
+    with pytest.raises(error, match=words):
+        members.check("a", 1)
+
+
+# ------------------------------------------------------------------ bounds
+
+
+def test_as_many_leases_are_held_as_the_settings_allow() -> None:
+    members = make_membership(max_learners=2)
+    a = members.join("a", "p", 0.0)
+    members.join("b", "p", 0.0)
+    with pytest.raises(Busy, match=r"2 learners hold a lease already \(shard\.max_learners\)"):
+        members.join("c", "p", 0.0)
+    members.join("a", "p", 0.0)  # its own lease
+    members.leave(a)  # of an older generation: nobody's lease any more
+    current = members.get("a")
+    assert current is not None
+    members.leave(current)
+    members.join("c", "p", 0.0)
+    assert [m.learner_id for m in members.live()] == ["b", "c"]
+
+
+def test_the_longest_gone_are_forgotten_first() -> None:
+    members = make_membership(max_learners=2)
+    for i, learner_id in enumerate("dacb"):
+        members.leave(members.join(learner_id, "p", float(i)))
+    assert members.forget() == ["d", "a"]
+    assert members.forget() == []
+    assert [m.learner_id for m in members.all()] == ["b", "c"]
+    with pytest.raises(NotJoined, match="join first"):
+        members.check("d", 1)
+
+
+def test_nobody_with_a_lease_is_forgotten() -> None:
+    members = make_membership(max_learners=2)
+    members.join("a", "p", 0.0)
+    members.join("b", "p", 0.0)
+    assert members.forget() == []
+
+
+def test_members_are_listed_by_id_whatever_their_order() -> None:
+    members = make_membership()
+    for learner_id in "cab":
+        members.join(learner_id, "p", 0.0)
+    assert [m.learner_id for m in members.live()] == ["a", "b", "c"]

@@ -1,0 +1,118 @@
+"""When a round closes, and why; what losing a learner does to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from builders import make_contribution
+from diloco_server.core.cadence import Quorum
+from diloco_server.core.rounds import Contribution, Round
+
+GRACE_S = 5.0
+
+
+def contribution(learner_id: str) -> Contribution:
+    return make_contribution(learner_id, torch.ones(2), tokens=10)
+
+
+def make_round(
+    asked: str, arrivals: list[tuple[str, float]], quorum: Quorum, lost: str = "", refused: str = ""
+) -> Round:
+    """Everybody asked has generation 1. Arrivals first, then losses and refusals."""
+    made = Round(1, 0.0, dict.fromkeys(asked, 1))
+    for learner_id, at in arrivals:
+        made.accept(contribution(learner_id), quorum, at)
+    for learner_id in lost:
+        made.lose(learner_id)
+    for learner_id in refused:
+        made.refuse(learner_id, 1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("quorum", "arrivals", "more", "now", "closes", "why"),
+    [
+        (2, [], {}, 9.0, False, "0/3 contributions"),
+        (2, [("a", 0.0)], {}, 9.0, False, "1/2 contributions"),
+        (2, [("a", 0.0), ("b", 1.0)], {}, 3.0, False, "3.000 s of grace left"),
+        (2, [("a", 0.0), ("b", 1.0)], {}, 6.0, True, "grace"),
+        (2, [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, True, "all"),
+        (1, [("a", 1.0)], {}, 5.9, False, "0.100 s of grace left"),
+        (1, [("a", 1.0), ("b", 5.9)], {}, 6.0, True, "grace"),  # the window begins with the quorum
+        ("all", [("a", 0.0), ("b", 1.0)], {}, 1e9, False, "2/3 contributions"),
+        ("all", [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, True, "all"),
+        ("all", [("a", 0.0), ("b", 1.0)], {"lost": "c"}, 1.0, True, "lease"),
+        ("all", [("a", 0.0)], {"lost": "bc"}, 1.0, True, "lease"),
+        ("all", [("a", 0.0), ("b", 1.0)], {"refused": "c"}, 1.0, True, "all"),
+        ("all", [("a", 0.0)], {"lost": "c", "refused": "b"}, 1.0, True, "lease"),
+        (3, [("a", 0.0)], {"lost": "c"}, 1e9, False, "1/3 contributions"),
+        (9, [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, True, "all"),
+        (2, [("a", 0.0), ("b", 1.0)], {"lost": "b"}, 9.0, False, "1/2 contributions"),  # fenced: below quorum again
+        (1, [], {"refused": "ab"}, 9.0, False, "0/3 contributions"),
+    ],
+)
+def test_a_round_closes_on_quorum_and_grace_or_when_nobody_is_missing(
+    quorum: Quorum, arrivals: list[tuple[str, float]], more: dict[str, Any], now: float, closes: bool, why: str
+) -> None:
+    assert make_round("abc", arrivals, quorum, **more).verdict(quorum, GRACE_S, now) == (closes, why)
+
+
+def test_without_grace_a_round_closes_with_its_quorum() -> None:
+    assert make_round("ab", [("a", 1.0)], 1).verdict(1, 0.0, 1.0) == (True, "grace")
+
+
+def test_missing_is_who_could_still_contribute() -> None:
+    made = make_round("abcde", [("a", 0.0), ("b", 0.0)], 1, lost="bc", refused="d")
+    assert made.missing == ["e"]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "more", "void"),
+    [
+        ([], {}, False),
+        ([], {"lost": "ab"}, True),
+        ([], {"refused": "ab"}, True),
+        ([], {"lost": "a", "refused": "b"}, True),
+        ([("a", 0.0)], {"lost": "ab"}, True),  # its contribution is fenced off
+        ([("a", 0.0)], {"lost": "b"}, False),
+        ([], {"lost": "a"}, False),
+    ],
+)
+def test_a_round_is_void_when_nobody_contributed_and_nobody_will(
+    arrivals: list[tuple[str, float]], more: dict[str, Any], void: bool
+) -> None:
+    assert make_round("ab", arrivals, 1, **more).is_void is void
+
+
+def test_losing_a_learner_fences_off_what_it_sent() -> None:
+    made = make_round("ab", [("a", 0.0)], 2)
+    fenced = made.lose("a")
+    assert fenced is not None
+    assert fenced.learner_id == "a"
+    assert made.contributions == {}
+    assert made.lose("b") is None, "it had sent nothing"
+    assert made.lose("stranger") is None
+    assert made.lost == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("learner_id", "generation", "waited"), [("b", 1, True), ("b", 2, False), ("a", 1, False), ("stranger", 1, False)]
+)
+def test_only_who_is_waited_for_can_be_refused(learner_id: str, generation: int, waited: bool) -> None:
+    made = make_round("ab", [("a", 0.0)], 2)
+    assert made.refuse(learner_id, generation) is waited
+    assert made.missing == ([] if waited else ["b"])
+    assert "a" in made.contributions
+
+
+def test_the_quorum_is_reached_once() -> None:
+    made = make_round("abc", [("a", 1.0), ("b", 2.0), ("c", 3.0)], 2)
+    assert made.quorum_at == 2.0
+
+
+def test_only_who_was_asked_may_contribute() -> None:
+    with pytest.raises(AssertionError):
+        make_round("ab", [("stranger", 0.0)], 1)
