@@ -22,9 +22,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 OBSERVER_ENCODINGS = ("float32",)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
-SEEDS_AT_ONCE = 1
-"""Seeds received at once; the others wait. Learners that start together all bring the whole model, in float32: taken at
-once, that is many times the memory that the shard needs for it."""
+SEEDS_AT_ONCE = 4
+"""Seeds received at once, of different fragments. Learners that start together all bring the whole model in float32:
+taken all at once, that is many times the memory that the shard needs for it."""
 
 
 class ParameterServer(pb_grpc.ParameterServerServicer):
@@ -34,7 +34,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         self._host = host
         self._token = token
         self._pushes = 0  # open now
-        self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
+        self._seeding: set[int] = set()  # fragments whose seed is coming in
 
     # ------------------------------------------------------------ the five calls
 
@@ -197,11 +197,13 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             return host.answered(header, answer)
         if not header.is_seed:
             return await self._receive(member, header, requests, context)
-        async with self._seeding:
-            answer = shard.admit(member, header)  # another learner may have been first
-            if answer is not None:
-                return host.answered(header, answer)
+        if header.fragment_id in self._seeding or len(self._seeding) >= SEEDS_AT_ONCE:
+            raise Busy(f"others are bringing {len(self._seeding)} fragments; try again in a moment")
+        self._seeding.add(header.fragment_id)
+        try:
             return await self._receive(member, header, requests, context)
+        finally:
+            self._seeding.remove(header.fragment_id)
 
     async def _receive(
         self, member: Member, header: PushHeader, requests: AsyncIterator[pb.PushRequest], context: Context

@@ -70,6 +70,8 @@ STEADY_S = 5.0
 """A connection that held for so long is dialed again without the wait that its predecessors earned."""
 GOODBYE_S = 1.0
 SEED_ENCODING = "float32"
+SEEDS_AT_ONCE = 2
+"""Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""
 REPORT_EVERY_S = 0.02
 """Reports of inner steps that follow faster are drawn together."""
 ANNOUNCE_WAIT_S = 10.0
@@ -118,6 +120,7 @@ class ShardLink:
         self._stepped = asyncio.Event()  # something to report
         self._encoded: dict[int, tuple[Pending, asyncio.Task[Payload]]] = {}
         self._pushes: set[asyncio.Task[None]] = set()
+        self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
         self._channels: list[grpc.aio.Channel] = []
 
     # ------------------------------------------------------------ for the network thread
@@ -348,13 +351,16 @@ class ShardLink:
             del self._encoded[fragment_id]
 
     async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, generation: int) -> None:
-        try:
-            payload = await self._c.transfer.encode(values, SEED_ENCODING, keep_loss=False)
-        except NotFinite as error:  # nobody could train on it, and without a seed all would wait
-            self._c.inbox.put(Failed(NotFinite(f"this model cannot seed fragment {fragment_id}: {error}")))
-            return
-        header = self._header(fragment_id, 0, 0, 0, 0, payload, tokens_merged)
-        await self._push_until_answered(header, payload, generation)
+        async with self._seeding:
+            if fragment_id in self._announced:  # another learner was first
+                return
+            try:
+                payload = await self._c.transfer.encode(values, SEED_ENCODING, keep_loss=False)
+            except NotFinite as error:  # nobody could train on it, and without a seed all would wait
+                self._c.inbox.put(Failed(NotFinite(f"this model cannot seed fragment {fragment_id}: {error}")))
+                return
+            header = self._header(fragment_id, 0, 0, 0, 0, payload, tokens_merged)
+            await self._push_until_answered(header, payload, generation)
 
     async def _payload(self, pending: Pending) -> Payload:
         """The encoded contribution; encoded once, since encoding leaves the loss in `delta`. Raises NotFinite."""
