@@ -38,7 +38,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from diloco_deploy.up import Outputs, bring_up
+    from diloco_deploy.folder import Outputs
+    from diloco_deploy.up import bring_up
 
     settings = settings_from_args(args, _UP_FLAGS)
     return bring_up(settings, Outputs(report=args.report, model=args.export))

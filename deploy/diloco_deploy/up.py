@@ -6,27 +6,23 @@ death of a child means is decided in `supervisor.py`; `live.py` shows and `watch
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
 from diloco_common.endpoints import dialable, write_json
-from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, InUse
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_deploy.folder import Files, Outputs
+from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.live import Display, display_for
 from diloco_deploy.polling import Poller, fetch_all
 from diloco_deploy.report import Report, make_report, summary
@@ -47,14 +43,6 @@ class Programs:
 
     server: str = "diloco_server"
     worker: str = "diloco_worker"
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go; none: into the folder of the cluster."""
-
-    report: Path | None = None
-    model: Path | None = None
 
 
 def bring_up(
@@ -96,93 +84,6 @@ def check_cluster(settings: Settings) -> None:
             f"sync.quorum ({quorum}) is above cluster.workers ({workers}): no round could ever close; "
             "lower the quorum or start more workers"
         )
-
-
-class Files:
-    """The folder of a cluster."""
-
-    def __init__(self, folder: Path, outputs: Outputs) -> None:
-        self.folder = folder
-        self.run = folder / "run"
-        self.logs = folder / "logs"
-        self.settings = folder / "settings.json"
-        self.evaluation = folder / "evaluation.json"
-        self.report = outputs.report or folder / "report.json"
-        self.model = outputs.model or folder / "model.safetensors"
-
-    @contextmanager
-    def owned(self) -> Iterator[None]:
-        """Make the folders and hold them against a second `diloco up`."""
-        try:
-            for folder in (self.run, self.logs, self.report.parent, self.model.parent):
-                folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.run / "lock").open("a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
-        with lock:
-            self._lock(lock)
-            yield
-
-    def _lock(self, lock: TextIO) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            raise InUse(
-                f"{self.folder} belongs to a running `diloco up` (pid {owner}); stop it or give another --folder"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-
-    def clear(self, workers: int) -> None:
-        """Take away what an earlier cluster left. Its versions lived in the memory of its shards, so the
-        checkpoints of its workers belong to nothing any more."""
-        self.clear_addresses()
-        for path in (self.evaluation, *self.run.glob("*.final.json")):
-            path.unlink(missing_ok=True)
-        for index in range(workers):
-            shutil.rmtree(self.worker_folder(index), ignore_errors=True)
-
-    def clear_addresses(self) -> None:
-        """Nobody is running any more."""
-        for path in self.run.glob("*.json"):
-            if not path.name.endswith(".final.json"):
-                path.unlink(missing_ok=True)
-
-    def worker_folder(self, index: int) -> Path:
-        return self.folder / f"worker-{index}"
-
-    def final_status(self, name: str) -> Path:
-        return self.run / f"{name}.final.json"
-
-
-class Interrupts:
-    """Counts what asks us to end: Ctrl-C, SIGTERM, a terminal that goes away."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._wake = threading.Event()
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self._wake.set()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, but not longer than until the next interrupt."""
-        self._wake.wait(seconds)
-        self._wake.clear()
 
 
 class _Interrupted(Exception):

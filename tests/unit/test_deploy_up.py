@@ -18,7 +18,8 @@ import pytest
 from diloco_common.errors import ConfigError, InUse
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
-from diloco_deploy.up import Files, Outputs, Programs, bring_up, check_cluster, nth_port
+from diloco_deploy.folder import Files, Outputs
+from diloco_deploy.up import Programs, bring_up, check_cluster, nth_port
 
 FAKES = Path(__file__).parent / "fakes"
 PROGRAMS = Programs("fake_server", "fake_worker")
@@ -28,7 +29,8 @@ import sys
 from pathlib import Path
 from diloco_common.command import run_command
 from diloco_common.settings_loader import load
-from diloco_deploy.up import Outputs, Programs, bring_up
+from diloco_deploy.folder import Outputs
+from diloco_deploy.up import Programs, bring_up
 settings = load(None, {}, sys.argv[1:]).settings
 programs = Programs("fake_server", "fake_worker")
 sys.exit(run_command(lambda: bring_up(settings, Outputs(), programs), name="diloco"))

@@ -1,0 +1,35 @@
+"""Ctrl-C and its kin, counted: the first one drains, the second one ends at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Interrupts:
+    """Counts what asks us to end: Ctrl-C, SIGTERM, a terminal that goes away."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._wake = threading.Event()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self._wake.set()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not longer than until the next interrupt."""
+        self._wake.wait(seconds)
+        self._wake.clear()
