@@ -1,0 +1,146 @@
+"""What one slow worker costs the others when K = 1: real processes, with the slow one and without.
+
+    python benchmarks/straggler.py                  # two runs of 4 workers: about 75 s
+    python benchmarks/straggler.py --json
+
+Every inner step of the tiny model sleeps for most of its time, so that workers on the same few cores do not slow each
+other down and what is left is what synchronisation costs. Run one: all steps sleep 50 ms. Run two: those of one worker
+sleep 250 ms. Compared are the steps per second of the three others. Then: the share of the slow one's tokens that were
+merged, as a mean over the fragments.
+
+Exits with 1 if the others lose 5 % or more, or nothing of the slow one is merged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from diloco_common.endpoints import read_address
+from diloco_deploy.polling import fetch_status
+
+LOSS_MAX = 0.05
+SLOW = "slow"
+FAST = ("fast-0", "fast-1", "fast-2")
+START_S = 60.0
+FRAGMENTS = 4
+SETTINGS = {
+    "model.layers": 1, "model.heads": 2, "model.width": 32, "model.context": 32, "train.batch": 4,
+    "worker.threads": 1, "sync.fragments": FRAGMENTS, "sync.sync_every": 8, "sync.quorum": 1,
+}  # fmt: skip
+
+
+class Member:
+    """A shard or worker, and what it says of itself."""
+
+    def __init__(self, name: str, module: str, folder: Path, stack: ExitStack, **settings: object) -> None:
+        self._address_file = folder / f"{name}.json"
+        given = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
+        flags = [f"--set={key}={value}" for key, value in given.items()]
+        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), module]
+        self._process = subprocess.Popen(
+            [*command, f"--address-file={self._address_file}", *flags],
+            stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        stack.callback(self._end)
+        deadline = time.monotonic() + START_S
+        while (found := read_address(self._address_file)) is None:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{name} did not start")
+            time.sleep(0.1)
+        self.endpoints = found
+
+    def status(self) -> dict[str, Any]:
+        answer = fetch_status(self.endpoints.http, 5.0)
+        if answer is None:
+            sys.exit(f"{self.endpoints.name} does not answer")
+        return answer
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
+    """Steps per second of every worker over so many seconds, and what became of its tokens, with these sleeps."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shard = Member("shard-0", "diloco_server", folder, stack)
+        workers = {
+            name: Member(
+                name, "diloco_worker", folder, stack,
+                worker__shards=shard.endpoints.grpc, worker__learner_id=name, worker__step_delay_s=delay_s,
+            )
+            for name, delay_s in delays_s.items()
+        }  # fmt: skip
+        wait_until_all_merge(shard, set(workers))
+        begun = {name: (worker.status()["inner_step"], time.monotonic()) for name, worker in workers.items()}
+        time.sleep(seconds)
+        steps_per_s = {}
+        for name, worker in workers.items():
+            steps, at = begun[name]
+            steps_per_s[name] = (worker.status()["inner_step"] - steps) / (time.monotonic() - at)
+        learners = {learner["id"]: learner for learner in shard.status()["learners"]}
+        return {
+            "steps_per_s": steps_per_s,
+            "tokens": {name: learner["tokens"] for name, learner in learners.items()},
+            "tokens_merged": {name: learner["tokens_merged"] / FRAGMENTS for name, learner in learners.items()},
+            "stall_share": {name: stall_share(worker.status()) for name, worker in workers.items()},
+        }
+
+
+def wait_until_all_merge(shard: Member, names: set[str]) -> None:
+    """Wait until something of every worker is in a version."""
+    deadline = time.monotonic() + START_S
+    while {learner["id"] for learner in shard.status()["learners"] if learner["merged"]} != names:
+        if time.monotonic() > deadline:
+            sys.exit("not every worker contributes")
+        time.sleep(0.2)
+
+
+def stall_share(status: dict[str, Any]) -> float:
+    """Part of the time that `learner.step` held the training loop."""
+    return float(status["sync_stall_s"] / status["uptime_s"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what one slow worker costs the others.")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured in each run")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="sleep in every inner step")
+    parser.add_argument("--factor", type=float, default=5.0, help="how much longer the slow one sleeps")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    step_s = args.step_ms / 1000
+    alike = run(dict.fromkeys((*FAST, SLOW), step_s), args.seconds)
+    one_slow = run({**dict.fromkeys(FAST, step_s), SLOW: step_s * args.factor}, args.seconds)
+    before, after = (sum(found["steps_per_s"][name] for name in FAST) for found in (alike, one_slow))
+    lost = 1 - after / before
+    arrived = one_slow["tokens_merged"][SLOW] / one_slow["tokens"][SLOW]
+    result = {
+        "step_s": step_s, "factor": args.factor, "seconds": args.seconds, "alike": alike, "one_slow": one_slow,
+        "others_lost": lost, "others_lost_max": LOSS_MAX, "slow_tokens_merged_share": arrived,
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(f"steps per second      {'all alike':>10}  {f'one {args.factor:g}x slower':>14}")
+        for name in (*FAST, SLOW):
+            print(f"{name:<20}  {alike['steps_per_s'][name]:10.2f}  {one_slow['steps_per_s'][name]:14.2f}")
+        print(f"the others lose       {lost:.1%} (must be below {LOSS_MAX:.0%})")
+        print(f"held by learner.step  {max(one_slow['stall_share'].values()):.1%} of the time, at most")
+        merged, trained = one_slow["tokens_merged"][SLOW], one_slow["tokens"][SLOW]
+        print(f"tokens of {SLOW}        {merged:.0f} merged of {trained} trained ({arrived:.0%})")
+    return 0 if lost < LOSS_MAX and arrived > 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
