@@ -35,6 +35,8 @@ def test_every_element_lies_in_exactly_one_piece(tensors: list[TensorSpec], num_
     manifest = cut(tensors, num_fragments, 1)
     covered: dict[str, list[tuple[int, int]]] = {}
     for fragment in manifest.fragments:
+        names = [(p.tensor, p.tensor_offset) for p in fragment.pieces]
+        assert names == sorted(names), "pieces lie by name"
         offset = 0
         for piece in fragment.pieces:
             assert piece.offset == offset, "pieces lie end to end"

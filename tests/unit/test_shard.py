@@ -734,6 +734,36 @@ def test_who_leaves_keeps_what_it_contributed_and_is_not_waited_for() -> None:
     assert [e.code for e in rig.noted(LearnerGone)] == ["LEFT", "LEFT"]
 
 
+@pytest.mark.parametrize("end", ["left", "evicted", "joined again"])
+def test_a_learner_that_starts_over_counts_its_steps_from_where_it_is(end: str) -> None:
+    """Its old count is far ahead; held against that, it would not be asked for a long time."""
+    rig = Rig(sync={"quorum": 1})
+    rig.join("a")
+    rig.seed("a")
+    rig.step("a", steps=100)
+    rig.contribute("a", 1)
+    if end == "left":
+        rig.shard.leave(rig.members["a"])
+    elif end == "evicted":
+        rig.silence("a")
+    rig.steps["a"] = 0
+    rig.join("a")
+    rig.take_told("a")
+    rig.step("a", steps=3)
+    assert rig.told_of("a", Collect) == []
+    rig.step("a")
+    assert rig.told_of("a", Collect) == [Collect(0, 2)]
+
+
+def test_who_is_gone_is_told_nothing() -> None:
+    rig = Rig().started("a", "b")
+    rig.shard.leave(rig.members["b"])
+    rig.take_told("b")
+    rig.contribute("a", 1)
+    assert rig.state.version == 1
+    assert rig.take_told("b") == []
+
+
 def test_a_learner_of_another_epoch_has_no_lease() -> None:
     rig = Rig().started("a")
     with pytest.raises(NotJoined, match="since this shard restarted"):
@@ -759,12 +789,15 @@ def test_a_learner_without_progress_is_evicted_only_where_a_timeout_is_set() -> 
 
 def test_a_forgotten_learner_leaves_nothing_behind() -> None:
     rig = Rig(shard={"max_learners": 2}, sync={"quorum": 1}).started("a")
+    rig.contribute("a", 1)
     for i in range(50):
         name = f"passing-{i}"
         rig.join(name)
-        rig.step("a", name, steps=4)
+        rig.report("a")
+        rig.step(name, steps=4)
         assert rig.state.round is not None
-        rig.contribute(name, rig.state.round.round)
+        assert rig.contribute(name, rig.state.round.round).outcome is ACCEPTED
+        assert name in rig.state.merged_versions
         rig.shard.leave(rig.members[name])
         rig.now += 0.1
         rig.advance()
