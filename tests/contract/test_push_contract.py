@@ -347,7 +347,7 @@ def _other_life(shard: InProcessShard, clock: Clock) -> Caller:
     [
         (_not_joined, STATUS.FAILED_PRECONDITION, "NOT_JOINED", "join first"),
         (_without_generation, STATUS.FAILED_PRECONDITION, "NOT_JOINED", "join again"),
-        (_old_generation, STATUS.FAILED_PRECONDITION, "STALE_GENERATION", "is over"),
+        (_old_generation, STATUS.FAILED_PRECONDITION, "SUPERSEDED", "its own learner id"),
         (_lease_over, STATUS.FAILED_PRECONDITION, "LEASE_EXPIRED", "join again"),
         (_left, STATUS.FAILED_PRECONDITION, "NOT_JOINED", "join again"),
         (_other_run, STATUS.FAILED_PRECONDITION, "WRONG_RUN", "check run.id"),

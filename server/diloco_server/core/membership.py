@@ -10,10 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration
+from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration, Superseded
 from diloco_common.errors import Stalled as StalledError
 from diloco_common.messages import Progress
 from diloco_common.settings import LeaseSettings
+
+REPLACED_MAX = 16
+"""Processes of a learner id that are remembered as replaced."""
 
 
 class State(Enum):
@@ -34,6 +37,10 @@ class Member:
     generation: int
     last_heard: float
     last_step_at: float
+    first_generation: int = 0
+    """Since when all generations were of this process: an older one tells that another process had joined."""
+    replaced: tuple[str, ...] = ()
+    """Processes that joined under this id before. They may not come back: what they contributed is no longer known."""
     state: State = State.ALIVE
     evicted_for: str = ""
     """Stable code of the eviction."""
@@ -62,6 +69,12 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._generations = 0  # grows; never reset within an epoch
 
+    def welcome(self, learner_id: str, instance: str) -> None:
+        """Look whether this process may join. Raises Superseded where another one has replaced it."""
+        old = self._members.get(learner_id)
+        if old is not None and instance in old.replaced:
+            raise superseded(learner_id)
+
     def join(self, learner_id: str, instance: str, now: float) -> Member:
         """Grant a lease under a new generation. Raises Busy when too many are held."""
         old = self._members.get(learner_id)
@@ -69,6 +82,11 @@ class Membership:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
         self._generations += 1
         member = Member(learner_id, instance, self._generations, last_heard=now, last_step_at=now)
+        if old is None or old.instance != instance:
+            member.first_generation = member.generation
+            member.replaced = (*old.replaced, old.instance)[-REPLACED_MAX:] if old is not None else ()
+        else:
+            member.first_generation, member.replaced = old.first_generation, old.replaced
         if old is not None:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
@@ -81,11 +99,13 @@ class Membership:
     def check(self, learner_id: str, generation: int) -> Member:
         """The member that speaks, if its lease is current.
 
-        Raises NotJoined, StaleGeneration, LeaseExpired or Stalled.
+        Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled.
         """
         member = self._members.get(learner_id)
         if member is None or generation > member.generation:
             raise NotJoined(f"{learner_id} has no lease here; join first")
+        if generation < member.first_generation:
+            raise superseded(learner_id)
         if generation < member.generation:
             raise StaleGeneration(learner_id, generation, member.generation)
         if member.live:
@@ -147,3 +167,8 @@ class Membership:
 
     def all(self) -> list[Member]:
         return [self._members[learner_id] for learner_id in sorted(self._members)]
+
+
+def superseded(learner_id: str) -> Superseded:
+    """What a process is told when another one joined under its id."""
+    return Superseded(f"another process joined as {learner_id}; give each worker its own learner id")

@@ -60,7 +60,7 @@ from diloco_server.core.effects import (
 from diloco_server.core.fragment import FragmentState, Values
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
-from diloco_server.core.membership import Member, Membership
+from diloco_server.core.membership import Member, Membership, superseded
 from diloco_server.core.rounds import Contribution, Round
 
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)
@@ -94,17 +94,19 @@ class Shard:
     # ------------------------------------------------------------ learners
 
     def join(self, learner_id: str, instance: str, tensors: Sequence[TensorSpec], now: float) -> Member:
-        """Grant a lease. Raises Draining, ManifestMismatch or Busy."""
+        """Grant a lease. Raises Draining, ManifestMismatch, Superseded or Busy."""
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
         self._adopt_or_check(tensors)
+        self.membership.welcome(learner_id, instance)
         old = self.membership.get(learner_id)
         if old is not None and old.live:
             if old.instance == instance:
                 self._lose(old, StaleGeneration.code, f"{learner_id} has joined again")
             else:
-                words = f"another process joined as {learner_id}; give each worker its own learner id"
-                self._lose(old, Superseded.code, words)
+                self._lose(old, Superseded.code, str(superseded(learner_id)))
+        if old is not None and old.instance != instance:  # what the other one contributed, this one cannot have pending
+            self._forget_merges(learner_id)
         member = self.membership.join(learner_id, instance, now)
         self._effects.append(LearnerJoined(learner_id, member.generation, returned=old is not None))
         return member
@@ -117,7 +119,7 @@ class Shard:
             guards.check_model(self.manifest, tensors)
 
     def check(self, learner_id: str, generation: int, epoch: int) -> Member:
-        """The member that speaks. Raises NotJoined, StaleGeneration, LeaseExpired or Stalled."""
+        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
         if epoch != self.epoch:
             raise NotJoined(f"{learner_id} has no lease here since this shard restarted; join again")
         return self.membership.check(learner_id, generation)
@@ -293,8 +295,9 @@ class Shard:
             tokens += contribution.tokens
             state.norms.append(guards.total_norm(contribution.piece_norms))
             member = self.membership.get(contribution.learner_id)
-            if member is not None:  # it may be forgotten by now
-                state.merged_versions[contribution.learner_id] = closed.round
+            if member is not None:  # it may be forgotten by now, or replaced by another process
+                if contribution.generation >= member.first_generation:
+                    state.merged_versions[contribution.learner_id] = closed.round
                 member.merged += 1
                 member.tokens_merged += contribution.tokens
         state.tokens_merged += tokens
@@ -317,8 +320,7 @@ class Shard:
             refusal = self.membership.eviction(member)
             self._lose(member, refusal.code, str(refusal))
         for learner_id in self.membership.forget():
-            for state in self.fragments.values():
-                state.merged_versions.pop(learner_id, None)
+            self._forget_merges(learner_id)
             self._effects.append(LearnerForgotten(learner_id))
         grace_s = self.grace_s()
         live = [m for m in self.membership.live() if m.first_step is not None]
@@ -417,6 +419,10 @@ class Shard:
             member.missed["FENCED" if fenced else code] += 1
             if fenced:
                 self.ledger.tokens_fenced += fenced.tokens
+
+    def _forget_merges(self, learner_id: str) -> None:
+        for state in self.fragments.values():
+            state.merged_versions.pop(learner_id, None)
 
     def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
         if not state.seeded or state.computing or self.draining or self._has_budget(state):
