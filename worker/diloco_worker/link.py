@@ -64,6 +64,8 @@ JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
 TRY_AGAIN = (Draining, Busy, NotSeeded)
 """Not now."""
+Lease = tuple[int, int]
+"""Epoch and generation: generations count anew in each epoch."""
 SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
 STEADY_S = 5.0
@@ -155,13 +157,13 @@ class ShardLink:
 
     def push(self, pending: Pending) -> None:
         """Encode and push a contribution in the background; its outcome comes to the inbox."""
-        name = f"push {pending.fragment_id} of round {pending.round} as generation {self.generation}"
+        name = f"push {pending.fragment_id} of round {pending.round} under {self._lease}"
         if not any(task.get_name() == name for task in self._pushes):  # a round may ask twice
-            self._start_push(self._push_contribution(pending, self.generation), name)
+            self._start_push(self._push_contribution(pending, self._lease), name)
 
     def seed(self, fragment_id: int, values: Tensor, tokens_merged: int) -> None:
         """Offer the values of version 0 in the background; first writer wins."""
-        self._start_push(self._push_seed(fragment_id, values, tokens_merged, self.generation), f"seed {fragment_id}")
+        self._start_push(self._push_seed(fragment_id, values, tokens_merged, self._lease), f"seed {fragment_id}")
 
     async def settle(self, timeout_s: float) -> None:
         """Give pushes that are under way time to be answered."""
@@ -329,7 +331,7 @@ class ShardLink:
         self._forget(fragment_id, pulled.version)
         self._c.inbox.put(Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version))
 
-    async def _push_contribution(self, pending: Pending, generation: int) -> None:
+    async def _push_contribution(self, pending: Pending, lease: Lease) -> None:
         fragment_id, round_number = pending.fragment_id, pending.round
         try:
             payload = await self._payload(pending)
@@ -340,7 +342,7 @@ class ShardLink:
         header = self._header(
             fragment_id, round_number, pending.base_version, pending.tokens, pending.steps, payload, 0, pending.epoch
         )
-        answer = await self._push_until_answered(header, payload, generation)
+        answer = await self._push_until_answered(header, payload, lease)
         if answer is not None:
             self._c.inbox.put(Answered(fragment_id, round_number, answer))
 
@@ -350,7 +352,7 @@ class ShardLink:
         if known is not None and known[0].round <= version:
             del self._encoded[fragment_id]
 
-    async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, generation: int) -> None:
+    async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, lease: Lease) -> None:
         async with self._seeding:
             if fragment_id in self._announced:  # another learner was first
                 return
@@ -360,7 +362,7 @@ class ShardLink:
                 self._c.inbox.put(Failed(NotFinite(f"this model cannot seed fragment {fragment_id}: {error}")))
                 return
             header = self._header(fragment_id, 0, 0, 0, 0, payload, tokens_merged)
-            await self._push_until_answered(header, payload, generation)
+            await self._push_until_answered(header, payload, lease)
 
     async def _payload(self, pending: Pending) -> Payload:
         """The encoded contribution; encoded once, since encoding leaves the loss in `delta`. Raises NotFinite."""
@@ -373,13 +375,13 @@ class ShardLink:
             self._encoded[pending.fragment_id] = known
         return await known[1]
 
-    async def _push_until_answered(self, header: PushHeader, payload: Payload, generation: int) -> PushAnswer | None:
-        """Push, again and again while it cannot be heard. None: this generation is over.
+    async def _push_until_answered(self, header: PushHeader, payload: Payload, lease: Lease) -> PushAnswer | None:
+        """Push, again and again while it cannot be heard. None: the lease is over, and what was answered under it.
 
         A contribution may have been accepted even so; only a version tells, and a round that still wants it asks again.
         """
         attempt = 0
-        while generation == self.generation:
+        while lease == self._lease:
             try:
                 answer = await self._c.transfer.push(self._bulk_up, header, payload, self._metadata())
             except grpc.aio.AioRpcError as error:
@@ -391,6 +393,8 @@ class ShardLink:
                 await asyncio.sleep(backoff_s(attempt, random.random()))
                 attempt += 1
                 continue
+            if lease != self._lease:  # a later contribution may have the same fragment and round
+                return None
             if answer.outcome is Outcome.REJECTED:
                 self._c.log.warning(
                     "contribution refused", fragment=header.fragment_id, code=answer.code, why=answer.message
@@ -442,6 +446,10 @@ class ShardLink:
         self.connected = False
         self._c.connected.discard(self.address)
         self._c.metrics.connected(len(self._c.connected))
+
+    @property
+    def _lease(self) -> Lease:
+        return self.epoch, self.generation
 
     def _silence_s(self) -> float:
         return SILENCE_HEARTBEATS * self._heartbeat_s
