@@ -128,6 +128,7 @@ class Learner:
         self._inbox = Inbox()
         self._shards: dict[int, Joined] = {}
         self._stopped: set[int] = set()
+        self._asked_early: dict[int, Asked] = {}  # fragment -> round that asked before the model was cut
         self._stop_requested = False
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
@@ -250,6 +251,8 @@ class Learner:
             match event:
                 case Joined():
                     self._joined(event)
+                case Asked() if self.core is None:  # this shard knows the model, another one is still away
+                    self._asked_early[event.directive.fragment_id] = event
                 case Asked():
                     self._core.collect(event.directive, event.epoch)
                 case Answered():
@@ -292,6 +295,8 @@ class Learner:
             self._cut()
             for shard in self._shards.values():
                 self._seed(shard)
+            for asked in self._asked_early.values():
+                self._core.collect(asked.directive, asked.epoch)
 
     def _cut(self) -> None:
         """Cut the model as the shards do. Raises ConfigError or ManifestMismatch."""
