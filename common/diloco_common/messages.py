@@ -109,6 +109,8 @@ class PushHeader:
     manifest_digest: str
     tokens_merged: int = 0
     """Of a seed: tokens merged as far as the learner knows."""
+    not_finite: bool = False
+    """The learner's values are NaN or infinite: no bytes follow, and the round need not wait."""
 
     @property
     def is_seed(self) -> bool:

@@ -341,6 +341,7 @@ def push_header_to_pb(header: PushHeader) -> pb.PushHeader:
         payload=payload_to_pb(header.payload),
         manifest_digest=header.manifest_digest,
         tokens_merged=header.tokens_merged,
+        not_finite=header.not_finite,
     )
 
 
@@ -355,6 +356,7 @@ def push_header_from_pb(header: pb.PushHeader) -> PushHeader:
         payload=payload_from_pb(header.payload),
         manifest_digest=header.manifest_digest,
         tokens_merged=header.tokens_merged,
+        not_finite=header.not_finite,
     )
 
 

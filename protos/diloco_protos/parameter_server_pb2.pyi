@@ -171,7 +171,7 @@ class PushRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("fragment_id", "round", "epoch", "base_version", "tokens", "steps", "payload", "manifest_digest", "tokens_merged")
+    __slots__ = ("fragment_id", "round", "epoch", "base_version", "tokens", "steps", "payload", "manifest_digest", "tokens_merged", "not_finite")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,7 @@ class PushHeader(_message.Message):
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     round: int
     epoch: int
@@ -190,7 +191,8 @@ class PushHeader(_message.Message):
     payload: Payload
     manifest_digest: str
     tokens_merged: int
-    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., tokens_merged: _Optional[int] = ...) -> None: ...
+    not_finite: bool
+    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., tokens_merged: _Optional[int] = ..., not_finite: bool = ...) -> None: ...
 
 class Payload(_message.Message):
     __slots__ = ("encoding", "num_elements", "chunk_elements", "num_bytes", "crc32c")

@@ -114,7 +114,7 @@ def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, tr
     second = serve(settings_with(sync=exact(), shard={"listen": address}))
     a.until(lambda: second.version() >= 2 if second.core.fragments else False, "versions of its second life")
     assert second.member_state("a") == "alive"
-    assert a.link.epoch == second.core.epoch
+    assert a.link.session.epoch == second.core.epoch
     assert second.core.tokens_merged > tokens_merged  # goes on from what the learner knew
 
 
@@ -145,7 +145,7 @@ def test_a_shard_that_falls_silent_is_dialed_again(serve, front, train, written)
     between = front(shard)
     a = train(between.address, "a")
     a.until(lambda: shard.version() >= 1, "a version")
-    generation = a.link.generation
+    generation = a.link.session.generation
 
     between.frozen = True
     a.until(lambda: "silent for 0.2 s" in written.getvalue(), "the silence is noticed")
@@ -155,7 +155,7 @@ def test_a_shard_that_falls_silent_is_dialed_again(serve, front, train, written)
     version = shard.version()
     a.until(lambda: shard.version() > version + 1, "versions after the thaw")
     assert len(between.attends) > attends - 1
-    assert a.link.generation == generation
+    assert a.link.session.generation == generation
     assert shard.ledger.participants == shard.ledger.rounds
 
 
@@ -188,13 +188,13 @@ def test_an_evicted_learner_joins_again_by_itself(serve, front, train, written):
     between = front(shard)
     a = train(between.address, "a")
     a.until(lambda: shard.version() >= 1, "a version")
-    generation = a.link.generation
+    generation = a.link.session.generation
 
     between.deaf = True
     a.until(lambda: shard.ledger.evictions["LEASE_EXPIRED"] >= 1, "a is evicted")
     between.deaf = False
     version = shard.version()
-    a.until(lambda: a.link.generation > generation and shard.version() > version, "a contributes again")
+    a.until(lambda: a.link.session.generation > generation and shard.version() > version, "a contributes again")
 
     assert "was silent for more than 0.4 s (lease.lease_s); join again" in written.getvalue()
 

@@ -152,7 +152,8 @@ def test_what_was_finite_stays_finite(vectors: list[list[float]], tokens: int) -
     assume(all(n < 1e18 for n in norms))
     result = merged(tensors, "rda", [(tokens, 1)] * len(tensors))
     assert bool(result.isfinite().all())
-    assert float(result.double().norm()) <= max(norms) * 1.0001 + 1e-30
+    underflow = 1e-18  # squares of smaller values are 0 in float32, and so is their norm
+    assert float(result.double().norm()) <= max(norms) * 1.0001 + underflow
 
 
 @pytest.mark.parametrize("tokens", [1, 10**6, 10**10, 2**63])

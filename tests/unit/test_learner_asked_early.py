@@ -25,7 +25,7 @@ def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> N
     )
 
     for index, link in enumerate(learner.network.links):
-        link.shard_index = index
+        link.session.shard_index = index
     learner._inbox.put(first)
     learner._inbox.put(Asked(Collect(0, 1), 5))
     learner._boundary()

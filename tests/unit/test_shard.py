@@ -593,6 +593,26 @@ def test_one_learner_that_diverged_does_not_hold_up_a_round_that_waits_for_all()
     assert rig.noted(RoundClosed)[-1].participants == 2
 
 
+def test_a_learner_that_has_nothing_finite_says_so_and_nobody_waits_for_it() -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1.0)
+    payload = encode_payload(torch.zeros(SIZE), rig.settings.sync.push)
+    answer = rig.shard.admit(rig.members["b"], rig.header(1, payload, not_finite=True))
+    rig.advance()
+    assert answer is not None
+    assert (answer.outcome, answer.code) == (REJECTED, "NOT_FINITE")
+    assert rig.state.version == 1
+    assert rig.members["b"].missed == {"NOT_FINITE": 1}
+
+
+def test_a_straggler_does_not_widen_the_grace_window_of_the_others() -> None:
+    rig = Rig(sync={"grace": "adaptive", "quorum": 1})
+    rig.join("a", "b", "c")
+    for learner_id, step_time_s in (("a", 0.1), ("b", 0.1), ("c", 100.0)):
+        rig.report(learner_id, step_time_s=step_time_s)
+    assert rig.shard.grace_s() <= 0.1
+
+
 def test_who_was_refused_may_still_push_what_is_right() -> None:
     rig = Rig().started("a", "b")
     rig.contribute("a", 1, 1e6)

@@ -38,8 +38,9 @@ from diloco_common.metrics import WorkerMetrics
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.inbox import Answered, Arrived, Asked, Failed, Inbox, Joined, Stopped
-from diloco_worker.link import ANNOUNCE_WAIT_S, LinkContext
+from diloco_worker.link import ANNOUNCE_WAIT_S
 from diloco_worker.network import Network
+from diloco_worker.session import LinkContext
 from diloco_worker.status import learner_status
 from diloco_worker.transfer import Transfer
 
@@ -322,7 +323,7 @@ class Learner:
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
         link = self.network.link_to(joined.shard_index)
-        merged = self.tokens_merged
+        merged = link.tokens_seen
         for status in joined.fragments:
             if not status.seeded:
                 values = self._core.fragments[status.fragment_id].values()

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from diloco_common.http import HttpServer
-from diloco_worker.link import LinkContext, ShardLink
+from diloco_worker.link import ShardLink
+from diloco_worker.session import LinkContext
 
 SETTLE_S = 5.0
 """Seconds that pushes under way have to be answered when the learner ends."""
@@ -41,7 +42,7 @@ class Network:
 
     def link_to(self, shard_index: int) -> ShardLink:
         """The link to a shard that was joined."""
-        return next(link for link in self.links if link.shard_index == shard_index)
+        return next(link for link in self.links if link.session.shard_index == shard_index)
 
     def stop(self) -> None:
         """Let pushes settle, say goodbye, end the thread."""

@@ -36,10 +36,10 @@ def learner_status(learner: Learner) -> dict[str, Any]:
         "shards": [
             {
                 "address": link.address,
-                "index": link.shard_index,
+                "index": link.session.shard_index,
                 "connected": link.connected,
-                "generation": link.generation,
-                "epoch": link.epoch,
+                "generation": link.session.generation,
+                "epoch": link.session.epoch,
                 "reconnects": max(0, link.connections - 1),
             }
             for link in learner.network.links

@@ -34,7 +34,7 @@ class GraceWindow:
         self.to_publish = MovingAverage()
 
     def seconds(self, step_time_s: float) -> float:
-        """The window, given the mean step time of the live learners."""
+        """The window, given the median step time of the live learners: one straggler must not widen it for all."""
         settings = self._settings
         if settings.grace != "adaptive":
             return settings.grace

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
     ContributionConflict,
     Draining,
     ManifestMismatch,
+    NotFinite,
     NotJoined,
     NotSeeded,
     Refusal,
@@ -209,6 +211,8 @@ class Shard:
         if header.round <= state.version or (state.round is None and header.round == state.version + 1):
             return self._after_the_close(member, state, header)
         guards.check_round(header, state, member.learner_id, self.settings.sync.staleness_max)
+        if header.not_finite:
+            raise NotFinite(f"fragment {header.fragment_id}: {member.learner_id} says that its values are not finite")
         guards.check_sizes(header, state, (self.settings.sync.push,))
         return None
 
@@ -348,7 +352,7 @@ class Shard:
     def grace_s(self) -> float:
         """The grace window now, in seconds."""
         times = [m.progress.step_time_s for m in self.membership.live() if m.progress.step_time_s > 0]
-        return self.grace.seconds(sum(times) / len(times) if times else 0.0)
+        return self.grace.seconds(median(times) if times else 0.0)
 
     # ------------------------------------------------------------ questions
 

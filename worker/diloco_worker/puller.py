@@ -1,0 +1,82 @@
+"""Pulls what a shard announces, one fragment after the other, newest version only."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import grpc
+
+from diloco_common.errors import Refusal
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_worker.core.backoff import backoff_s
+from diloco_worker.inbox import Arrived
+from diloco_worker.session import Session
+
+
+class Puller:
+    """The pulls of one link. What came goes to the inbox, and to `pulled` as (fragment, version)."""
+
+    def __init__(self, session: Session, pulled: Callable[[int, int], None]) -> None:
+        self._session = session
+        self._pulled = pulled
+        self._announced: dict[int, int] = {}  # fragment -> version to pull, in this epoch
+        self._fetched: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) handed to the inbox
+        self._news = asyncio.Event()
+
+    def announce(self, fragment_id: int, version: int) -> None:
+        """There is a version to pull."""
+        self._announced[fragment_id] = version
+        self._news.set()
+
+    def is_announced(self, fragment_id: int) -> bool:
+        """Whether the shard has a version of this fragment, in this epoch."""
+        return fragment_id in self._announced
+
+    def begin_epoch(self) -> None:
+        """The shard has another life: what it announced before is gone."""
+        self._announced.clear()
+
+    def look(self) -> None:
+        """Something that pulling waited for is there."""
+        self._news.set()
+
+    async def run(self, stub: pb_grpc.ParameterServerStub) -> None:
+        """Pull until cancelled."""
+        session, attempt = self._session, 0
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if session.manifest is None:
+                continue
+            for fragment_id, version in sorted(self._announced.items()):
+                if self._fetched.get(fragment_id) == (session.epoch, version) or not session.generation:
+                    continue
+                try:
+                    await self._pull(stub, fragment_id)
+                    attempt = 0
+                except (grpc.aio.AioRpcError, Refusal) as error:
+                    session.context.log.debug("pull failed", shard=session.address, fragment=fragment_id, why=error)
+                    self._news.set()
+                    await asyncio.sleep(backoff_s(attempt, random.random()))
+                    attempt += 1
+
+    async def _pull(self, stub: pb_grpc.ParameterServerStub, fragment_id: int) -> None:
+        session = self._session
+        assert session.manifest is not None
+        assert session.policy is not None
+        request = pb.PullRequest(fragment_id=fragment_id, encodings=[session.policy.pull_encoding], epoch=session.epoch)
+        known = self._fetched.get(fragment_id)
+        if known is not None and known[0] == session.epoch:
+            request.have_version = known[1]
+        num_elements = session.manifest.fragments[fragment_id].num_elements
+        pulled = await session.context.transfer.pull(stub, request, session.metadata(), num_elements)
+        if pulled is None:
+            return
+        self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._pulled(fragment_id, pulled.version)
+        session.context.inbox.put(
+            Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version)
+        )
