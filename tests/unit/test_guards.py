@@ -129,8 +129,10 @@ MEDIAN_OF_2 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 300.0]
 @pytest.mark.parametrize(
     ("merged", "seed_norm", "norm", "passes"),
     [
-        (MEDIAN_OF_2, 1e6, 20.0, True),
-        (MEDIAN_OF_2, 1e6, 20.1, False),
+        (MEDIAN_OF_2, 1e3, 20.0, True),
+        (MEDIAN_OF_2, 1e3, 20.1, False),
+        ([1e-5] * 8, 1.5, 0.0149, True),  # embeddings of bytes that nobody met, and now one did: 1 % of version 0
+        ([1e-5] * 8, 1.5, 0.0151, False),
         (MEDIAN_OF_2[: NORMS_MIN - 1], 5.0, 50.0, True),  # too few: the norm of version 0
         (MEDIAN_OF_2[: NORMS_MIN - 1], 5.0, 50.1, False),
         ([], 0.0, 1.0, True),  # a version 0 of zeros: 0.01 per element

@@ -19,6 +19,9 @@ from diloco_server.core.rounds import Contribution, Round
 
 NORMS_MIN = 8
 """Merged contributions after which their median is trusted."""
+NORM_QUIET = 1e-3
+"""Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
+the first real contribution to them is thousands of times larger: 3199 times at 1 % of version 0 (docs/quality.md)."""
 
 
 @dataclass
@@ -62,9 +65,10 @@ class FragmentState:
     """The announced version in the run's pull encoding: encoded once, served to all."""
 
     def typical_norm(self) -> float:
-        """Running median of merged norms; the norm of version 0 until there are enough of them."""
+        """Running median of merged norms, unless it is tiny; the norm of version 0 until there are enough of them."""
         if len(self.norms) >= NORMS_MIN:
-            return median(self.norms)
+            usual = median(self.norms)
+            return max(usual, NORM_QUIET * self.seed_norm) if usual else 0.0
         return max(self.seed_norm, 0.01 * math.sqrt(self.fragment.num_elements))
 
 
