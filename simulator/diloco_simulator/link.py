@@ -1,0 +1,338 @@
+"""The connection of a learner to one shard, line for line as diloco_worker/link.py has it.
+
+What differs is what the network is made of: `Network.call` for a unary call, `Stream` for Attend. Keep the two files in
+step: a change there belongs here too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.errors import (
+    Busy,
+    Draining,
+    LeaseExpired,
+    NotJoined,
+    NotSeeded,
+    Refusal,
+    StaleGeneration,
+    Stalled,
+    Superseded,
+    WrongEpoch,
+)
+from diloco_common.manifest import Manifest, TensorSpec
+from diloco_common.messages import (
+    Collect,
+    Committed,
+    Directive,
+    Evicted,
+    LearnerPolicy,
+    Progress,
+    Pulse,
+    PushAnswer,
+    PushHeader,
+    Stop,
+)
+from diloco_simulator.inbox import Answered, Arrived, Asked, Failed, Inbox, Joined, Stopped
+from diloco_simulator.messages import JoinAnswer, JoinRequest, PullAnswer, PullRequest, PushRequest
+from diloco_simulator.network import Network, Stream, Unavailable
+from diloco_simulator.timeline import Process, Signal, Task
+from diloco_worker.core.backoff import backoff_s
+from diloco_worker.core.fragment import Pending
+
+JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
+TRY_AGAIN = (Draining, Busy, NotSeeded)
+Lease = tuple[int, int]
+SILENCE_HEARTBEATS = 2.5
+STEADY_S = 5.0
+SEED_ENCODING = "float32"
+CODEC_S = 0.01
+"""Mean of what encoding or decoding takes."""
+
+REFUSALS: dict[str, type[Refusal]] = {
+    r.code: r for r in (NotJoined, LeaseExpired, Stalled, Superseded, WrongEpoch, StaleGeneration)
+}
+
+
+@dataclass(frozen=True)
+class LinkContext:
+    """What all links of one learner share."""
+
+    learner_id: str
+    instance: str
+    tensors: tuple[TensorSpec, ...]
+    inbox: Inbox
+    process: Process
+    network: Network
+    random: random.Random
+    call_s: float
+    progress: Callable[[], Progress]
+    encoded: Callable[[Pending, Payload], None]
+    """A contribution was encoded."""
+    note: Callable[..., None]
+
+
+class ShardLink:
+    """One shard, seen from one learner."""
+
+    def __init__(self, shard_index: int, context: LinkContext) -> None:
+        self.connected = False
+        self.shard_index = shard_index
+        self.generation = 0
+        self.epoch = 0
+        self.pulse = Pulse(0, 0, 0)
+        self._c = context
+        self._leaving = False
+        self._heartbeat_s = 1.0
+        self._policy: LearnerPolicy | None = None
+        self._manifest: Manifest | None = None
+        self._announced: dict[int, int] = {}
+        self._fetched: dict[int, tuple[int, int]] = {}
+        self._news = Signal()
+        self._stepped = Signal()
+        self._encoded: dict[int, tuple[Pending, Payload]] = {}
+        self._pushes: list[Task] = []
+        self._path = (context.learner_id, shard_index)
+
+    # ------------------------------------------------------------ for the network thread
+
+    async def run(self) -> None:
+        puller = self._c.process.spawn(self._pull_news(), "pull")
+        try:
+            await self._stay_connected()
+        except Refusal as refusal:
+            self._c.inbox.put(Failed(refusal))
+        finally:
+            puller.cancel()
+            for push in self._pushes:
+                push.cancel()
+
+    def know(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._news.set()
+
+    def stepped(self) -> None:
+        self._stepped.set()
+
+    def push(self, pending: Pending) -> None:
+        name = f"push {pending.fragment_id} of round {pending.round} under {self._lease}"
+        self._pushes = [task for task in self._pushes if not task.done]
+        if not any(task.name == name for task in self._pushes):
+            self._pushes.append(self._c.process.spawn(self._push_contribution(pending, self._lease), name))
+
+    def seed(self, fragment_id: int, values: Tensor, tokens_merged: int) -> None:
+        push = self._push_seed(fragment_id, values, tokens_merged, self._lease)
+        self._pushes.append(self._c.process.spawn(push, f"seed {fragment_id}"))
+
+    @property
+    def settled(self) -> bool:
+        return not self.connected or all(task.done for task in self._pushes)
+
+    async def leave(self) -> None:
+        self._leaving = True
+        if self.connected:
+            try:
+                await self._call("Leave", PullRequest(self._c.learner_id, self.generation, self.epoch, -1, None), 1.0)
+            except (Unavailable, TimeoutError, Refusal):
+                return
+
+    # ------------------------------------------------------------ control
+
+    async def _stay_connected(self) -> None:
+        attempt = 0
+        timeline = self._c.process.timeline
+        while True:
+            began = timeline.now
+            try:
+                if not self.generation:
+                    await self._join()
+                await self._attend()
+            except JOIN_AGAIN:
+                self.generation = 0
+            except TRY_AGAIN:
+                pass
+            except (Unavailable, TimeoutError):
+                pass
+            finally:
+                self.connected = False
+            if self._leaving:
+                return
+            if timeline.now - began > STEADY_S:
+                attempt = 0
+            await self._backoff(attempt)
+            attempt += 1
+
+    async def _join(self) -> None:
+        request = JoinRequest(self._c.learner_id, self._c.instance, self._c.tensors)
+        answer: JoinAnswer = await self._call("Join", request)
+        if answer.epoch != self.epoch:
+            self._announced.clear()
+            self._encoded.clear()
+        self.generation, self.epoch = answer.generation, answer.epoch
+        self._heartbeat_s = answer.heartbeat_s
+        self._policy = answer.policy
+        self.pulse = answer.pulse
+        self._c.inbox.put(Joined(answer))
+        self._c.note("joined", self._c.instance, self.shard_index, self.generation, self.epoch)
+
+    async def _attend(self) -> None:
+        stream = self._c.network.attend(self._c.process, self._path, self.generation, self.epoch)
+        reporting = self._c.process.spawn(self._report(stream), "report")
+        try:
+            while True:
+                directive = await self._c.process.within(stream.read(), self._silence_s())
+                if directive is None:
+                    return
+                self.connected = True
+                self._hear(directive)
+        finally:
+            reporting.cancel()
+            stream.cancel()
+
+    async def _report(self, stream: Stream) -> None:
+        while True:
+            stream.report(self._c.progress())
+            self._stepped.clear()
+            try:
+                await self._c.process.within(self._stepped.wait(), self._heartbeat_s)
+            except TimeoutError:
+                continue
+
+    def _hear(self, directive: Directive) -> None:
+        match directive:
+            case Collect():
+                self._c.inbox.put(Asked(directive, self.epoch))
+            case Committed():
+                self._announced[directive.fragment_id] = directive.version
+                self._news.set()
+            case Pulse():
+                self.pulse = directive
+            case Stop():
+                self._c.inbox.put(Stopped(self.shard_index))
+            case Evicted():
+                self._c.note("evicted", self._c.instance, self.shard_index, directive.code)
+                raise REFUSALS[directive.code](*_arguments(directive))
+
+    # ------------------------------------------------------------ bulk
+
+    async def _pull_news(self) -> None:
+        attempt = 0
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._manifest is None:
+                continue
+            for fragment_id, version in sorted(self._announced.items()):
+                if self._fetched.get(fragment_id) == (self.epoch, version) or not self.generation:
+                    continue
+                try:
+                    await self._pull(fragment_id)
+                    attempt = 0
+                except (Unavailable, TimeoutError, Refusal):
+                    self._news.set()
+                    await self._backoff(attempt)
+                    attempt += 1
+
+    async def _pull(self, fragment_id: int) -> None:
+        assert self._manifest is not None
+        known = self._fetched.get(fragment_id)
+        have_version = known[1] if known is not None and known[0] == self.epoch else None
+        request = PullRequest(self._c.learner_id, self.generation, self.epoch, fragment_id, have_version)
+        pulled: PullAnswer | None = await self._call("Pull", request)
+        if pulled is None:
+            return
+        values = torch.empty(self._manifest.fragments[fragment_id].num_elements)
+        decode_payload(pulled.payload, values)
+        await self._codec()
+        self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._forget(fragment_id, pulled.version)
+        self._c.inbox.put(Arrived(fragment_id, pulled.version, pulled.epoch, values, pulled.merged_version))
+
+    async def _push_contribution(self, pending: Pending, lease: Lease) -> None:
+        fragment_id, round_number = pending.fragment_id, pending.round
+        payload = await self._payload(pending)
+        header = self._header(
+            fragment_id, round_number, pending.base_version, pending.tokens, pending.steps, payload, 0, pending.epoch
+        )
+        answer = await self._push_until_answered(header, payload, lease)
+        if answer is not None:
+            self._c.inbox.put(Answered(fragment_id, round_number, answer))
+
+    def _forget(self, fragment_id: int, version: int) -> None:
+        known = self._encoded.get(fragment_id)
+        if known is not None and known[0].round <= version:
+            del self._encoded[fragment_id]
+
+    async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, lease: Lease) -> None:
+        if fragment_id in self._announced:
+            return
+        await self._codec()
+        payload = encode_payload(values, SEED_ENCODING)
+        header = self._header(fragment_id, 0, 0, 0, 0, payload, tokens_merged)
+        await self._push_until_answered(header, payload, lease)
+
+    async def _payload(self, pending: Pending) -> Payload:
+        assert self._policy is not None
+        await self._codec()
+        known = self._encoded.get(pending.fragment_id)
+        if known is None or known[0] is not pending:
+            payload = encode_payload(pending.delta, self._policy.push_encoding, keep_loss=self._policy.error_feedback)
+            self._c.encoded(pending, payload)
+            known = (pending, payload)
+            self._encoded[pending.fragment_id] = known
+        return known[1]
+
+    async def _push_until_answered(self, header: PushHeader, payload: Payload, lease: Lease) -> PushAnswer | None:
+        attempt = 0
+        while lease == self._lease:
+            request = PushRequest(self._c.learner_id, self.generation, self.epoch, header, payload)
+            try:
+                answer: PushAnswer = await self._call("Push", request)
+            except (Unavailable, TimeoutError, *TRY_AGAIN):
+                await self._backoff(attempt)
+                attempt += 1
+                continue
+            except Refusal:
+                return None
+            return answer if lease == self._lease else None
+        return None
+
+    # ------------------------------------------------------------ helpers
+
+    def _header(
+        self, fragment_id: int, round_number: int, base_version: int, tokens: int, steps: int, payload: Payload,
+        tokens_merged: int, epoch: int | None = None,
+    ) -> PushHeader:  # fmt: skip
+        assert self._manifest is not None
+        return PushHeader(
+            fragment_id, round_number, self.epoch if epoch is None else epoch, base_version, tokens, steps,
+            payload.header, self._manifest.digest, tokens_merged,
+        )  # fmt: skip
+
+    async def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+        return await self._c.network.call(self._c.process, self._path, method, request, timeout_s or self._c.call_s)
+
+    async def _backoff(self, attempt: int) -> None:
+        await self._c.process.sleep(backoff_s(attempt, self._c.random.random()))
+
+    async def _codec(self) -> None:
+        await self._c.process.sleep(CODEC_S * 2 * self._c.random.random())
+
+    @property
+    def _lease(self) -> Lease:
+        return self.epoch, self.generation
+
+    def _silence_s(self) -> float:
+        return SILENCE_HEARTBEATS * self._heartbeat_s
+
+
+def _arguments(directive: Evicted) -> tuple[Any, ...]:
+    """Of the refusal that an eviction is turned into."""
+    return ("the learner", 0, 0) if directive.code == StaleGeneration.code else (directive.message,)

@@ -1,0 +1,56 @@
+"""What travels in calls, as rpc.py makes it of protobuf messages: who speaks, and what is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco_common.codec import Payload
+from diloco_common.manifest import Manifest, TensorSpec
+from diloco_common.messages import FragmentStatus, LearnerPolicy, Pulse, PushHeader
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    learner_id: str
+    instance: str
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAnswer:
+    generation: int
+    epoch: int
+    heartbeat_s: float
+    shard_index: int
+    manifest: Manifest
+    policy: LearnerPolicy
+    fragments: tuple[FragmentStatus, ...]
+    pulse: Pulse
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Also says goodbye, with fragment -1."""
+
+    learner_id: str
+    generation: int
+    epoch: int
+    fragment_id: int
+    have_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PullAnswer:
+    version: int
+    epoch: int
+    payload: Payload
+    merged_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushRequest:
+    learner_id: str
+    generation: int
+    epoch: int
+    header: PushHeader
+    payload: Payload

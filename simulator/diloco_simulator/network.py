@@ -1,0 +1,252 @@
+"""The network between learners and shards: calls and control streams that are lost, late, twice, cut, half-open.
+
+A call may lose its request or its answer, arrive twice, or after later ones; its caller sees an error at once, or only
+a deadline. A control stream keeps its order, as TCP does, but it may break for both ends, for one, or for none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from diloco_common.errors import Refusal
+from diloco_common.messages import Directive, Progress
+from diloco_simulator.options import Options
+from diloco_simulator.timeline import Future, Process, Timeline
+
+Respond = Callable[[Any], None]
+"""Takes an answer, or the Refusal that a shard answers."""
+Path = tuple[str, int]
+"""Learner id and shard index."""
+
+
+class Unavailable(Exception):
+    """The call or the stream broke: nobody knows what became of the request."""
+
+
+class ShardSide(Protocol):
+    """The end of the network at a shard."""
+
+    process: Process
+
+    def call(self, method: str, request: Any, respond: Respond) -> None: ...
+    def open(self, stream: Stream) -> None: ...
+    def heard(self, stream: Stream, progress: Progress) -> None: ...
+    def closed(self, stream: Stream) -> None: ...
+
+
+class Network:
+    """All paths of one cluster."""
+
+    def __init__(self, timeline: Timeline, options: Options) -> None:
+        self.timeline = timeline
+        self.healed = False
+        self.shards: dict[int, ShardSide] = {}
+        """Those that run now."""
+        self.cuts: dict[tuple[Path, bool], int] = {}
+        """(path, upwards) -> cuts that are in force."""
+        self.streams: list[Stream] = []
+        self.random = random.Random(f"network {options.seed}")
+        self._options = options
+
+    def delay_s(self) -> float:
+        """One way."""
+        mean = self._options.delay_s
+        if not self.healed and self.random.random() < self._options.long_delays:
+            return self.random.uniform(0.0, 3 * self._options.lease_s)
+        return mean * (0.5 + self.random.random())
+
+    def is_cut(self, path: Path, up: bool) -> bool:
+        return self.cuts.get((path, up), 0) > 0
+
+    def call(self, caller: Process, path: Path, method: str, request: Any, timeout_s: float) -> Future[Any]:
+        """A unary call. Raises Unavailable, TimeoutError, or the Refusal that was answered."""
+        outcome: Future[Any] = Future()
+        caller.later(timeout_s, outcome.fail, TimeoutError())
+        copies = 2 if self._happens(self._options.duplicates) else 1
+        for _ in range(copies):
+            if self.is_cut(path, True) or self._happens(self._options.loss):
+                self._maybe_fail(caller, outcome)
+            else:
+                self.timeline.later(self.delay_s(), self._arrive, caller, path, method, request, outcome)
+        return outcome
+
+    def _arrive(self, caller: Process, path: Path, method: str, request: Any, outcome: Future[Any]) -> None:
+        shard = self.shards.get(path[1])
+        if shard is None or not shard.process.alive or self.is_cut(path, True):
+            self._maybe_fail(caller, outcome)
+            return
+
+        def respond(answer: Any) -> None:
+            if self.is_cut(path, False) or self._happens(self._options.loss):
+                self._maybe_fail(caller, outcome)
+            else:
+                act = outcome.fail if isinstance(answer, Refusal) else outcome.set
+                self.timeline.later(self.delay_s(), caller.deliver, act, answer)
+
+        shard.process.deliver(shard.call, method, request, respond)
+
+    def _maybe_fail(self, caller: Process, outcome: Future[Any]) -> None:
+        """The caller learns that the call is lost, or waits for its deadline."""
+        if self.healed or self.random.random() < 0.5:
+            self.timeline.later(self.delay_s(), caller.deliver, outcome.fail, Unavailable())
+
+    def _happens(self, probability: float) -> bool:
+        return not self.healed and probability > 0 and self.random.random() < probability
+
+    def attend(self, client: Process, path: Path, generation: int, epoch: int) -> Stream:
+        """Open a control stream. That it did not work shows when nothing comes, or an error."""
+        self.streams = [s for s in self.streams if not (s.client_done and s.shard_done)]
+        stream = Stream(self, client, path, generation, epoch)
+        self.streams.append(stream)
+        stream.up(stream.opened)
+        return stream
+
+    def gone(self, process: Process, noticed: bool) -> None:
+        """A process ended. Its peers notice now, or never (the machine lost power)."""
+        for stream in self.streams:
+            shard = stream.shard
+            if stream.client is process:
+                stream.client_done = True
+                if noticed:
+                    stream.up(stream.lost_client)
+            elif shard is not None and shard.process is process:
+                stream.shard_done = True
+                if noticed:
+                    stream.down(stream.read_later, Unavailable())
+
+    def heal(self) -> None:
+        """From now on everything arrives, once. Streams that were held up by a cut go on, or are dead for good."""
+        self.healed = True
+        self.cuts.clear()
+        self.flush()
+
+    def flush(self) -> None:
+        """A cut ended."""
+        for stream in self.streams:
+            stream.flush()
+
+
+class Stream:
+    """One Attend: directives down, reports up, each in order."""
+
+    def __init__(self, network: Network, client: Process, path: Path, generation: int, epoch: int) -> None:
+        self.client = client
+        self.path = path
+        self.generation = generation
+        self.epoch = epoch
+        self.shard: ShardSide | None = None
+        self.client_done = False
+        self.shard_done = False
+        self._network = network
+        self._arrives_at = {True: 0.0, False: 0.0}
+        self._held: dict[bool, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {True: [], False: []}
+        self._dead = False
+        self._unread: deque[Directive | Exception | None] = deque()
+        self._reader: Future[Any] | None = None
+
+    # ------------------------------------------------------------ the learner's end
+
+    def read(self) -> Future[Any]:
+        """The next directive; None at the end. Raises what broke the stream."""
+        self._reader = Future()
+        self._hand_over()
+        return self._reader
+
+    def report(self, progress: Progress) -> None:
+        self.up(self._deliver_report, progress)
+
+    def cancel(self) -> None:
+        """The learner gives the stream up."""
+        if not self.client_done:
+            self.client_done = True
+            self.up(self.lost_client)
+
+    # ------------------------------------------------------------ the shard's end
+
+    def send(self, directive: Directive | Refusal | None) -> None:
+        """None ends the stream, and a Refusal refuses it."""
+        if not self.shard_done:
+            self.down(self.read_later, directive)
+            if directive is None or isinstance(directive, Refusal):
+                self.shard_done = True
+
+    # ------------------------------------------------------------ on the way
+
+    def up(self, act: Callable[..., None], *args: Any) -> None:
+        self._transmit(True, act, args)
+
+    def down(self, act: Callable[..., None], *args: Any) -> None:
+        self._transmit(False, act, args)
+
+    def flush(self) -> None:
+        """A cut ended: TCP sends again what it held, if neither end has given up since."""
+        for up in (True, False):
+            if self._held[up] and not self._network.is_cut(self.path, up):
+                held, self._held[up] = self._held[up], []
+                if self._network.random.random() < 0.5:
+                    self._dead = True
+                for act, args in held:
+                    self._transmit(up, act, args)
+
+    def break_off(self, *, tell_client: bool, tell_shard: bool) -> None:
+        """The connection is gone, and either end, both or none is told."""
+        self._dead = True
+        if tell_client:
+            self._network.timeline.later(self._network.delay_s(), self.client.deliver, self.read_later, Unavailable())
+        if tell_shard and self.shard is not None:
+            self._network.timeline.later(self._network.delay_s(), self.shard.process.deliver, self.lost_client)
+
+    def _transmit(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self._dead:
+            return
+        network = self._network
+        if network.is_cut(self.path, up) or self._held[up]:
+            self._held[up].append((act, args))
+            return
+        arrives_at = max(self._arrives_at[up] + 1e-6, network.timeline.now + network.delay_s())
+        self._arrives_at[up] = arrives_at
+        network.timeline.later(arrives_at - network.timeline.now, self._arrive, up, act, args)
+
+    def _arrive(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self._dead:
+            return
+        if not up:
+            self.client.deliver(act, *args)
+        elif self.shard is not None:
+            self.shard.process.deliver(act, *args)
+        else:
+            act(*args)
+
+    def opened(self) -> None:
+        shard = self._network.shards.get(self.path[1])
+        if shard is None or not shard.process.alive:
+            self.down(self.read_later, Unavailable())
+            self.shard_done = True
+            return
+        self.shard = shard
+        shard.process.deliver(shard.open, self)
+
+    def lost_client(self) -> None:
+        if self.shard is not None and not self.shard_done:
+            self.shard_done = True
+            self.shard.closed(self)
+
+    def _deliver_report(self, progress: Progress) -> None:
+        if self.shard is not None and not self.shard_done:
+            self.shard.heard(self, progress)
+
+    def read_later(self, item: Directive | Exception | None) -> None:
+        self._unread.append(item)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._reader is None or self._reader.done or not self._unread:
+            return
+        item = self._unread.popleft()
+        if isinstance(item, Exception):
+            self._reader.fail(item)
+        else:
+            self._reader.set(item)

@@ -1,0 +1,126 @@
+"""What a schedule is like: everything that varies, drawn from the seed alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco_common.settings import (
+    GuardSettings,
+    LeaseSettings,
+    OuterSettings,
+    RunSettings,
+    Settings,
+    ShardSettings,
+    SyncSettings,
+)
+
+FAULTS = (
+    "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
+    "cut", "cut one way", "break stream",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """One schedule. Times in virtual seconds."""
+
+    seed: int
+    shards: int
+    learners: int
+    fragments: int
+    sync_every: int
+    quorum: int | Literal["all"]
+    grace: float | Literal["adaptive"]
+    staleness_max: int
+    merge: Literal["rda", "mean"]
+    on_commit: Literal["carry", "overwrite", "blend"]
+    push: str
+    pull: str
+    error_feedback: bool
+    norm_factor: float
+    budget: int
+    """Tokens; 0: no end."""
+    lease_s: float
+    progress_timeout_s: float
+    step_s: tuple[float, ...]
+    """Of each learner."""
+    tick_s: float
+    """How often time passes for a shard's core."""
+    compute_s: float
+    """Mean of what a merge takes."""
+    call_s: float
+    """Deadline of a call."""
+    delay_s: float
+    """Mean of one way through the network."""
+    long_delays: float
+    """Share of messages that take very long, before the faults are over."""
+    loss: float
+    duplicates: float
+    faults_s: float
+    """When the faults are over."""
+    fault_every_s: float
+    faults: tuple[str, ...]
+
+    @property
+    def well_within_s(self) -> float:
+        """After the faults are over, a cluster is well again, and has reached its budget, within this time."""
+        slowest_s = 1.2 * max(self.step_s)
+        rounds_s = 6 * (self.sync_every + 4) * slowest_s
+        return 4 * self.lease_s + 4 * self.call_s + 20 + rounds_s + 2 * self.budget * slowest_s
+
+    def settings(self, shard_index: int) -> Settings:
+        """As the shard would have been given."""
+        return Settings.model_construct(  # each section was validated: do not do it again
+            run=RunSettings(tokens=self.budget),
+            sync=SyncSettings(
+                fragments=self.fragments, sync_every=self.sync_every, quorum=self.quorum, grace=self.grace,
+                staleness_max=self.staleness_max, merge=self.merge, on_commit=self.on_commit, push=self.push,
+                pull=self.pull, error_feedback=self.error_feedback,
+            ),
+            outer=OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
+            guard=GuardSettings(norm_factor=self.norm_factor),
+            lease=LeaseSettings(lease_s=self.lease_s, progress_timeout_s=self.progress_timeout_s),
+            shard=ShardSettings(index=shard_index, count=self.shards),
+        )  # fmt: skip
+
+
+def draw_options(seed: int) -> Options:
+    """The options of a schedule. Half of the kinds of faults are left out of each, so that each gets its turn alone."""
+    r = random.Random(f"options {seed}")
+    shards, learners = r.choice((1, 1, 2, 2, 3)), r.choice((1, 2, 2, 3, 3, 4, 5))
+    fragments = min(6, shards + r.choice((0, 0, 1, 1, 2, 3, 5)))
+    lease_s = r.uniform(2.5, 6.0)
+    pace_s = r.uniform(0.4, 1.0)
+    norm_factor = r.choice((1000.0, 1000.0, 1000.0, 3.0))
+    return Options(
+        seed=seed,
+        shards=shards,
+        learners=learners,
+        fragments=fragments,
+        sync_every=r.randint(1, 8),
+        quorum=r.choice((1, 1, 2, "all")),
+        grace=r.choice((0.0, 0.3, 1.5, "adaptive", "adaptive")),
+        staleness_max=r.choice((0, 1, 8, 8)),
+        merge=r.choice(("rda", "mean")),
+        on_commit=r.choice(("carry", "carry", "carry", "carry", "overwrite", "blend")),
+        push=r.choice(("float32", "int8")),
+        pull=r.choice(("float32", "float32", "bfloat16")),
+        error_feedback=r.random() < 0.7,
+        norm_factor=norm_factor,
+        budget=r.choice((0, 0, 0, r.randint(30, 150))) if norm_factor > 100 else 0,
+        lease_s=lease_s,
+        progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
+        step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.5), r.uniform(1.0, 3.0))) for _ in range(learners)),
+        tick_s=0.25,
+        compute_s=r.choice((0.01, 0.1, 0.3)),
+        call_s=r.uniform(3.0, 8.0),
+        delay_s=r.choice((0.002, 0.03, 0.2)),
+        long_delays=r.choice((0.0, 0.01, 0.05)),
+        loss=r.choice((0.0, 0.02, 0.1)),
+        duplicates=r.choice((0.0, 0.02, 0.2)),
+        faults_s=r.uniform(5.0, 15.0),
+        fault_every_s=r.uniform(0.6, 3.0),
+        faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
+    )

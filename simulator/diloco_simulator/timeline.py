@@ -1,0 +1,180 @@
+"""Virtual time, processes that crash and freeze, and coroutines that wait in them.
+
+Everything that happens is a call at a time, in order of (time, order of asking): nothing depends on the machine.
+Coroutines stand for asyncio tasks, so that the modelled shells read like the real ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Act = Callable[..., None]
+
+
+class Timeline:
+    """The clock, and what is still to happen."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._later: list[tuple[float, int, Act, tuple[Any, ...]]] = []
+        self._soon: deque[tuple[Act, tuple[Any, ...]]] = deque()
+        self._asked = 0
+
+    def later(self, delay_s: float, act: Act, *args: Any) -> None:
+        """Call `act` in `delay_s` seconds."""
+        self._asked += 1
+        heapq.heappush(self._later, (self.now + delay_s, self._asked, act, args))
+
+    def soon(self, act: Act, *args: Any) -> None:
+        """Call `act` now, after what was asked for now before."""
+        self._soon.append((act, args))
+
+    def step(self) -> None:
+        """Let the next thing happen, and all that follows from it at once."""
+        self.now, _, act, args = heapq.heappop(self._later)
+        act(*args)
+        while self._soon:
+            act, args = self._soon.popleft()
+            act(*args)
+
+
+class Future(Generic[T]):
+    """A value or an error that comes later, for one coroutine that waits."""
+
+    __slots__ = ("_error", "_task", "_value", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self._value: T | None = None
+        self._error: Exception | None = None
+        self._task: Task | None = None
+
+    def set(self, value: T) -> None:
+        """The first outcome counts."""
+        if not self.done:
+            self.done, self._value = True, value
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        if not self.done:
+            self.done, self._error = True, error
+            self._wake()
+
+    def wait_for(self, task: Task) -> None:
+        self._task = task
+
+    def _wake(self) -> None:
+        if self._task is not None:
+            self._task.process.timeline.soon(self._task.process.deliver, self._task.resume)
+
+    def __await__(self) -> Generator[Future[T], None, T]:
+        if not self.done:
+            yield self
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+
+class Task:
+    """A coroutine that runs in a process."""
+
+    def __init__(self, process: Process, coroutine: Coroutine[Future[Any], None, None], name: str) -> None:
+        self.process = process
+        self.name = name
+        self.done = False
+        self._coroutine = coroutine
+
+    def resume(self) -> None:
+        if self.done:
+            return
+        try:
+            self._coroutine.send(None).wait_for(self)
+        except StopIteration:
+            self.done = True
+
+    def cancel(self) -> None:
+        """End it where it waits; its `finally` blocks run."""
+        if not self.done:
+            self.done = True
+            self._coroutine.close()
+
+
+class Process:
+    """Runs until it is killed. While it is frozen, what should have happened in it waits for the thaw."""
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self.timeline = timeline
+        self.name = name
+        self.alive = True
+        self.frozen = False
+        self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
+        self._tasks: list[Task] = []
+
+    def deliver(self, act: Act, *args: Any) -> None:
+        """Something happens in this process: a message came, a timer rang."""
+        if self.frozen:
+            self._backlog.append((act, args))
+        elif self.alive:
+            act(*args)
+
+    def later(self, delay_s: float, act: Act, *args: Any) -> None:
+        self.timeline.later(delay_s, self.deliver, act, *args)
+
+    def spawn(self, coroutine: Coroutine[Future[Any], None, None], name: str) -> Task:
+        """Start a coroutine; it runs up to its first wait at once after this."""
+        self._tasks = [t for t in self._tasks if not t.done]
+        task = Task(self, coroutine, name)
+        self._tasks.append(task)
+        self.timeline.soon(self.deliver, task.resume)
+        return task
+
+    def sleep(self, seconds: float) -> Future[None]:
+        future: Future[None] = Future()
+        self.later(seconds, future.set, None)
+        return future
+
+    def within(self, future: Future[T], seconds: float) -> Future[T]:
+        """The same future; it raises TimeoutError if it takes longer."""
+        self.later(seconds, future.fail, TimeoutError())
+        return future
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for act, args in backlog:
+            self.timeline.soon(self.deliver, act, *args)
+
+    def kill(self) -> None:
+        self.alive = self.frozen = False
+        self._backlog.clear()
+        for task in self._tasks:
+            task.cancel()
+
+
+class Signal:
+    """Set until somebody who waits for it clears it, as asyncio.Event."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiting is not None:
+            self._waiting.set(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self) -> Future[None]:
+        self._waiting = Future()
+        if self._is_set:
+            self._waiting.set(None)
+        return self._waiting

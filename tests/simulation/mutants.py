@@ -1,0 +1,233 @@
+"""Cores with one guard broken each: what the simulation must not let pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from diloco_common.errors import Superseded
+from diloco_server.core.effects import MergeRound
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.membership import Membership
+from diloco_server.core.rounds import Round
+from diloco_server.core.shard import DUPLICATE, Shard
+from diloco_simulator.link import ShardLink
+from diloco_worker.core.fragment import LearnerFragment
+from diloco_worker.core.learner import LearnerCore
+
+
+@contextmanager
+def replaced(owner: type, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, `owner.name` is what `make` makes of the original."""
+    original = owner.__dict__[name]
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def fence_nobody(original: Any) -> Any:
+    """What an evicted generation sent stays in its round."""
+
+    def lose(self: Round, learner_id: str) -> None:
+        if learner_id in self.asked:
+            self.lost.add(learner_id)
+
+    return lose
+
+
+def let_everybody_speak(original: Any) -> Any:
+    """No look at the generation or the lease of whoever speaks."""
+
+    def check(self: Membership, learner_id: str, generation: int) -> Any:
+        member = self.get(learner_id)
+        return member if member is not None else original(self, learner_id, generation)
+
+    return check
+
+
+def accept_late(original: Any) -> Any:
+    """What comes after its round has closed goes into the next."""
+
+    def admit(self: Shard, member: Any, header: Any) -> Any:
+        state = self.fragments.get(header.fragment_id)
+        if state is not None and state.seeded and not header.is_seed and header.epoch == self.epoch:
+            collecting = state.round
+            if collecting is not None and header.round < collecting.round and member.learner_id in collecting.asked:
+                return None
+        return original(self, member, header)
+
+    return admit
+
+
+def merge_twice(original: Any) -> Any:
+    """A contribution stays in the fragment and is merged into the next version as well."""
+    kept: dict[int, tuple[Any, ...]] = {}
+
+    def close(self: Shard, state: FragmentState, grace_s: float, now: float) -> None:
+        original(self, state, grace_s, now)
+        for i, effect in enumerate(self._effects):
+            if isinstance(effect, MergeRound) and effect.fragment_id == state.fragment.fragment_id:
+                again = kept.get(id(state), ())
+                kept[id(state)] = effect.contributions
+                self._effects[i] = MergeRound(effect.fragment_id, effect.version, (*effect.contributions, *again))
+
+    return close
+
+
+def announce_before_computing(original: Any) -> Any:
+    """Learners are told of a version as soon as its round closes."""
+
+    def close(self: Shard, state: FragmentState, grace_s: float, now: float) -> None:
+        original(self, state, grace_s, now)
+        if state.computing and state.fragment.fragment_id in self._closed:
+            state.version += 1
+            self._announce(state)
+            state.version -= 1
+
+    return close
+
+
+def take_every_seed(original: Any) -> Any:
+    """Not the first writer wins, but the last."""
+
+    def admit(self: Shard, member: Any, header: Any) -> Any:
+        answer = original(self, member, header)
+        return None if header.is_seed and answer is DUPLICATE else answer
+
+    return admit
+
+
+def wait_for_all(original: Any) -> Any:
+    """The grace window never ends."""
+    return lambda self, quorum, grace_s, now: original(self, quorum, float("inf"), now)
+
+
+def wait_for_the_dead(original: Any) -> Any:
+    """A learner that lost its lease is waited for."""
+    return property(lambda self: sorted(self.asked.keys() - self.contributions.keys()))
+
+
+def stop_whoever_joins_again(original: Any) -> Any:
+    """Any older generation is taken for that of another process."""
+
+    def check(self: Membership, learner_id: str, generation: int) -> Any:
+        member = self.get(learner_id)
+        if member is not None and generation < member.generation:
+            raise Superseded("another process joined")
+        return original(self, learner_id, generation)
+
+    return check
+
+
+def carry_although_merged(original: Any) -> Any:
+    """The learner never believes that it was merged."""
+
+    def resolve(self: LearnerCore, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
+        return bool(original(self, fragment, version, epoch, 0))
+
+    return resolve
+
+
+def ignore_merged_version(original: Any) -> Any:
+    """The learner always believes that it was merged."""
+
+    def resolve(self: LearnerCore, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
+        round_number = fragment.pending.round if fragment.pending is not None else 0
+        return bool(original(self, fragment, version, epoch, round_number))
+
+    return resolve
+
+
+def drop_what_was_not_merged(original: Any) -> Any:
+    """Work that was not merged is not given back."""
+
+    def give_back(self: LearnerFragment) -> None:
+        assert self.pending is not None
+        self._base_tokens += self.pending.tokens
+        self._base_steps += self.pending.steps
+        original(self)
+
+    return give_back
+
+
+def never_give_back(original: Any) -> Any:
+    """A contribution that was not merged stays pending."""
+    return lambda self: None
+
+
+def count_the_snapshot_twice(original: Any) -> Any:
+    """A version that holds the contribution is laid under all local progress, the contribution's included."""
+
+    def carry(self: LearnerFragment, values: Any, version: int, epoch: int, *, merged: bool) -> None:
+        if merged:
+            assert self.pending is not None
+            assert self.anchor is not None
+            self.pending.snapshot = self.anchor
+        original(self, values, version, epoch, merged=merged)
+
+    return carry
+
+
+def forget_what_encoding_lost(original: Any) -> Any:
+    """No error feedback, although it is set."""
+
+    def settle(self: LearnerFragment, pending: Any) -> None:
+        original(self, pending)
+        self._residual = None
+
+    return settle
+
+
+def keep_what_a_shard_forgot(original: Any) -> Any:
+    """A contribution to a shard that has lost its memory stays pending."""
+
+    def rejoined(self: LearnerCore, statuses: Any, epoch: int) -> None:
+        for status in statuses:
+            self.fragments[status.fragment_id].wanted = None
+
+    return rejoined
+
+
+def let_the_replaced_return(original: Any) -> Any:
+    """A process whose learner id another one took joins again."""
+    return lambda self, learner_id, instance: None
+
+
+def inherit_merges(original: Any) -> Any:
+    """What one process contributed is told to the next of its learner id as its own."""
+    return lambda self, learner_id: None
+
+
+def mix_up_epochs(original: Any) -> Any:
+    """Generations of two epochs are taken for the same."""
+    return property(lambda self: (0, self.generation))
+
+
+Mutant = tuple[type, str, Callable[[Any], Any]]
+MUTANTS: dict[str, Mutant] = {
+    make.__name__: (owner, name, make)
+    for owner, name, make in (
+        (Round, "lose", fence_nobody),
+        (Membership, "check", let_everybody_speak),
+        (Shard, "_admit", accept_late),
+        (Shard, "_close_if_ready", merge_twice),
+        (Shard, "_close_if_ready", announce_before_computing),
+        (Shard, "_admit", take_every_seed),
+        (Round, "verdict", wait_for_all),
+        (Round, "missing", wait_for_the_dead),
+        (Membership, "check", stop_whoever_joins_again),
+        (LearnerCore, "_resolve", carry_although_merged),
+        (LearnerCore, "_resolve", ignore_merged_version),
+        (LearnerFragment, "give_back", drop_what_was_not_merged),
+        (LearnerFragment, "give_back", never_give_back),
+        (LearnerFragment, "carry", count_the_snapshot_twice),
+        (LearnerFragment, "_settle", forget_what_encoding_lost),
+        (LearnerCore, "rejoined", keep_what_a_shard_forgot),
+        (Membership, "welcome", let_the_replaced_return),
+        (Shard, "_forget_merges", inherit_merges),
+        (ShardLink, "_lease", mix_up_epochs),
+    )
+}

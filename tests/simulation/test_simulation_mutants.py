@@ -1,0 +1,65 @@
+"""The simulation can fail: it finds each of these broken guards, by the invariant that is meant for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from mutants import MUTANTS, replaced
+
+from diloco_simulator.cluster import ScheduleFailed, run_schedule
+from diloco_simulator.invariants import Violation
+from diloco_simulator.options import draw_options
+
+WELL = "well_again_after_faults"
+# mutant, seeds within which it must be found, invariants that may find it
+KILLED = [
+    ("fence_nobody", range(70, 100), {"only_current_generations_are_merged"}),
+    ("let_everybody_speak", range(30), {WELL}),
+    ("accept_late", range(30), {"belief_is_true", "nothing_carried_is_merged"}),
+    ("merge_twice", range(10), {"merged_at_most_once", "only_current_generations_are_merged"}),
+    ("announce_before_computing", range(10), {"announced_versions_are_there"}),
+    ("take_every_seed", range(30), {"anchors_are_published_values", "rounds_make_the_next_version"}),
+    ("wait_for_all", range(10), {"nobody_delays_a_round_beyond_its_grace"}),
+    ("wait_for_the_dead", range(40), {WELL}),
+    ("stop_whoever_joins_again", range(20), {"superseded_only_by_another"}),
+    ("carry_although_merged", range(10), {"belief_is_true"}),
+    ("ignore_merged_version", range(10), {"belief_is_true"}),
+    ("drop_what_was_not_merged", range(30), {"tokens_add_up", "progress_is_kept"}),
+    ("never_give_back", range(40), {WELL}),
+    ("count_the_snapshot_twice", range(10), {"progress_is_kept"}),
+    ("forget_what_encoding_lost", range(20), {"contribution_is_what_was_trained"}),
+    ("keep_what_a_shard_forgot", range(20, 60), {WELL}),
+    ("let_the_replaced_return", range(500, 520), {"belief_is_true"}),
+    ("inherit_merges", range(2650, 2655), {"belief_is_true"}),
+    ("mix_up_epochs", range(105, 125), {WELL}),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_every_mutant_is_hunted() -> None:
+    assert {name for name, *_ in KILLED} == MUTANTS.keys()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # a schedule that failed leaves some that never began
+@pytest.mark.parametrize(("mutant", "seeds", "finders"), KILLED, ids=[name for name, *_ in KILLED])
+def test_the_simulation_finds_a_broken_guard(mutant: str, seeds: range, finders: set[str]) -> None:
+    found = next(_violations(mutant, seeds), None)
+
+    assert found is not None, f"{len(seeds)} schedules went well with {mutant}"
+    assert isinstance(found, Violation), found
+    assert found.name in finders, found
+
+
+def _violations(mutant: str, seeds: range) -> Iterator[Exception]:
+    for seed in seeds:
+        try:
+            with replaced(*MUTANTS[mutant]):
+                run_schedule(draw_options(seed))
+        except ScheduleFailed as failed:
+            yield failed.violation
