@@ -108,7 +108,7 @@ class PushHeader:
     payload: PayloadHeader
     manifest_digest: str
     tokens_merged: int = 0
-    """Of a seed: tokens merged as far as the learner knows."""
+    """Of a seed: tokens merged into these values, as the shard's earlier life said."""
     not_finite: bool = False
     """The learner's values are NaN or infinite: no bytes follow, and the round need not wait."""
 

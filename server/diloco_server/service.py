@@ -115,6 +115,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 epoch=host.shard.epoch,
                 payload=None if has_it else rpc.payload_to_pb(payload.header),
                 merged_version=min(state.merged_versions.get(caller.learner_id, 0), version),
+                tokens_merged=state.tokens_merged,
             )
         )
         if not has_it:

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from diloco_common.codec import Payload
 from diloco_common.errors import DilocoError
+from diloco_common.manifest import cut
 from diloco_common.messages import Progress
 from diloco_simulator import invariants
-from diloco_simulator.inbox import Answered, Arrived, Asked, Event, Failed, Inbox, Joined, Stopped
 from diloco_simulator.link import LinkContext, ShardLink
-from diloco_simulator.messages import JoinAnswer
 from diloco_simulator.model import Counting, pattern_of, replica
 from diloco_simulator.network import Network
 from diloco_simulator.options import Options
 from diloco_simulator.timeline import Process
 from diloco_simulator.truth import Origin, Truth, decoded
+from diloco_worker.core.events import Answered, Arrived, Asked, Event, EventQueue, Failed, Joined, Stopped
 from diloco_worker.core.fragment import LearnerFragment, Pending
 from diloco_worker.core.learner import LearnerCore
 
@@ -50,8 +50,8 @@ class SimulatedLearner:
         self._model = Counting(10.0 + number)
         self._replica = replica(self._model)
         self._random = random.Random(f"learner {options.seed} {instance}")
-        self._inbox = Inbox()
-        self._shards: dict[int, JoinAnswer] = {}
+        self._inbox = EventQueue()
+        self._shards: dict[int, Joined] = {}
         self._stopped: set[int] = set()
         self._progress = Progress(0, 0)
         self._patterns: dict[int, Tensor] = {}
@@ -157,7 +157,7 @@ class SimulatedLearner:
     def _handle(self, event: Event) -> None:
         match event:
             case Joined():
-                self._joined(event.answer)
+                self._joined(event)
             case Asked() if self.core is None:
                 self._early[event.directive.fragment_id] = event
             case Asked():
@@ -179,7 +179,7 @@ class SimulatedLearner:
         assert self.core is not None
         return self.core
 
-    def _joined(self, answer: JoinAnswer) -> None:
+    def _joined(self, answer: Joined) -> None:
         """The first time that all shards gave a lease, the model is cut; then what is empty is seeded."""
         self._shards[answer.shard_index] = answer
         self._stopped.discard(answer.shard_index)
@@ -189,21 +189,22 @@ class SimulatedLearner:
                 self._resolve(status.fragment_id)
             self._seed(answer)
         elif len(self._shards) == len(self.links):
-            self.core = LearnerCore(self._replica, answer.manifest, answer.policy)
+            manifest = cut(self._replica.specs, answer.num_fragments, answer.num_shards)
+            assert manifest.digest == answer.manifest_digest
+            self.core = LearnerCore(self._replica, manifest, answer.policy)
             self._patterns = {i: pattern_of(f.fragment) for i, f in self.core.fragments.items()}
             for link in self.links:
-                link.know(answer.manifest)
+                link.know(manifest)
             for shard in self._shards.values():
                 self._seed(shard)
             for asked in self._early.values():
                 self.core.collect(asked.directive, asked.epoch)
 
-    def _seed(self, answer: JoinAnswer) -> None:
-        merged = max(link.pulse.tokens_merged for link in self.links)
+    def _seed(self, answer: Joined) -> None:
         for status in answer.fragments:
             if not status.seeded:
                 values = self._core.fragments[status.fragment_id].values()
-                self.links[answer.shard_index].seed(status.fragment_id, values, merged)
+                self.links[answer.shard_index].seed(status.fragment_id, values)
 
     @torch.no_grad()
     def _arrived(self, event: Arrived) -> None:

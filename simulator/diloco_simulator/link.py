@@ -1,7 +1,8 @@
-"""The connection of a learner to one shard, line for line as diloco_worker/link.py has it.
+"""The connection of a learner to one shard: link.py, puller.py and pusher.py of diloco_worker, in virtual time.
 
-What differs is what the network is made of: `Network.call` for a unary call, `Stream` for Attend. Keep the two files in
-step: a change there belongs here too.
+What differs is what the network is made of: `Network.call` for a unary call, `Stream` for Attend. When to dial again
+and what goes to the training is production code (`core/dialing.py`, `core/events.py`). Keep the rest in step: a change
+there belongs here too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,8 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.errors import (
-    Busy,
-    Draining,
     LeaseExpired,
     NotJoined,
-    NotSeeded,
     Refusal,
     StaleGeneration,
     Stalled,
@@ -40,18 +38,14 @@ from diloco_common.messages import (
     PushHeader,
     Stop,
 )
-from diloco_simulator.inbox import Answered, Arrived, Asked, Failed, Inbox, Joined, Stopped
 from diloco_simulator.messages import JoinAnswer, JoinRequest, PullAnswer, PullRequest, PushRequest
 from diloco_simulator.network import Network, Stream, Unavailable
 from diloco_simulator.timeline import Process, Signal, Task
-from diloco_worker.core.backoff import backoff_s
+from diloco_worker.core.dialing import JOIN_AGAIN, SILENCE_HEARTBEATS, STEADY_S, TRY_AGAIN, backoff_s
+from diloco_worker.core.events import Answered, Arrived, Asked, EventQueue, Failed, Joined, Stopped
 from diloco_worker.core.fragment import Pending
 
-JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
-TRY_AGAIN = (Draining, Busy, NotSeeded)
 Lease = tuple[int, int]
-SILENCE_HEARTBEATS = 2.5
-STEADY_S = 5.0
 SEED_ENCODING = "float32"
 CODEC_S = 0.01
 """Mean of what encoding or decoding takes."""
@@ -68,7 +62,7 @@ class LinkContext:
     learner_id: str
     instance: str
     tensors: tuple[TensorSpec, ...]
-    inbox: Inbox
+    inbox: EventQueue
     process: Process
     network: Network
     random: random.Random
@@ -88,6 +82,7 @@ class ShardLink:
         self.generation = 0
         self.epoch = 0
         self.pulse = Pulse(0, 0, 0)
+        self._tokens_merged: dict[int, int] = {}
         self._c = context
         self._leaving = False
         self._heartbeat_s = 1.0
@@ -127,8 +122,8 @@ class ShardLink:
         if not any(task.name == name for task in self._pushes):
             self._pushes.append(self._c.process.spawn(self._push_contribution(pending, self._lease), name))
 
-    def seed(self, fragment_id: int, values: Tensor, tokens_merged: int) -> None:
-        push = self._push_seed(fragment_id, values, tokens_merged, self._lease)
+    def seed(self, fragment_id: int, values: Tensor) -> None:
+        push = self._push_seed(fragment_id, values, self._lease)
         self._pushes.append(self._c.process.spawn(push, f"seed {fragment_id}"))
 
     @property
@@ -179,7 +174,12 @@ class ShardLink:
         self._heartbeat_s = answer.heartbeat_s
         self._policy = answer.policy
         self.pulse = answer.pulse
-        self._c.inbox.put(Joined(answer))
+        self._c.inbox.put(
+            Joined(
+                f"shard-{answer.shard_index}", answer.shard_index, answer.num_shards, answer.num_fragments,
+                answer.manifest_digest, answer.policy, answer.epoch, answer.fragments,
+            )
+        )  # fmt: skip
         self._c.note("joined", self._c.instance, self.shard_index, self.generation, self.epoch)
 
     async def _attend(self) -> None:
@@ -252,6 +252,7 @@ class ShardLink:
         decode_payload(pulled.payload, values)
         await self._codec()
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._tokens_merged[fragment_id] = pulled.tokens_merged
         self._forget(fragment_id, pulled.version)
         self._c.inbox.put(Arrived(fragment_id, pulled.version, pulled.epoch, values, pulled.merged_version))
 
@@ -270,12 +271,13 @@ class ShardLink:
         if known is not None and known[0].round <= version:
             del self._encoded[fragment_id]
 
-    async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, lease: Lease) -> None:
+    async def _push_seed(self, fragment_id: int, values: Tensor, lease: Lease) -> None:
         if fragment_id in self._announced:
             return
         await self._codec()
         payload = encode_payload(values, SEED_ENCODING)
-        header = self._header(fragment_id, 0, 0, 0, 0, payload, tokens_merged)
+        known = self._tokens_merged.get(fragment_id, 0)
+        header = self._header(fragment_id, 0, 0, 0, 0, payload, known)
         await self._push_until_answered(header, payload, lease)
 
     async def _payload(self, pending: Pending) -> Payload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco_common.codec import Payload
-from diloco_common.manifest import Manifest, TensorSpec
+from diloco_common.manifest import TensorSpec
 from diloco_common.messages import FragmentStatus, LearnerPolicy, Pulse, PushHeader
 
 
@@ -22,7 +22,9 @@ class JoinAnswer:
     epoch: int
     heartbeat_s: float
     shard_index: int
-    manifest: Manifest
+    num_shards: int
+    num_fragments: int
+    manifest_digest: str
     policy: LearnerPolicy
     fragments: tuple[FragmentStatus, ...]
     pulse: Pulse
@@ -45,6 +47,7 @@ class PullAnswer:
     epoch: int
     payload: Payload
     merged_version: int
+    tokens_merged: int
 
 
 @dataclass(frozen=True, slots=True)

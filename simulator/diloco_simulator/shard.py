@@ -219,8 +219,8 @@ class SimulatedShard:
         assert shard.manifest is not None
         statuses = tuple(shard.fragment_statuses(member.learner_id))
         return JoinAnswer(
-            member.generation, shard.epoch, settings.lease.heartbeat_s, self.index, shard.manifest,
-            shard.policy(), statuses, shard.pulse(),
+            member.generation, shard.epoch, settings.lease.heartbeat_s, self.index, settings.shard.count,
+            settings.sync.fragments, shard.manifest.digest, shard.policy(), statuses, shard.pulse(),
         )  # fmt: skip
 
     def _pull(self, request: PullRequest) -> PullAnswer | None:
@@ -233,7 +233,8 @@ class SimulatedShard:
         )
         if (request.have_version, request.epoch) == (version, shard.epoch):
             return None
-        return PullAnswer(version, shard.epoch, payload, merged_version)
+        tokens_merged = shard.owned(request.fragment_id).tokens_merged
+        return PullAnswer(version, shard.epoch, payload, merged_version, tokens_merged)
 
     def _push(self, request: PushRequest, respond: Respond) -> None:
         """The header is looked at, then the bytes come and are inspected, then the core decides again."""

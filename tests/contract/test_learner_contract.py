@@ -24,7 +24,7 @@ from diloco_common.errors import (
     Unauthenticated,
     WrongRun,
 )
-from diloco_worker.core.backoff import FIRST_S, GROWTH
+from diloco_worker.core.dialing import FIRST_S, GROWTH
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
 

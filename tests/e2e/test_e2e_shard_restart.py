@@ -26,14 +26,11 @@ def test_workers_train_on_without_a_shard_and_seed_it_again(tmp_path: Path) -> N
         seen = status_command(cluster)
         assert seen == {"shard-0": "no answer", "shard-1": "ready", "ann": "training", "ben": "training"}
 
-        known = old["tokens_merged"]
-        until(lambda: all(w.status()["tokens_merged"] >= known for w in workers), "the workers to hear of the progress")
-
         dying.start()
 
         back = until(lambda: status_when_seeded(dying), "the shard to be seeded")
         assert back["epoch"] != old["epoch"]
-        assert back["tokens_merged"] >= known, "learners told it how far the run is"
+        assert back["tokens_merged"] > 0, "learners told it how many tokens the values hold that they seeded"
         until(lambda: dying.status()["done"] and other.status()["done"], "both shards to reach the budget")
         for shard in cluster.shards:
             assert shard.status()["tokens_merged"] >= SETTINGS["run.tokens"]

@@ -35,11 +35,7 @@ def saved(folder: Path) -> Path:
 
 
 def flat_state(optimizer):
-    return {
-        (i, key): value
-        for i, state in optimizer.state_dict()["state"].items()
-        for key, value in state.items()
-    }
+    return {(i, key): value for i, state in optimizer.state_dict()["state"].items() for key, value in state.items()}
 
 
 def test_what_was_saved_comes_back(tmp_path):

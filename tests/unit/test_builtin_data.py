@@ -14,9 +14,7 @@ from diloco_worker.builtin.data import TokenStream, is_held_out, load_corpus
 
 
 def stream(text, learner_id="a", seed=0, context=8, batch=4, position=0):
-    return TokenStream(
-        text, learner_id=learner_id, seed=seed, context=context, batch=batch, position=position
-    )
+    return TokenStream(text, learner_id=learner_id, seed=seed, context=context, batch=batch, position=position)
 
 
 def numbered(n):

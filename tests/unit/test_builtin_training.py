@@ -149,9 +149,7 @@ def test_vectors_do_not_decay_and_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
     decay = {
-        id(p): group["weight_decay"]
-        for group in make_optimizer(model, TRAIN).param_groups
-        for p in group["params"]
+        id(p): group["weight_decay"] for group in make_optimizer(model, TRAIN).param_groups for p in group["params"]
     }
     assert decay == {
         id(model[0].weight): TRAIN.weight_decay,

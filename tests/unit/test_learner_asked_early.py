@@ -6,9 +6,9 @@ from torch import nn
 
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
+from diloco_worker.core.events import Asked, Joined
 from diloco_worker.core.fragment import Wanted
 from diloco_worker.core.replica import Replica
-from diloco_worker.inbox import Asked, Joined
 from diloco_worker.learner import Learner
 
 POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)

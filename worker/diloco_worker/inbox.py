@@ -3,113 +3,28 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
-from torch import Tensor
-
-from diloco_common.errors import DilocoError
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A shard gave a lease."""
-
-    address: str
-    shard_index: int
-    num_shards: int
-    num_fragments: int
-    manifest_digest: str
-    policy: LearnerPolicy
-    epoch: int
-    fragments: tuple[FragmentStatus, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A round asks for a fragment."""
-
-    directive: Collect
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A push has its outcome."""
-
-    fragment_id: int
-    round: int
-    answer: PushAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A version was pulled and decoded: float32 [num_elements] on the model's device."""
-
-    fragment_id: int
-    version: int
-    epoch: int
-    values: Tensor
-    merged_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """A shard has reached the token budget."""
-
-    shard_index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The learner cannot go on: a refusal that trying again would not change."""
-
-    error: DilocoError
-
-
-Event = Joined | Asked | Answered | Arrived | Stopped | Failed
+from diloco_worker.core.events import Event, EventQueue
 
 
 class Inbox:
-    """A queue with one reader, the training thread, and one writer, the network thread.
-
-    Bounded, however long the reader is away: of each kind it holds the newest per fragment, or per shard.
-    """
+    """An event queue with one reader, the training thread, and one writer, the network thread."""
 
     def __init__(self) -> None:
-        self._events: dict[tuple[type[Event], int | str], Event] = {}
+        self._events = EventQueue()
         self._some = threading.Condition()
 
     def put(self, event: Event) -> None:
-        """Append an event; it replaces an older one of its kind that was not read yet."""
         with self._some:
-            self._events.pop(key := (type(event), _subject(event)), None)
-            self._events[key] = event
+            self._events.put(event)
             self._some.notify()
 
     def take(self) -> list[Event]:
         """Everything that came, oldest first. Never waits."""
         with self._some:
-            events = list(self._events.values())
-            self._events.clear()
-        return events
+            return self._events.take()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something is there, or the time is over."""
         with self._some:
-            self._some.wait_for(lambda: bool(self._events), timeout_s)
-
-
-def _subject(event: Event) -> int | str:
-    """What an event is about: a fragment, a shard, or the learner."""
-    match event:
-        case Joined():
-            return event.address
-        case Asked():
-            return event.directive.fragment_id
-        case Answered() | Arrived():
-            return event.fragment_id
-        case Stopped():
-            return event.shard_index
-        case Failed():
-            return ""
+            self._some.wait_for(lambda: len(self._events) > 0, timeout_s)

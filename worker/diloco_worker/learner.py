@@ -35,9 +35,10 @@ from diloco_common.logs import Log
 from diloco_common.manifest import cut
 from diloco_common.messages import Progress
 from diloco_common.metrics import WorkerMetrics
+from diloco_worker.core.events import Answered, Arrived, Asked, Failed, Joined, Stopped
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from diloco_worker.inbox import Answered, Arrived, Asked, Failed, Inbox, Joined, Stopped
+from diloco_worker.inbox import Inbox
 from diloco_worker.link import ANNOUNCE_WAIT_S
 from diloco_worker.network import Network
 from diloco_worker.session import LinkContext
@@ -323,12 +324,11 @@ class Learner:
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
         link = self.network.link_to(joined.shard_index)
-        merged = link.tokens_seen
         for status in joined.fragments:
             if not status.seeded:
                 values = self._core.fragments[status.fragment_id].values()
                 self.network.soon(
-                    lambda fragment_id=status.fragment_id, values=values: link.seed(fragment_id, values, merged)  # type: ignore[misc]
+                    lambda fragment_id=status.fragment_id, values=values: link.seed(fragment_id, values)  # type: ignore[misc]
                 )
 
     @torch.no_grad()

@@ -18,25 +18,19 @@ import grpc
 from torch import Tensor
 
 from diloco_common import rpc
-from diloco_common.errors import DilocoError, LeaseExpired, NotJoined, Refusal, StaleGeneration, Stalled, WrongEpoch
+from diloco_common.errors import DilocoError, Refusal
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_worker.core.backoff import backoff_s
+from diloco_worker.core.dialing import JOIN_AGAIN, SILENCE_HEARTBEATS, STEADY_S, TRY_AGAIN, backoff_s
+from diloco_worker.core.events import Asked, Failed, Joined, Stopped
 from diloco_worker.core.fragment import Pending
-from diloco_worker.inbox import Asked, Failed, Joined, Stopped
 from diloco_worker.puller import Puller
-from diloco_worker.pusher import TRY_AGAIN, Pusher
+from diloco_worker.pusher import Pusher
 from diloco_worker.session import LinkContext, Session
 from diloco_worker.transfer import CALL_S
 
-JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
-"""The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
-SILENCE_HEARTBEATS = 2.5
-"""A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
-STEADY_S = 5.0
-"""A connection that held for so long is dialed again without the wait that its predecessors earned."""
 GOODBYE_S = 1.0
 REPORT_EVERY_S = 0.02
 """Reports of inner steps that follow faster are drawn together."""
@@ -53,8 +47,6 @@ class ShardLink:
         self.connections = 0
         """How often a control stream was up."""
         self.pulse = Pulse(0, 0, 0)
-        self.tokens_seen = 0
-        """The most tokens that this shard ever said were merged, in any of its lives."""
         self._c = context
         self._pusher = Pusher(self.session, self._is_announced)
         self._puller = Puller(self.session, self._pusher.forget)
@@ -100,9 +92,9 @@ class ShardLink:
         """Push a contribution in the background; its outcome comes to the inbox."""
         self._pusher.push(pending)
 
-    def seed(self, fragment_id: int, values: Tensor, tokens_merged: int) -> None:
+    def seed(self, fragment_id: int, values: Tensor) -> None:
         """Offer the values of version 0 in the background; first writer wins."""
-        self._pusher.seed(fragment_id, values, tokens_merged)
+        self._pusher.seed(fragment_id, values)
 
     async def settle(self, timeout_s: float) -> None:
         """Give pushes that are under way time to be answered."""
@@ -173,7 +165,7 @@ class ShardLink:
         session.shard_index = answer.shard_index
         session.heartbeat_s = answer.heartbeat_s
         session.policy = policy = rpc.policy_from_pb(answer.policy)
-        self._felt(rpc.pulse_from_pb(answer.pulse))
+        self.pulse = rpc.pulse_from_pb(answer.pulse)
         statuses = tuple(rpc.status_from_pb(s) for s in answer.fragments)
         self._c.inbox.put(
             Joined(
@@ -224,7 +216,7 @@ class ShardLink:
             case Committed():
                 self._puller.announce(directive.fragment_id, directive.version)
             case Pulse():
-                self._felt(directive)
+                self.pulse = directive
             case Stop():
                 assert self.session.shard_index is not None
                 self._c.inbox.put(Stopped(self.session.shard_index))
@@ -242,10 +234,6 @@ class ShardLink:
 
     def _is_announced(self, fragment_id: int) -> bool:
         return self._puller.is_announced(fragment_id)
-
-    def _felt(self, pulse: Pulse) -> None:
-        self.pulse = pulse
-        self.tokens_seen = max(self.tokens_seen, pulse.tokens_merged)
 
     def _connected(self) -> None:
         self.connected = True

@@ -11,8 +11,8 @@ import grpc
 from diloco_common.errors import Refusal
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_worker.core.backoff import backoff_s
-from diloco_worker.inbox import Arrived
+from diloco_worker.core.dialing import backoff_s
+from diloco_worker.core.events import Arrived
 from diloco_worker.session import Session
 
 
@@ -76,6 +76,7 @@ class Puller:
         if pulled is None:
             return
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        session.tokens_merged[fragment_id] = pulled.tokens_merged
         self._pulled(fragment_id, pulled.version)
         session.context.inbox.put(
             Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version)

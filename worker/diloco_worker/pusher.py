@@ -12,16 +12,14 @@ from torch import Tensor
 
 from diloco_common import rpc
 from diloco_common.codec import CHUNK_ELEMENTS, Payload, PayloadHeader
-from diloco_common.errors import Busy, Draining, NotFinite, NotSeeded
+from diloco_common.errors import NotFinite
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_worker.core.backoff import backoff_s
+from diloco_worker.core.dialing import TRY_AGAIN, backoff_s
+from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Pending
-from diloco_worker.inbox import Answered, Failed
 from diloco_worker.session import Lease, Session
 
-TRY_AGAIN = (Draining, Busy, NotSeeded)
-"""Not now."""
 SEED_ENCODING = "float32"
 SEEDS_AT_ONCE = 2
 """Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""
@@ -49,9 +47,9 @@ class Pusher:
         if not any(task.get_name() == name for task in self._pushes):  # a round may ask twice
             self._start(self._push_contribution(pending, lease), name)
 
-    def seed(self, fragment_id: int, values: Tensor, tokens_merged: int) -> None:
+    def seed(self, fragment_id: int, values: Tensor) -> None:
         """Offer the values of version 0 in the background; first writer wins."""
-        self._start(self._push_seed(fragment_id, values, tokens_merged, self._session.lease), f"seed {fragment_id}")
+        self._start(self._push_seed(fragment_id, values, self._session.lease), f"seed {fragment_id}")
 
     def begin_epoch(self) -> None:
         """The shard has another life: contributions to the old one are not pushed again."""
@@ -114,7 +112,7 @@ class Pusher:
 
     # ------------------------------------------------------------ seeds
 
-    async def _push_seed(self, fragment_id: int, values: Tensor, tokens_merged: int, lease: Lease) -> None:
+    async def _push_seed(self, fragment_id: int, values: Tensor, lease: Lease) -> None:
         session = self._session
         async with self._seeding:
             if self._is_announced(fragment_id):  # another learner was first
@@ -126,9 +124,8 @@ class Pusher:
                 session.context.inbox.put(Failed(refusal))
                 return
             assert session.manifest is not None
-            header = PushHeader(
-                fragment_id, 0, session.epoch, 0, 0, 0, payload.header, session.manifest.digest, tokens_merged
-            )
+            known = session.tokens_merged.get(fragment_id, 0)
+            header = PushHeader(fragment_id, 0, session.epoch, 0, 0, 0, payload.header, session.manifest.digest, known)
             await self._push_until_answered(header, payload, lease)
 
     # ------------------------------------------------------------ both

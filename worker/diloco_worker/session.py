@@ -50,6 +50,8 @@ class Session:
         self.manifest: Manifest | None = None
         """Known once every shard was joined."""
         self.heartbeat_s = 1.0
+        self.tokens_merged: dict[int, int] = {}
+        """Fragment -> tokens merged into the version pulled last, in whichever life of the shard."""
 
     @property
     def lease(self) -> Lease:

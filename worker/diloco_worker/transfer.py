@@ -115,4 +115,5 @@ class Pulled:
         self.version: int = header.version
         self.epoch: int = header.epoch
         self.merged_version: int = header.merged_version
+        self.tokens_merged: int = header.tokens_merged
         self.values = values

@@ -3,5 +3,6 @@
 learner.py    what happens at a step boundary; start here
 fragment.py   one fragment: anchor, residual, pending contribution, and how a version is laid under progress
 replica.py    the user's model, seen as flat fragments
-backoff.py    how long to wait before dialing again
+events.py     what comes from the links, and the queue that it waits in
+dialing.py    when to dial a shard again, and how soon
 """

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from diloco_worker.core.backoff import FIRST_S, LONGEST_S, backoff_s
+from diloco_worker.core.dialing import FIRST_S, LONGEST_S, backoff_s
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a learner's links hand to its training, and where it lies: as diloco_worker/inbox.py, without its lock."""
+"""What a learner's links hand to its training, and the bounded queue that it waits in."""
 
 from __future__ import annotations
 
@@ -7,23 +7,35 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
-from diloco_common.messages import Collect, PushAnswer
-from diloco_simulator.messages import JoinAnswer
+from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    answer: JoinAnswer
+    """A shard gave a lease."""
+
+    address: str
+    shard_index: int
+    num_shards: int
+    num_fragments: int
+    manifest_digest: str
+    policy: LearnerPolicy
+    epoch: int
+    fragments: tuple[FragmentStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
+    """A round asks for a fragment."""
+
     directive: Collect
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
+    """A push has its outcome."""
+
     fragment_id: int
     round: int
     answer: PushAnswer
@@ -31,6 +43,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """A version was pulled and decoded: float32 [num_elements] on the model's device."""
+
     fragment_id: int
     version: int
     epoch: int
@@ -40,41 +54,47 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
+    """A shard has reached the token budget."""
+
     shard_index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The learner cannot go on: a refusal that trying again would not change."""
+
     error: DilocoError
 
 
 Event = Joined | Asked | Answered | Arrived | Stopped | Failed
 
 
-class Inbox:
-    """Of each kind it holds the newest per fragment, or per shard."""
+class EventQueue:
+    """Bounded, however long the reader is away: of each kind it holds the newest per fragment, or per shard."""
 
     def __init__(self) -> None:
-        self._events: dict[tuple[type[Event], int], Event] = {}
+        self._events: dict[tuple[type[Event], int | str], Event] = {}
 
     def __len__(self) -> int:
         return len(self._events)
 
     def put(self, event: Event) -> None:
-        key = (type(event), _subject(event))
-        self._events.pop(key, None)
+        """Append an event; it replaces an older one of its kind that was not read yet."""
+        self._events.pop(key := (type(event), _subject(event)), None)
         self._events[key] = event
 
     def take(self) -> list[Event]:
+        """Everything that came, oldest first."""
         events = list(self._events.values())
         self._events.clear()
         return events
 
 
-def _subject(event: Event) -> int:
+def _subject(event: Event) -> int | str:
+    """What an event is about: a fragment, a shard, or the learner."""
     match event:
         case Joined():
-            return event.answer.shard_index
+            return event.address
         case Asked():
             return event.directive.fragment_id
         case Answered() | Arrived():
@@ -82,4 +102,4 @@ def _subject(event: Event) -> int:
         case Stopped():
             return event.shard_index
         case Failed():
-            return 0
+            return ""

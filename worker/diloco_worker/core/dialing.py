@@ -1,0 +1,37 @@
+"""When a learner dials a shard again: after which refusals, after which silence, and how soon."""
+
+from __future__ import annotations
+
+from diloco_common.errors import (
+    Busy,
+    Draining,
+    LeaseExpired,
+    NotJoined,
+    NotSeeded,
+    StaleGeneration,
+    Stalled,
+    WrongEpoch,
+)
+
+JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
+"""The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
+TRY_AGAIN = (Draining, Busy, NotSeeded)
+"""Not now."""
+SILENCE_HEARTBEATS = 2.5
+"""A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
+STEADY_S = 5.0
+"""A connection that held for so long is dialed again without the wait that its predecessors earned."""
+
+FIRST_S = 0.2
+GROWTH = 1.7
+LONGEST_S = 3.0
+
+
+def backoff_s(attempt: int, jitter: float) -> float:
+    """Seconds before retry number `attempt` (from 0), with `jitter` drawn evenly from [0, 1).
+
+    Grows from 0.2 s to 3 s; half of it is random, so that learners that lost the same shard do not come back in step.
+    After 10 s of failures the wait is at least 1.5 s: less than one connect per second.
+    """
+    longest = min(LONGEST_S, FIRST_S * GROWTH ** min(attempt, 32))
+    return longest * (0.5 + 0.5 * jitter)
