@@ -1,0 +1,317 @@
+"""Whole runs in one process, step by step and reproducible: the production cores over a virtual clock.
+
+Owns the clock, the order of events and the delays. Everything that decides or computes is production code: shards
+(`diloco_server.core`), learners (`diloco_worker.core`), encodings, the built-in model, data and inner step. There are
+no processes, no threads and no network, so a setting can be compared at the cost of its training alone.
+
+Time is counted in inner steps of a learner of speed 1. At a step boundary a learner takes in what has arrived and
+answers the rounds that asked, in the order of `diloco_worker.learner`. Learners are out of phase, as in life: their
+first steps end evenly spread over one step. A push is with the shard `PUSH` later, and a new version with the learner
+`overlap_steps` - 1 after its commit, so that learners of equal speed apply it `overlap_steps` boundaries after their
+snapshot.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.messages import Collect, Committed, Progress, PushAnswer, PushHeader
+from diloco_common.settings import Settings, ShardSettings
+from diloco_server.core import fragment as arithmetic
+from diloco_server.core.effects import MergeRound, SeedFragment, Tell
+from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.shard import Shard
+from diloco_worker.builtin import training
+from diloco_worker.builtin.data import Corpus, TokenStream
+from diloco_worker.builtin.gpt import GPT, build_gpt
+from diloco_worker.builtin.schedule import rate_at
+from diloco_worker.core.fragment import Pending
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+
+PUSH = 0.1
+"""Inner steps from a snapshot until the shard has it."""
+TICK = 0.1
+"""Inner steps between two ticks of the shards: the resolution of grace windows."""
+NOTICE = 0.02
+"""Inner steps until a learner hears a directive."""
+EPOCH = 1
+
+Event = Callable[[LearnerCore], object]
+"""What came from a shard, to be taken in at the next step boundary."""
+
+
+@dataclass
+class Outcome:
+    """What a run did, next to the global model that it leaves in `model`."""
+
+    tokens_trained: int = 0
+    """Of all learners, merged or not."""
+    duration: float = 0.0
+    """Virtual time, in inner steps of a learner of speed 1."""
+    versions: int = 0
+    """Outer steps of the fragment that took the fewest."""
+    participants: float = 0.0
+    """Mean contributions of a round."""
+    bytes_pushed: int = 0
+    bytes_pulled: int = 0
+    fates: dict[str, int] = field(default_factory=dict)
+    """Contributions by what became of them."""
+
+
+class Clock:
+    """Events in the order of their time; equal times in the order in which they were scheduled."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def after(self, delay: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + delay, next(self._count), event))
+
+    def step(self) -> None:
+        self.now, _, event = heapq.heappop(self._events)
+        event()
+
+
+class ShardRig:
+    """What `diloco_server.host` is to a shard, without sockets and threads."""
+
+    def __init__(self, cluster: Cluster, index: int, count: int) -> None:
+        settings = cluster.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
+        self.shard = Shard(settings, EPOCH)
+        self._cluster = cluster
+        self._sync = settings.sync
+        self._outer = make_outer_optimizer(settings.outer)
+        self._workspace = Workspace()
+
+    def advance(self) -> None:
+        self.shard.tick(self._cluster.clock.now)
+        while effects := self.shard.take_effects():
+            for effect in effects:
+                match effect:
+                    case Tell():
+                        self._cluster.learners[effect.learner_id].told(self, effect.directive)
+                    case SeedFragment():
+                        self._seed(effect)
+                    case MergeRound():
+                        self._merge(effect)
+
+    def push(self, learner: LearnerRig, header: PushHeader, payload: Payload) -> PushAnswer:
+        now = self._cluster.clock.now
+        member = self.shard.check(learner.learner_id, learner.generations[self], EPOCH)
+        answer = self.shard.admit(member, header)
+        if answer is None:
+            norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces, self._workspace)
+            answer = self.shard.contribute(member, header, payload, norms, now)
+        self.advance()
+        return answer
+
+    def _seed(self, effect: SeedFragment) -> None:
+        values = arithmetic.seed(effect.payload, self._outer)
+        self.shard.seeded(effect.fragment_id, values, arithmetic.publish(values, self._sync.pull))
+
+    def _merge(self, effect: MergeRound) -> None:
+        state = self.shard.fragments[effect.fragment_id]
+        assert state.values is not None
+        arithmetic.step(
+            state.values, state.fragment, effect.contributions,
+            outer_step=effect.version, rule=self._sync.merge, optimizer=self._outer, workspace=self._workspace,
+        )  # fmt: skip
+        published = arithmetic.publish(state.values, self._sync.pull)
+        self.shard.committed(effect.fragment_id, published, self._cluster.clock.now)
+
+
+class LearnerRig:
+    """What `diloco_worker.learner` and the training loop are to a learner, without sockets and threads."""
+
+    def __init__(self, cluster: Cluster, learner_id: str, step_time: Callable[[], float]) -> None:
+        settings = cluster.settings
+        self.learner_id = learner_id
+        self.model = build_gpt(settings.model, settings.run.seed)
+        self.replica = Replica(self.model)
+        self.core: LearnerCore | None = None
+        self.generations: dict[ShardRig, int] = {}
+        self._cluster = cluster
+        self._settings = settings
+        self._optimizer = training.make_optimizer(self.model, settings.train)
+        self._stream = TokenStream(
+            cluster.corpus.train, learner_id=learner_id, seed=settings.run.seed,
+            context=settings.model.context, batch=settings.train.batch,
+        )  # fmt: skip
+        self._inbox: list[Event] = []
+        self._step_time = step_time
+
+    def join(self, shards: Sequence[ShardRig]) -> None:
+        """Get a lease of every shard, and a version 0 of every fragment: the first learner seeds them."""
+        for rig in shards:
+            member = rig.shard.join(self.learner_id, "lockstep", self.replica.specs, 0.0)
+            self.generations[rig] = member.generation
+        manifest = shards[0].shard.manifest
+        assert manifest is not None
+        self.core = LearnerCore(self.replica, manifest, shards[0].shard.policy())
+        for fragment in manifest.fragments:
+            rig = shards[fragment.shard_index]
+            if not rig.shard.owned(fragment.fragment_id).seeded:
+                payload = encode_payload(self.core.fragments[fragment.fragment_id].values(), "float32")
+                rig.push(self, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
+            version, published = rig.shard.published(fragment.fragment_id)
+            self.core.arrived(fragment.fragment_id, version, EPOCH, _decode(published), 0)
+
+    def told(self, rig: ShardRig, directive: object) -> None:
+        match directive:
+            case Collect():
+                asked: Event = lambda core: core.collect(directive, EPOCH)  # noqa: E731
+                self._cluster.clock.after(NOTICE, lambda: self._inbox.append(asked))
+            case Committed(version=version) if version:
+                self._pull(rig, directive)
+
+    def step(self) -> None:
+        """One inner step, its boundary, and the next step."""
+        core, train = self._core, self._settings.train
+        rate = rate_at(
+            fraction=self._cluster.fraction, inner_step=core.inner_step, budget=self._settings.run.tokens,
+            lr=train.lr, warmup=train.warmup, final=train.lr_final,
+        )  # fmt: skip
+        inputs, targets = self._stream.next_batch()
+        loss = training._inner_step(self.model, self._optimizer, inputs, targets, rate, train.clip)
+        core.stepped(inputs.numel())
+        inbox, self._inbox = self._inbox, []
+        for event in inbox:
+            event(core)
+        for pending in core.snapshots():
+            self._push(pending)
+        took = self._step_time()
+        for rig in self._cluster.shards:
+            member = rig.shard.check(self.learner_id, self.generations[rig], EPOCH)
+            rig.shard.progress(
+                member, Progress(core.inner_step, core.tokens, float(loss), took), self._cluster.clock.now
+            )
+            rig.advance()
+        self._cluster.clock.after(took, self.step)
+
+    @property
+    def _core(self) -> LearnerCore:
+        assert self.core is not None
+        return self.core
+
+    def _push(self, pending: Pending) -> None:
+        policy = self._core.policy
+        payload = encode_payload(pending.delta, policy.push_encoding, keep_loss=policy.error_feedback)
+        header = self._header(
+            pending.fragment_id, pending.round, pending.base_version, pending.tokens, pending.steps, payload
+        )
+        rig = self._cluster.shards[self._core.manifest.fragments[pending.fragment_id].shard_index]
+        self._cluster.outcome.bytes_pushed += header.payload.num_bytes
+
+        def arrive() -> None:
+            answer = rig.push(self, header, payload)
+            self._inbox.append(lambda core: core.answered(pending.fragment_id, pending.round, answer))
+
+        self._cluster.clock.after(PUSH, arrive)
+
+    def _pull(self, rig: ShardRig, committed: Committed) -> None:
+        version, payload = rig.shard.published(committed.fragment_id)
+        self._cluster.outcome.bytes_pulled += payload.header.num_bytes
+
+        @torch.no_grad()
+        def apply(core: LearnerCore) -> None:
+            core.arrived(committed.fragment_id, version, EPOCH, _decode(payload), committed.merged_version)
+
+        self._cluster.clock.after(self._cluster.pull_delay, lambda: self._inbox.append(apply))
+
+    def _header(
+        self, fragment_id: int, round_number: int, base_version: int, tokens: int, steps: int, payload: Payload
+    ) -> PushHeader:
+        digest = self._core.manifest.digest
+        return PushHeader(fragment_id, round_number, EPOCH, base_version, tokens, steps, payload.header, digest)
+
+
+class Cluster:
+    """Shards and learners of one run, and the clock that they share."""
+
+    def __init__(
+        self, settings: Settings, corpus: Corpus, *, learners: int, shards: int, speeds: Sequence[float], noise: float
+    ) -> None:
+        """`speeds` are relative, one per learner (none: all 1); a step takes 1 / speed, +- `noise` of it (uniform)."""
+        self.settings = settings
+        self.corpus = corpus
+        self.clock = Clock()
+        self.outcome = Outcome()
+        self.pull_delay = max(0.0, settings.sync.overlap_steps - 1.0)
+        self.shards = [ShardRig(self, i, shards) for i in range(shards)]
+        self.learners: dict[str, LearnerRig] = {}
+        for i, speed in enumerate(speeds or [1.0] * learners):
+            learner_id = f"worker-{i}"
+            step_time = _step_times(speed, noise, f"{settings.run.seed}/{learner_id}")
+            self.learners[learner_id] = LearnerRig(self, learner_id, step_time)
+
+    @property
+    def fraction(self) -> float:
+        """Progress as a learner sees it: the tokens merged by the shard that is furthest."""
+        return min(1.0, max(rig.shard.tokens_merged for rig in self.shards) / self.settings.run.tokens)
+
+    def run(self, on_progress: Callable[[float], None] | None = None) -> Outcome:
+        """Train until every shard has merged the budget."""
+        for learner in self.learners.values():
+            learner.join(self.shards)
+        for i, learner in enumerate(self.learners.values()):
+            self.clock.after(1 + i / len(self.learners), learner.step)
+        self.clock.after(TICK, self._tick)
+        said = 0.0
+        while not all(rig.shard.done for rig in self.shards):
+            self.clock.step()
+            if on_progress is not None and self.fraction > said:
+                said = self.fraction
+                on_progress(said)
+        return self._finish()
+
+    @torch.no_grad()
+    def global_model(self) -> GPT:
+        """The latest version of every fragment, in float32 as `diloco up` exports it."""
+        model = build_gpt(self.settings.model, self.settings.run.seed)
+        replica = Replica(model)
+        for rig in self.shards:
+            for state in rig.shard.fragments.values():
+                assert state.values is not None
+                replica.write(state.fragment, state.values.theta)
+        return model
+
+    def _tick(self) -> None:
+        for rig in self.shards:
+            rig.advance()
+        self.clock.after(TICK, self._tick)
+
+    def _finish(self) -> Outcome:
+        out = self.outcome
+        states = [s for rig in self.shards for s in rig.shard.fragments.values()]
+        ledgers = [rig.shard.ledger for rig in self.shards]
+        out.tokens_trained = sum(learner._core.tokens for learner in self.learners.values())
+        out.duration = round(self.clock.now, 2)
+        out.versions = min(s.version for s in states)
+        out.participants = sum(x.participants for x in ledgers) / max(1, sum(x.rounds for x in ledgers))
+        out.fates = dict(sum((learner._core.contributions for learner in self.learners.values()), Counter[str]()))
+        return out
+
+
+def _decode(payload: Payload) -> Tensor:
+    values = torch.empty(payload.header.num_elements)
+    decode_payload(payload, values)
+    return values
+
+
+def _step_times(speed: float, noise: float, key: str) -> Callable[[], float]:
+    """Durations of a learner's inner steps, the same ones in every run."""
+    draw = random.Random(key)
+    return lambda: (1.0 + noise * (2 * draw.random() - 1.0 if noise else 0.0)) / speed

@@ -1,0 +1,105 @@
+"""Which settings learn best, and what decoupling costs: the runs behind docs/quality.md.
+
+    python benchmarks/quality.py                 # run what is missing, rebuild the tables and the plot
+    python benchmarks/quality.py --list          # say what would run
+    python benchmarks/quality.py --page          # only rebuild
+
+Results are kept in benchmarks/results/quality.jsonl, one run per line with all of its settings, and never run twice. A
+run is deterministic and takes one core and 10 to 170 s; `lockstep.py` drives the production cores, `references.py` is
+what they are measured against. The model is small on purpose, so that dozens of runs fit in an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from diloco_worker.builtin.data import load_corpus
+from diloco_worker.builtin.evaluation import evaluate
+from diloco_worker.builtin.gpt import GPT, build_gpt
+from lockstep import Cluster, Outcome
+from quality_page import PAGE, PLOT, all_specs, draw, rebuild
+from quality_spec import Spec, describe
+from references import classic_diloco, data_parallel
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "quality.jsonl"
+EVALUATION_TOKENS = 131_072
+CURVE_TOKENS = 16_384
+CURVE_POINTS = 12
+
+
+def run(spec: Spec) -> dict[str, object]:
+    """Train, and judge the global model: nats per byte on held-out text."""
+    torch.set_num_threads(1)
+    settings = spec.settings()
+    corpus = load_corpus("stdlib", settings.data.held_out)
+    curve: list[tuple[float, float]] = []
+
+    def watch(progress: float, model: Callable[[], GPT]) -> None:
+        if progress >= (len(curve) + 1) / CURVE_POINTS - 1e-9 and progress < 1:
+            loss = evaluate(model(), corpus.held_out, spec.context, max_tokens=CURVE_TOKENS)
+            curve.append((round(progress, 4), round(loss, 4)))
+
+    began = time.perf_counter()
+    first = evaluate(build_gpt(settings.model, spec.seed), corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
+    if spec.method == "decoupled":
+        shards = min(2, spec.fragments)
+        cluster = Cluster(settings, corpus, learners=spec.learners, shards=shards, speeds=spec.speeds, noise=spec.noise)
+        outcome = cluster.run(lambda progress: watch(progress, cluster.global_model))
+        model = cluster.global_model()
+    else:
+        reference = {"classic": classic_diloco, "data-parallel": data_parallel}[spec.method]
+        model = reference(settings, corpus, spec.learners, lambda progress, model: watch(progress, lambda: model))
+        outcome = Outcome(tokens_trained=spec.tokens)
+    final = evaluate(model, corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
+    return {
+        "eval_loss_first": round(first, 4), "eval_loss_final": round(final, 4), "curve": curve,
+        "wall_s": round(time.perf_counter() - began, 1), **asdict(outcome),
+    }  # fmt: skip
+
+
+def load() -> dict[Spec, dict[str, object]]:
+    results = {}
+    for line in RESULTS.read_text().splitlines() if RESULTS.exists() else []:
+        entry = json.loads(line)
+        entry["spec"]["speeds"] = tuple(entry["spec"]["speeds"])
+        results[Spec(**entry["spec"])] = entry["result"]
+    return results
+
+
+def run_missing(specs: Sequence[Spec], results: dict[Spec, dict[str, object]]) -> None:
+    missing = [spec for spec in dict.fromkeys(specs) if spec not in results]
+    for i, spec in enumerate(missing, 1):
+        results[spec] = result = run(spec)
+        RESULTS.parent.mkdir(exist_ok=True)
+        with RESULTS.open("a") as out:
+            out.write(json.dumps({"spec": asdict(spec), "result": result}) + "\n")
+        print(f"[{i}/{len(missing)}] {result['eval_loss_final']} {result['wall_s']} s {describe(spec)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run what is missing of docs/quality.md, and rebuild it.")
+    parser.add_argument("--list", action="store_true", help="say what would run")
+    parser.add_argument("--page", action="store_true", help="only rebuild the tables and the plot")
+    args = parser.parse_args()
+    results = load()
+    missing = [spec for spec in all_specs() if spec not in results]
+    if args.list:
+        print(*map(describe, missing), f"{len(missing)} runs are missing, {len(results)} are there", sep="\n")
+        return
+    if not args.page:
+        run_missing(missing, results)
+    PAGE.write_text(rebuild(PAGE.read_text(), results))
+    draw(results, PLOT)
+    print(f"{PAGE.relative_to(ROOT)} and {PLOT.relative_to(ROOT)} show {len(results)} runs")
+
+
+if __name__ == "__main__":
+    main()
