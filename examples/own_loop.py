@@ -1,7 +1,7 @@
 """Your own model, your own loop: the lines that join a run are marked.
 
-    diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=200_000
-    python examples/own_loop.py 127.0.0.1:50051          # as often as you like, from wherever you like
+diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=200_000
+python examples/own_loop.py 127.0.0.1:50051          # as often as you like, from wherever you like
 """
 
 import sys
@@ -42,4 +42,4 @@ def main(shards: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051")

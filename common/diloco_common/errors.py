@@ -185,6 +185,12 @@ class BadChecksum(Refusal):
     code = "BAD_CHECKSUM"
 
 
+class TornUpload(Refusal):
+    """The bytes of a push stopped coming before all were there; nothing was taken, push again."""
+
+    code = "TORN_UPLOAD"
+
+
 class ContributionConflict(Refusal):
     """The same (learner, generation, fragment, round) came before with other bytes."""
 

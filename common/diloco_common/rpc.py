@@ -42,21 +42,27 @@ EOF = grpc.aio.EOF
 DECODES = encoding_names()
 """Encodings that this build decodes."""
 
-# A frozen peer is noticed after about 3 s: without `ping_timeout_ms` it takes a minute, whatever the other two say.
-_KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+SLOWEST_BYTES_PER_S = 50_000
+"""A transfer that is slower than this is given up and tried again; 0.4 Mbit/s."""
+
+
+def _keepalive(every_ms: int, timeout_ms: int) -> list[tuple[str, int]]:
+    """Without `ping_timeout_ms` a frozen peer is noticed after a minute, whatever the other two say."""
+    return [
+        ("grpc.keepalive_time_ms", every_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
 _SIZES = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
 ]
-CHANNEL_OPTIONS = [
-    *_KEEPALIVE,
+_CHANNEL = [
     *_SIZES,
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1_000),
@@ -64,8 +70,12 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address share a connection otherwise
     ("grpc.enable_retries", 0),
 ]
+CHANNEL_OPTIONS = [*_CHANNEL, *_keepalive(2_000, 3_000)]
+"""Of a control channel: a frozen shard is noticed after about 3 s."""
+BULK_CHANNEL_OPTIONS = [*_CHANNEL, *_keepalive(10_000, 30_000)]
+"""Of a channel for pushes or pulls: on a thin link a ping waits for seconds behind the data."""
 SERVER_OPTIONS = [
-    *_KEEPALIVE,
+    *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,
     (
         "grpc.http2.min_ping_interval_without_data_ms",
@@ -147,6 +157,7 @@ _STATUS: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.UnknownEncoding: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFinite: grpc.StatusCode.INVALID_ARGUMENT,
     errors.BadChecksum: grpc.StatusCode.DATA_LOSS,
+    errors.TornUpload: grpc.StatusCode.UNAVAILABLE,
     errors.UnknownFragment: grpc.StatusCode.NOT_FOUND,
     errors.NotSeeded: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
@@ -256,6 +267,10 @@ def progress_to_pb(progress: Progress) -> pb.Progress:
 
 
 def progress_from_pb(progress: pb.Progress) -> Progress:
+    """Raises BadRequest for times that are no times: others' grace windows are made of them."""
+    for name, seconds in (("step_time_s", progress.step_time_s), ("idle_s", progress.idle_s)):
+        if not 0 <= seconds < float("inf"):
+            raise errors.BadRequest(f"{name} is {seconds}, not a number of seconds")
     loss = progress.loss if progress.HasField("loss") else None
     return Progress(progress.inner_step, progress.tokens, loss, progress.step_time_s, progress.idle_s)
 

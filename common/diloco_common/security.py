@@ -13,8 +13,10 @@ def read_token(settings: SecuritySettings) -> str | None:
         return None
     try:
         token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"security.token_file {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"security.token_file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"security.token_file {path}: a token is plain ASCII") from None
     if len(token) < 16 or any(c.isspace() for c in token):
         raise ConfigError(f"security.token_file {path}: a token is one word of at least 16 characters")
     return token

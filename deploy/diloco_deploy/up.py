@@ -76,12 +76,12 @@ def check_cluster(settings: Settings) -> None:
     """Refuse what is only wrong for a cluster whose workers are all known.
 
     Raises:
-        ConfigError: no round could ever close.
+        ConfigError: the quorum asks for more contributions than there are workers.
     """
     quorum, workers = settings.sync.quorum, settings.cluster.workers
     if quorum != "all" and quorum > workers:
         raise ConfigError(
-            f"sync.quorum ({quorum}) is above cluster.workers ({workers}): no round could ever close; "
+            f"sync.quorum ({quorum}) is above cluster.workers ({workers}): so many contributions never come; "
             "lower the quorum or start more workers"
         )
 

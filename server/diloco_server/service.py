@@ -10,7 +10,7 @@ import grpc
 
 from diloco_common import rpc
 from diloco_common.codec import PayloadReceiver
-from diloco_common.errors import BadRequest, Busy, ProtocolMismatch, Refusal, UnknownEncoding
+from diloco_common.errors import BadRequest, Busy, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
 from diloco_common.messages import Evicted, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -19,6 +19,10 @@ from diloco_server.host import ControlStream, ShardHost
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+OBSERVERS_AT_ONCE = 4
+"""Pulls that may be open at once in an encoding made for their caller alone; more are answered BUSY."""
+PUSHES_OF_A_LEARNER = 4
+"""Pushes that share a learner's link, as far as deadlines know."""
 OBSERVER_ENCODINGS = ("float32",)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
@@ -34,6 +38,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         self._host = host
         self._token = token
         self._pushes = 0  # open now
+        self._observers = 0  # pulls open now whose bytes are made for them alone
         self._seeding: set[int] = set()  # fragments whose seed is coming in
 
     # ------------------------------------------------------------ the five calls
@@ -99,29 +104,33 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 host.shard.check(caller.learner_id, caller.generation, caller.epoch)
             version, payload = host.shard.published(request.fragment_id)
             encoding = self._choose_encoding(request.encodings)
-            has_it = request.HasField("have_version") and (request.have_version, request.epoch) == (
-                version,
-                host.shard.epoch,
-            )
-            if not has_it and encoding != payload.header.encoding:
-                version, payload = await host.encode(request.fragment_id, encoding)
+            theirs = request.epoch, request.have_version if request.HasField("have_version") else None
+            has_it = theirs == (host.shard.epoch, version)
+            is_bespoke = not has_it and encoding != payload.header.encoding
+            if is_bespoke and self._observers >= OBSERVERS_AT_ONCE:
+                raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again in a moment")
         except Refusal as refusal:
             await self._refuse(context, refusal)
-        state = host.shard.owned(request.fragment_id)
-        yield pb.PullResponse(
-            header=pb.PullHeader(
-                fragment_id=request.fragment_id,
-                version=version,
-                epoch=host.shard.epoch,
-                payload=None if has_it else rpc.payload_to_pb(payload.header),
-                merged_version=min(state.merged_versions.get(caller.learner_id, 0), version),
-                tokens_merged=state.tokens_merged,
+        self._observers += is_bespoke
+        try:
+            if is_bespoke:
+                version, payload = await host.encode(request.fragment_id, encoding)
+            state = host.shard.owned(request.fragment_id)
+            yield pb.PullResponse(
+                header=pb.PullHeader(
+                    fragment_id=request.fragment_id,
+                    version=version,
+                    epoch=host.shard.epoch,
+                    payload=None if has_it else rpc.payload_to_pb(payload.header),
+                    merged_version=min(state.merged_versions.get(caller.learner_id, 0), version),
+                    tokens_merged=state.tokens_merged,
+                )
             )
-        )
-        if not has_it:
-            for chunk in payload.chunks:
+            for chunk in () if has_it else payload.chunks:
                 yield pb.PullResponse(chunk=chunk)
                 host.observer.sent(len(chunk))
+        finally:
+            self._observers -= is_bespoke
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         try:
@@ -213,13 +222,17 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         host, shard = self._host, self._host.shard
         try:
             receiver = PayloadReceiver(header.payload)
-            while (part := await self._next_part(requests)) is not None:
+            while (part := await self._next_part(requests, header)) is not None:
                 if part.WhichOneof("part") != "chunk":
                     raise BadRequest("after its header a push has chunks only")
                 receiver.add(part.chunk)
                 host.observer.received(len(part.chunk))
+            if not receiver.is_complete:  # a connection broke, or the sender did: the round still waits for it
+                raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
             payload = receiver.finish()
             norms = await host.inspect(header, payload)
+        except TornUpload:
+            raise
         except Refusal as refusal:
             return host.answered(header, shard.reject(member, header, refusal))
         member = self._member(context)  # the lease may have ended while the bytes came
@@ -231,13 +244,18 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             raise BadRequest("a push begins with its header")
         return rpc.push_header_from_pb(first.header)
 
-    async def _next_part(self, requests: AsyncIterator[pb.PushRequest]) -> pb.PushRequest | None:
-        """The next message; None at the end. A sender that pauses for longer than a lease is cut off."""
-        lease_s = self._host.settings.lease.lease_s
+    async def _next_part(
+        self, requests: AsyncIterator[pb.PushRequest], header: PushHeader | None = None
+    ) -> pb.PushRequest | None:
+        """The next message; None at the end. Who pauses for longer than a lease and a slow chunk take is cut off."""
+        wait_s = self._host.settings.lease.lease_s
+        if header is not None:
+            wait_s += PUSHES_OF_A_LEARNER * header.payload.chunk_bytes(0) / rpc.SLOWEST_BYTES_PER_S
         try:
-            return await asyncio.wait_for(anext(requests, None), lease_s)
+            async with asyncio.timeout(wait_s):
+                return await anext(requests, None)
         except TimeoutError:
-            raise BadRequest(f"no chunk came for {lease_s:g} s; push again") from None
+            raise TornUpload(f"no chunk came for {wait_s:.0f} s; push again") from None
 
     async def _refuse(self, context: Context, refusal: Refusal) -> NoReturn:
         learner_id = dict(context.invocation_metadata() or ()).get("diloco-learner", "")

@@ -36,8 +36,8 @@ class Options:
     staleness_max: int
     merge: Literal["rda", "mean"]
     on_commit: Literal["carry", "overwrite", "blend"]
-    push: str
-    pull: str
+    push: Literal["float32", "bfloat16", "int8", "int4", "e3m0"]
+    pull: Literal["float32", "bfloat16"]
     error_feedback: bool
     norm_factor: float
     budget: int

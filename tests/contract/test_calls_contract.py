@@ -150,6 +150,35 @@ def test_an_observer_with_another_model_is_refused(serve, clock):
     assert found.code == "MANIFEST_MISMATCH"
 
 
+def test_pulls_in_an_encoding_of_their_own_are_limited_and_others_are_not(serve, clock, monkeypatch):
+    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
+    joined(shard).seed(0.25)
+    observer = shard.caller("")
+    monkeypatch.setattr("diloco_server.service.OBSERVERS_AT_ONCE", 1)
+    assert observer.pull(encodings=["float32"])[0].version == 0
+    assert observer.pull(encodings=["float32"])[0].version == 0, "the first one has ended"
+
+    monkeypatch.setattr("diloco_server.service.OBSERVERS_AT_ONCE", 0)
+    found = refusal(lambda: observer.pull(encodings=["float32"]))
+
+    assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")
+    assert observer.pull(encodings=["bfloat16"])[0].version == 0
+
+
+@pytest.mark.parametrize("step_time_s", [float("inf"), float("nan"), -1.0])
+def test_a_report_of_an_impossible_step_time_is_refused_and_widens_no_grace_window(serve, clock, step_time_s):
+    shard = serve(settings_with(sync={"grace": "adaptive"}), clock)
+    a = joined(shard)
+    attendance = a.attend()
+    message = pb.Progress(inner_step=1, tokens=1, step_time_s=step_time_s)
+
+    shard.loop.run(attendance.call.write(message))
+
+    evicted = attendance.hear(Evicted)
+    assert (evicted.code, "step_time_s" in evicted.message) == ("BAD_REQUEST", True)
+    assert shard.core.grace_s() == 0.0
+
+
 # ---------------------------------------------------------------- who calls
 
 BAD_IDS = [

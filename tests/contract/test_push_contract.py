@@ -216,8 +216,6 @@ def changed(change: Callable[[list[bytes]], list[bytes]]) -> Payload:
 BAD_BYTES: list[tuple[str, Payload, str, str]] = [
     ("a wrong checksum", int8_payload(crc_off=1), "BAD_CHECKSUM", "send them again"),
     ("a flipped bit", changed(lambda c: [bytes([c[0][0] ^ 1]) + c[0][1:], *c[1:]]), "BAD_CHECKSUM", "crc32c"),
-    ("a chunk too few", changed(lambda c: c[:-1]), "BAD_SIZE", "1 of 3 chunks are missing"),
-    ("no chunk", changed(lambda c: []), "BAD_SIZE", "3 of 3 chunks are missing"),
     ("a chunk too many", changed(lambda c: [*c, c[-1]]), "BAD_SIZE", "there is no chunk 3"),
     ("a chunk too long", changed(lambda c: [c[0] + b"\0", *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),
     ("a chunk too short", changed(lambda c: [c[0][:-1], *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),
@@ -446,17 +444,32 @@ def test_a_push_that_is_cut_off_in_the_middle_leaves_no_trace(opened):
     assert opened.push(opened.a, payload).outcome == ACCEPTED  # the whole of it, again
 
 
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_a_push_that_ends_before_all_bytes_came_is_to_be_repeated_and_its_round_still_waits_for_it(opened, sent):
+    payload = contribution()
+    before = opened.shard.state()
+
+    found = refusal(lambda: opened.a.push_messages(messages(opened.a.header(payload), *payload.chunks[:sent])))
+
+    assert (found.status, found.code) == (STATUS.UNAVAILABLE, "TORN_UPLOAD")
+    assert "push again" in found.words
+    assert opened.shard.state() == before
+    assert opened.shard.ledger.rejected == {}
+    assert opened.shard.metric("refused_calls_total", code="TORN_UPLOAD") == 1
+    assert opened.push(opened.a).outcome == ACCEPTED
+
+
 def test_a_push_that_falls_silent_is_cut_off(serve, clock):
     opened = OpenRound(serve(settings_with(lease={"lease_s": 0.2, "heartbeat_s": 0.05}), clock))  # the clock stands
     payload = contribution()
     before = opened.shard.state()
 
-    answer = opened.a.push_messages(messages(opened.a.header(payload), payload.chunks[0]), hold=True)
+    begun = refusal(lambda: opened.a.push_messages(messages(opened.a.header(payload), payload.chunks[0]), hold=True))
     silent = refusal(lambda: opened.a.push_messages([], hold=True))
 
-    assert (answer.outcome, answer.code) == (REJECTED, "BAD_REQUEST")
-    assert "push again" in answer.message
-    assert (silent.status, silent.code) == (STATUS.INVALID_ARGUMENT, "BAD_REQUEST")
+    for found in (begun, silent):
+        assert (found.status, found.code) == (STATUS.UNAVAILABLE, "TORN_UPLOAD")
+        assert "push again" in found.words
     assert opened.shard.state() == before
 
 

@@ -19,6 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -47,6 +48,8 @@ from diloco_worker.transfer import Transfer
 
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
+SEED_HOLD_S = 10.0
+"""Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it."""
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
 
@@ -260,7 +263,7 @@ class Learner:
                 case Answered():
                     before = self._core.tokens_carried
                     self._core.answered(event.fragment_id, event.round, event.answer)
-                    self.metrics.carried(self._core.tokens_carried - before)
+                    self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
                 case Arrived():
                     self._arrived(event)
                 case Stopped():
@@ -272,7 +275,7 @@ class Learner:
             return
         for pending in self.core.snapshots():
             link = self.network.link_to(self.core.manifest.fragments[pending.fragment_id].shard_index)
-            self.network.soon(lambda link=link, pending=pending: link.push(pending))  # type: ignore[misc]
+            self.network.soon(partial(link.push, pending))
         self.metrics.contributions_unmerged(self.core.unmerged)
 
     @property
@@ -319,17 +322,18 @@ class Learner:
         self.core = LearnerCore(self._replica, manifest, first.policy)
         self.core.inner_step, self.core.tokens = self._first
         for link in self.network.links:
-            self.network.soon(lambda link=link: link.know(manifest))  # type: ignore[misc]
+            self.network.soon(partial(link.know, manifest))
 
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
         link = self.network.link_to(joined.shard_index)
+        under_way = self.tokens_merged > 0
         for status in joined.fragments:
             if not status.seeded:
-                values = self._core.fragments[status.fragment_id].values()
-                self.network.soon(
-                    lambda fragment_id=status.fragment_id, values=values: link.seed(fragment_id, values)  # type: ignore[misc]
-                )
+                fragment = self._core.fragments[status.fragment_id]
+                hold_s = SEED_HOLD_S if under_way and not fragment.adopted else 0.0
+                seed = partial(link.seed, status.fragment_id, fragment.values(), hold_s)
+                self.network.soon(seed)
 
     @torch.no_grad()
     def _arrived(self, event: Arrived) -> None:
@@ -337,7 +341,7 @@ class Learner:
         before = self._core.tokens_carried
         if self._core.arrived(event.fragment_id, event.version, event.epoch, event.values, event.merged_version):
             self.metrics.applied(event.fragment_id, event.version, time.perf_counter() - began)
-            self.metrics.carried(self._core.tokens_carried - before)
+            self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
 
     # ------------------------------------------------------------ reporting
 

@@ -18,7 +18,7 @@ import grpc
 from torch import Tensor
 
 from diloco_common import rpc
-from diloco_common.errors import DilocoError, Refusal
+from diloco_common.errors import DilocoError, Refusal, Superseded
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
 from diloco_protos import parameter_server_pb2 as pb
@@ -62,9 +62,10 @@ class ShardLink:
 
     async def run(self) -> None:
         """Keep the link up until cancelled, or until the shard refuses for good."""
-        self._control = self._dial()
-        self._pusher.dialed(self._dial())
-        pulling = asyncio.create_task(self._puller.run(self._dial()), name=f"pull {self.address}")
+        self._control = self._dial(rpc.CHANNEL_OPTIONS)
+        self._pusher.dialed(self._dial(rpc.BULK_CHANNEL_OPTIONS))
+        pulling = self._puller.run(self._dial(rpc.BULK_CHANNEL_OPTIONS))
+        puller = asyncio.create_task(pulling, name=f"pull {self.address}")
         try:
             await self._stay_connected()
         except Refusal as refusal:
@@ -74,7 +75,7 @@ class ShardLink:
             self._c.log.error("link failed", trace=error, shard=self.address)
             self._c.inbox.put(Failed(DilocoError(f"the link to {self.address} failed: {error!r}")))
         finally:
-            pulling.cancel()
+            puller.cancel()
             self._pusher.cancel()
             for channel in self._channels:
                 await channel.close(GOODBYE_S)  # the stream may end before Leave is answered
@@ -92,9 +93,9 @@ class ShardLink:
         """Push a contribution in the background; its outcome comes to the inbox."""
         self._pusher.push(pending)
 
-    def seed(self, fragment_id: int, values: Tensor) -> None:
-        """Offer the values of version 0 in the background; first writer wins."""
-        self._pusher.seed(fragment_id, values)
+    def seed(self, fragment_id: int, values: Tensor, hold_s: float) -> None:
+        """Offer the values of version 0 in the background, after `hold_s` seconds; first writer wins."""
+        self._pusher.seed(fragment_id, values, hold_s)
 
     async def settle(self, timeout_s: float) -> None:
         """Give pushes that are under way time to be answered."""
@@ -127,6 +128,10 @@ class ShardLink:
                 why = str(refusal)
             except TRY_AGAIN as refusal:
                 why = str(refusal)
+            except Refusal as refusal:
+                if not self.connections or isinstance(refusal, Superseded):
+                    raise  # wrong from the start, or another process is this learner now
+                why = f"{refusal} [{refusal.code}]"  # a shard came back as another one: others need not stop for it
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name.lower()}: {error.details()}"
             except TimeoutError:
@@ -227,8 +232,8 @@ class ShardLink:
 
     # ------------------------------------------------------------ helpers
 
-    def _dial(self) -> pb_grpc.ParameterServerStub:
-        channel = grpc.aio.insecure_channel(self.address, options=rpc.CHANNEL_OPTIONS)
+    def _dial(self, options: list[tuple[str, int]]) -> pb_grpc.ParameterServerStub:
+        channel = grpc.aio.insecure_channel(self.address, options=options)
         self._channels.append(channel)
         return pb_grpc.ParameterServerStub(channel)  # type: ignore[no-untyped-call]
 

@@ -21,6 +21,8 @@ from diloco_worker.core.fragment import Pending
 from diloco_worker.session import Lease, Session
 
 SEED_ENCODING = "float32"
+PUSHES_AT_ONCE = 4
+"""More would share a thin link so finely that none of them moves."""
 SEEDS_AT_ONCE = 2
 """Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""
 
@@ -34,6 +36,7 @@ class Pusher:
         self._stub: pb_grpc.ParameterServerStub | None = None
         self._encoded: dict[int, tuple[Pending, asyncio.Task[Payload]]] = {}
         self._pushes: set[asyncio.Task[None]] = set()
+        self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
         self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
 
     def dialed(self, stub: pb_grpc.ParameterServerStub) -> None:
@@ -47,9 +50,9 @@ class Pusher:
         if not any(task.get_name() == name for task in self._pushes):  # a round may ask twice
             self._start(self._push_contribution(pending, lease), name)
 
-    def seed(self, fragment_id: int, values: Tensor) -> None:
-        """Offer the values of version 0 in the background; first writer wins."""
-        self._start(self._push_seed(fragment_id, values, self._session.lease), f"seed {fragment_id}")
+    def seed(self, fragment_id: int, values: Tensor, hold_s: float) -> None:
+        """Offer the values of version 0 in the background, after `hold_s` seconds; first writer wins."""
+        self._start(self._push_seed(fragment_id, values, self._session.lease, hold_s), f"seed {fragment_id}")
 
     def begin_epoch(self) -> None:
         """The shard has another life: contributions to the old one are not pushed again."""
@@ -112,8 +115,9 @@ class Pusher:
 
     # ------------------------------------------------------------ seeds
 
-    async def _push_seed(self, fragment_id: int, values: Tensor, lease: Lease) -> None:
+    async def _push_seed(self, fragment_id: int, values: Tensor, lease: Lease, hold_s: float) -> None:
         session = self._session
+        await asyncio.sleep(hold_s)
         async with self._seeding:
             if self._is_announced(fragment_id):  # another learner was first
                 return
@@ -126,7 +130,9 @@ class Pusher:
             assert session.manifest is not None
             known = session.tokens_merged.get(fragment_id, 0)
             header = PushHeader(fragment_id, 0, session.epoch, 0, 0, 0, payload.header, session.manifest.digest, known)
-            await self._push_until_answered(header, payload, lease)
+            answer = await self._push_until_answered(header, payload, lease)
+        if answer is not None and answer.outcome is Outcome.REJECTED:  # without a seed all would wait
+            session.context.inbox.put(Failed(rpc.refusal_from(answer.code, answer.message)))
 
     # ------------------------------------------------------------ both
 
@@ -138,7 +144,8 @@ class Pusher:
         c, attempt = self._session.context, 0
         while lease == self._session.lease:
             try:
-                answer = await c.transfer.push(self._stub, header, payload, self._session.metadata())
+                async with self._pushing:
+                    answer = await c.transfer.push(self._stub, header, payload, self._session.metadata())
             except grpc.aio.AioRpcError as error:
                 refusal = rpc.refusal_of(error)
                 if refusal is not None and not isinstance(refusal, TRY_AGAIN):

@@ -52,7 +52,7 @@ def learner_status(learner: Learner) -> dict[str, Any]:
             "rejected": rejected,
             "unmerged": core.unmerged if core is not None else 0,
         },
-        "tokens_carried": core.tokens_carried if core is not None else 0,
+        "tokens_carried": core.tokens_carried // len(core.fragments) if core is not None else 0,
         "bytes_pushed": learner.transfer.bytes_pushed,
         "bytes_pulled": learner.transfer.bytes_pulled,
     }

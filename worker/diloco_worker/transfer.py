@@ -21,8 +21,6 @@ from diloco_common.messages import PushAnswer, PushHeader
 from diloco_common.metrics import WorkerMetrics
 from diloco_protos import parameter_server_pb2 as pb
 
-SLOWEST_BYTES_PER_S = 50_000
-"""A transfer that is slower than this is given up and tried again; 0.4 Mbit/s."""
 CALL_S = 15.0
 """Seconds for everything of a call but its bytes."""
 
@@ -56,7 +54,7 @@ class Transfer:
 
     async def push(self, stub: Any, header: PushHeader, payload: Payload, metadata: Any) -> PushAnswer:
         """One attempt. Raises AioRpcError."""
-        timeout_s = CALL_S + header.payload.num_bytes / SLOWEST_BYTES_PER_S
+        timeout_s = CALL_S + header.payload.num_bytes / rpc.SLOWEST_BYTES_PER_S
         response = await stub.Push(rpc.push_requests(header, payload), metadata=metadata, timeout=timeout_s)
         answer = rpc.answer_from_pb(response)
         self.bytes_pushed += header.payload.num_bytes
@@ -65,7 +63,7 @@ class Transfer:
 
     async def pull(self, stub: Any, request: pb.PullRequest, metadata: Any, num_elements: int) -> Pulled | None:
         """One attempt; None if the caller has the latest version. Raises AioRpcError or a Refusal of the bytes."""
-        timeout_s = CALL_S + 4 * num_elements / SLOWEST_BYTES_PER_S
+        timeout_s = CALL_S + 4 * num_elements / rpc.SLOWEST_BYTES_PER_S
         call = stub.Pull(request, metadata=metadata, timeout=timeout_s)
         try:
             first = await call.read()

@@ -53,6 +53,11 @@ class PayloadReceiver:
         self._checksum.update(chunk)
         self._chunks.append(chunk)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk is there."""
+        return len(self._chunks) == self.header.num_chunks
+
     def finish(self) -> Payload:
         """The payload, once the sender is done. Raises BadSize if chunks are missing, and BadChecksum."""
         missing = self.header.num_chunks - len(self._chunks)

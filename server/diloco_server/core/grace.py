@@ -4,7 +4,9 @@ Fixed seconds, or adaptive (Eq. 3 of the paper): a learner goes on for tau steps
 version, so a round that is over within them costs nobody anything. What the quorum and the merge do not use of that
 slack may be spent on waiting:
 
-    grace = gamma * (tau * step_time - time_to_quorum - time_to_merge_and_publish),  clamped to [0, step_time]
+    grace = gamma * (tau * step_time - time_to_quorum - time_to_merge_and_publish)
+
+clamped to [0, step_time], and to a minute
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco_common.settings import SyncSettings
+
+LONGEST_S = 60.0
+"""No adaptive window is longer, whatever step times learners report."""
 
 
 @dataclass
@@ -40,4 +45,4 @@ class GraceWindow:
             return settings.grace
         spent = (self.to_quorum.value or 0.0) + (self.to_publish.value or 0.0)
         slack = settings.overlap_steps * step_time_s - spent
-        return min(max(settings.grace_gamma * slack, 0.0), step_time_s)
+        return min(max(settings.grace_gamma * slack, 0.0), step_time_s, LONGEST_S)

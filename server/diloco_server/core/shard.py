@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import median_low
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
@@ -352,7 +352,7 @@ class Shard:
     def grace_s(self) -> float:
         """The grace window now, in seconds."""
         times = [m.progress.step_time_s for m in self.membership.live() if m.progress.step_time_s > 0]
-        return self.grace.seconds(median(times) if times else 0.0)
+        return self.grace.seconds(median_low(times) if times else 0.0)
 
     # ------------------------------------------------------------ questions
 

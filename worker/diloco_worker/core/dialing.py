@@ -10,12 +10,13 @@ from diloco_common.errors import (
     NotSeeded,
     StaleGeneration,
     Stalled,
+    TornUpload,
     WrongEpoch,
 )
 
 JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
-TRY_AGAIN = (Draining, Busy, NotSeeded)
+TRY_AGAIN = (Draining, Busy, NotSeeded, TornUpload)
 """Not now."""
 SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""

@@ -29,7 +29,7 @@ class LearnerCore:
         self.contributions: Counter[str] = Counter()
         """Contributions by fate: taken, merged, carried (not merged; the work went on), and refusals by code."""
         self.tokens_carried = 0
-        """Tokens of contributions that were not merged and whose work the next ones hold."""
+        """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
         self.fragments = {
             f.fragment_id: LearnerFragment(f, replica, error_feedback=policy.error_feedback) for f in manifest.fragments
         }
