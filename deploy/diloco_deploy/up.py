@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from diloco_common.endpoints import dialable, write_json
-from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy.folder import Files, Outputs
@@ -77,6 +77,7 @@ def check_cluster(settings: Settings) -> None:
 
     Raises:
         ConfigError: the quorum asks for more contributions than there are workers.
+        DataError: there is no such data.
     """
     quorum, workers = settings.sync.quorum, settings.cluster.workers
     if quorum != "all" and quorum > workers:
@@ -84,6 +85,9 @@ def check_cluster(settings: Settings) -> None:
             f"sync.quorum ({quorum}) is above cluster.workers ({workers}): so many contributions never come; "
             "lower the quorum or start more workers"
         )
+    source = settings.data.source
+    if source != "stdlib" and not Path(source).expanduser().exists():
+        raise DataError(f"data.source: there is no file or folder {source!r}; give one, or 'stdlib'")
 
 
 class _Interrupted(Exception):
