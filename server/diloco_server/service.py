@@ -21,8 +21,6 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 OBSERVERS_AT_ONCE = 4
 """Pulls that may be open at once in an encoding made for their caller alone; more are answered BUSY."""
-PUSHES_OF_A_LEARNER = 4
-"""Pushes that share a learner's link, as far as deadlines know."""
 OBSERVER_ENCODINGS = ("float32",)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
@@ -250,7 +248,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         """The next message; None at the end. Who pauses for longer than a lease and a slow chunk take is cut off."""
         wait_s = self._host.settings.lease.lease_s
         if header is not None:
-            wait_s += PUSHES_OF_A_LEARNER * header.payload.chunk_bytes(0) / rpc.SLOWEST_BYTES_PER_S
+            wait_s += rpc.PUSHES_AT_ONCE * header.payload.chunk_bytes(0) / rpc.SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(wait_s):
                 return await anext(requests, None)

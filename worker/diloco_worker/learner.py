@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from diloco_common import rpc
 from diloco_common.addresses import parse_address
 from diloco_common.endpoints import write_address
-from diloco_common.errors import CannotConnect, ConfigError, DilocoError, ManifestMismatch
+from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
 from diloco_common.http import HttpServer
 from diloco_common.logs import Log
 from diloco_common.manifest import cut
@@ -362,6 +362,3 @@ class Learner:
             self.loss = float(loss.detach())
         elif loss is not None:
             self.loss = float(loss)
-
-
-__all__ = ["DilocoError", "Learner", "join"]

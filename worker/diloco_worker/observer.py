@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from diloco_common import rpc
-from diloco_common.codec import PayloadReceiver, decode_payload
+from diloco_common.codec import decode_payload
 from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
 from diloco_common.manifest import Fragment, Manifest, cut
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_worker.transfer import read_version
 
 CALL_S = 120.0
 
@@ -77,12 +78,10 @@ async def _pull(
     """Lay the fragment's latest version into the tensors; returns its number."""
     request = pb.PullRequest(fragment_id=fragment.fragment_id, encodings=["float32"])
     call = stub.Pull(request, metadata=metadata, timeout=CALL_S)
-    header = (await call.read()).header
-    receiver = PayloadReceiver(rpc.payload_from_pb(header.payload))
-    while (part := await call.read()) is not rpc.EOF:
-        receiver.add(part.chunk)
+    header, payload = await read_version(call, fragment.num_elements)
+    assert payload is not None, "an observer has no version yet"
     values = torch.empty(fragment.num_elements)
-    decode_payload(receiver.finish(), values)
+    decode_payload(payload, values)
     for piece in fragment.pieces:
         flat = tensors[piece.tensor].view(-1)
         flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements] = values[

@@ -21,8 +21,6 @@ from diloco_worker.core.fragment import Pending
 from diloco_worker.session import Lease, Session
 
 SEED_ENCODING = "float32"
-PUSHES_AT_ONCE = 4
-"""More would share a thin link so finely that none of them moves."""
 SEEDS_AT_ONCE = 2
 """Seeds encoded and pushed at once; a shard refuses more than a few of all learners together."""
 
@@ -36,7 +34,7 @@ class Pusher:
         self._stub: pb_grpc.ParameterServerStub | None = None
         self._encoded: dict[int, tuple[Pending, asyncio.Task[Payload]]] = {}
         self._pushes: set[asyncio.Task[None]] = set()
-        self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
+        self._pushing = asyncio.Semaphore(rpc.PUSHES_AT_ONCE)
         self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
 
     def dialed(self, stub: pb_grpc.ParameterServerStub) -> None:

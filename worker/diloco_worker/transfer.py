@@ -66,22 +66,11 @@ class Transfer:
         timeout_s = CALL_S + 4 * num_elements / rpc.SLOWEST_BYTES_PER_S
         call = stub.Pull(request, metadata=metadata, timeout=timeout_s)
         try:
-            first = await call.read()
-            if first is rpc.EOF or first.WhichOneof("part") != "header":
-                raise BadRequest("the shard answered Pull without a header")
-            header = first.header
-            if not header.HasField("payload"):
-                return None
-            if header.payload.num_elements != num_elements:
-                raise BadRequest(
-                    f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
-                )
-            receiver = PayloadReceiver(rpc.payload_from_pb(header.payload))
-            while (part := await call.read()) is not rpc.EOF:
-                receiver.add(part.chunk)
+            header, payload = await read_version(call, num_elements)
         finally:
             call.cancel()
-        payload = receiver.finish()
+        if payload is None:
+            return None
         self.bytes_pulled += payload.header.num_bytes
         self._metrics.pulled(payload.header.num_bytes)
         values = await self._on_codec_thread(lambda: self._decode(payload))
@@ -94,6 +83,24 @@ class Transfer:
 
     async def _on_codec_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._codec, work)
+
+
+async def read_version(call: Any, num_elements: int) -> tuple[pb.PullHeader, Payload | None]:
+    """Read the answer to a Pull; no payload if the caller has that version. Raises AioRpcError or a Refusal."""
+    first = await call.read()
+    if first is rpc.EOF or first.WhichOneof("part") != "header":
+        raise BadRequest("the shard answered Pull without a header")
+    header = first.header
+    if not header.HasField("payload"):
+        return header, None
+    if header.payload.num_elements != num_elements:
+        raise BadRequest(
+            f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
+        )
+    receiver = PayloadReceiver(rpc.payload_from_pb(header.payload))
+    while (part := await call.read()) is not rpc.EOF:
+        receiver.add(part.chunk)
+    return header, receiver.finish()
 
 
 def _use_one_core(executor: ThreadPoolExecutor) -> None:
