@@ -23,6 +23,11 @@ PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """What became of a push: the four of the protocol, and "failed" for no answer."""
 CloseReason = Literal["all", "grace", "lease"]
 """Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
+ComputePhase = Literal["inspect", "seed", "merge", "save", "encode"]
+"""What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, making it
+durable, and encoding for an observer."""
+SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
+"""What synchronisation computes on a learner."""
 
 _COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -106,6 +111,12 @@ class ShardMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._compute_seconds = Counter(
+            "diloco_shard_compute_seconds_total",
+            "CPU time of the compute thread, by what for.",
+            ["phase"],
+            registry=registry,
+        )
         self._grace_seconds = Gauge(
             "diloco_shard_grace_seconds",
             "Grace window of the round that was opened last.",
@@ -140,6 +151,7 @@ class ShardMetrics:
         )
 
         _start_at_zero(self._learners, ("alive", "stalled"))
+        _start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "save", "encode"))
         _start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
         _start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
         self._tokens_merged_before = 0
@@ -225,6 +237,9 @@ class ShardMetrics:
 
     def merged(self, seconds: float) -> None:
         self._merge_seconds.observe(seconds)
+
+    def computed(self, phase: ComputePhase, cpu_seconds: float) -> None:
+        self._compute_seconds.labels(phase).inc(cpu_seconds)
 
     def version_committed(self, fragment: int, version: int, seconds: float) -> None:
         """`seconds` since the round was opened."""
@@ -317,6 +332,14 @@ class WorkerMetrics:
             registry=registry,
         )
 
+        self._sync_seconds = Counter(
+            "diloco_worker_sync_seconds_total",
+            "CPU time that synchronisation took, by what for; snapshot and apply in the training thread.",
+            ["phase"],
+            registry=registry,
+        )
+
+        _start_at_zero(self._sync_seconds, ("snapshot", "encode", "decode", "apply"))
         _start_at_zero(self._pushes, ("accepted", "duplicate", "late", "rejected", "failed"))
 
     def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
@@ -352,6 +375,9 @@ class WorkerMetrics:
         self._version.labels(str(fragment)).set(version)
         at = self._clock()
         self._version_age.labels(str(fragment)).set_function(lambda: self._clock() - at)
+
+    def computed(self, phase: SyncPhase, cpu_seconds: float) -> None:
+        self._sync_seconds.labels(phase).inc(cpu_seconds)
 
     def connected(self, shards: int) -> None:
         self._connected_shards.set(shards)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from diloco_common.codec import Payload
 from diloco_common.logs import Log
 from diloco_common.messages import Directive, PushAnswer, PushHeader
-from diloco_common.metrics import ShardMetrics
+from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.settings import Settings
 from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
@@ -152,7 +152,7 @@ class ShardHost:
     async def inspect(self, header: PushHeader, payload: Payload) -> tuple[float, ...]:
         """Norms of the pieces that a payload holds. Raises BadEncoding."""
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
-        return await self.compute(lambda: piece_norms(payload, pieces, self._workspace))
+        return await self.compute("inspect", lambda: piece_norms(payload, pieces, self._workspace))
 
     async def encode(self, fragment_id: int, encoding: str) -> tuple[int, Payload]:
         """The latest version in an encoding other than the run's: encoded for this caller alone."""
@@ -161,11 +161,19 @@ class ShardHost:
             await asyncio.sleep(TICK_S)
         values, version = state.values, state.version
         assert values is not None
-        return version, await self.compute(lambda: arithmetic.publish(values, encoding))
+        return version, await self.compute("encode", lambda: arithmetic.publish(values, encoding))
 
-    async def compute(self, work: Callable[[], T]) -> T:
+    async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic on the compute thread, in the order of the calls."""
-        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+        def timed() -> T:
+            began = time.thread_time()
+            try:
+                return work()
+            finally:
+                self.metrics.computed(phase, time.thread_time() - began)
+
+        return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
     def answered(self, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         """Note the outcome of a push, and let the core go on."""
@@ -208,7 +216,7 @@ class ShardHost:
             return values, arithmetic.publish(values, encoding)
 
         try:
-            values, published = await self.compute(work)
+            values, published = await self.compute("seed", work)
             await self._save(StoredVersion(effect.fragment_id, 0, values, {}, state.tokens_merged))
         except Exception:
             self.shard.seed_failed(effect.fragment_id)
@@ -233,7 +241,7 @@ class ShardHost:
             merged_s = time.perf_counter() - began
             return arithmetic.publish(values, sync.pull), merged_s
 
-        published, merged_s = await self.compute(work)
+        published, merged_s = await self.compute("merge", work)
         self.metrics.merged(merged_s)
         merged = state.merged_versions | {c.learner_id: effect.version for c in effect.contributions}
         tokens = state.tokens_merged + sum(c.tokens for c in effect.contributions)
@@ -245,7 +253,7 @@ class ShardHost:
         """Make a version durable, however often it takes; until then it is not announced."""
         while True:
             try:
-                return await self.compute(lambda: self._store.save(version))
+                return await self.compute("save", lambda: self._store.save(version))
             except OSError as error:
                 self.log.error("version not durable", fragment=version.fragment_id, version=version.version, why=error)
                 await asyncio.sleep(SAVE_RETRY_S)

@@ -175,6 +175,16 @@ class Learner:
         self.metrics.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
         self.metrics.stalled(stall_s)
 
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Take part between two steps: lay arrived versions under the local progress, and send what rounds ask for.
+
+        `step` does this too; call it where the next step is far away, such as during a long evaluation. Waits up to
+        `wait_s` seconds for something to arrive. Raises what `step` raises.
+        """
+        if wait_s > 0:
+            self._inbox.wait(wait_s)
+        self._boundary()
+
     @property
     def done(self) -> bool:
         """Whether to stop training: every shard has merged the token budget, or `stop` was called."""
@@ -222,8 +232,7 @@ class Learner:
             write_address(address_file, "worker", self.learner_id, http=self.http_address)
         began = said = time.monotonic()
         while not self._ready()[0]:
-            self._inbox.wait(0.2)
-            self._boundary()
+            self.poll(0.2)
             now = time.monotonic()
             if wait_s is not None and now - began > wait_s:
                 raise CannotConnect(f"no run to join after {wait_s:g} s: {self._ready()[1]}")
@@ -273,7 +282,11 @@ class Learner:
                     raise event.error
         if self.core is None:
             return
-        for pending in self.core.snapshots():
+        began = time.thread_time()
+        taken = self.core.snapshots()
+        if taken:
+            self.metrics.computed("snapshot", time.thread_time() - began)
+        for pending in taken:
             link = self.network.link_to(self.core.manifest.fragments[pending.fragment_id].shard_index)
             self.network.soon(partial(link.push, pending))
         self.metrics.contributions_unmerged(self.core.unmerged)
@@ -337,10 +350,11 @@ class Learner:
 
     @torch.no_grad()
     def _arrived(self, event: Arrived) -> None:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         before = self._core.tokens_carried
         if self._core.arrived(event.fragment_id, event.version, event.epoch, event.values, event.merged_version):
             self.metrics.applied(event.fragment_id, event.version, time.perf_counter() - began)
+            self.metrics.computed("apply", time.thread_time() - cpu_began)
             self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
 
     # ------------------------------------------------------------ reporting

@@ -45,9 +45,10 @@ class Transfer:
         """Encode a flat fragment; with `keep_loss`, `values` becomes what was lost. Raises NotFinite."""
 
         def work() -> Payload:
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.thread_time()
             payload = encode_payload(values, encoding, keep_loss=keep_loss)
             self._metrics.encoded(time.perf_counter() - began)
+            self._metrics.computed("encode", time.thread_time() - cpu_began)
             return payload
 
         return await self._on_codec_thread(work)
@@ -77,8 +78,10 @@ class Transfer:
         return Pulled(header, values)
 
     def _decode(self, payload: Payload) -> Tensor:
+        began = time.thread_time()
         values = torch.empty(payload.header.num_elements, device=self._device)
         decode_payload(payload, values)
+        self._metrics.computed("decode", time.thread_time() - began)
         return values
 
     async def _on_codec_thread(self, work: Callable[[], T]) -> T:
