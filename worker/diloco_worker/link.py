@@ -205,8 +205,8 @@ class ShardLink:
         """Send progress after inner steps, and as a heartbeat when there is none."""
         try:
             while True:
+                self._stepped.clear()  # first: a step that ends meanwhile is reported next time
                 await call.write(rpc.progress_to_pb(self._c.progress()))
-                self._stepped.clear()
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.session.heartbeat_s - REPORT_EVERY_S):
