@@ -1,0 +1,290 @@
+"""A shard as a process of its own, and learners so light that what is measured is the shard.
+
+A light learner does on the wire what a real one does: it has three channels, joins, reports its inner steps, offers
+seeds, contributes when it is asked to (a few pushes at once, again while the shard is busy), and pulls every version
+that is announced, one after the other. It trains, encodes and decodes nothing: what it contributes is noise, encoded
+once for all of them, and what it pulls it counts and throws away. So hundreds of them share an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import torch
+
+from diloco_common import rpc
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.endpoints import Endpoints, read_address
+from diloco_common.manifest import Fragment, Manifest, TensorSpec
+from diloco_common.messages import Collect, Committed, Evicted, Progress, PushHeader
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_worker.core.dialing import TRY_AGAIN, backoff_s
+from diloco_worker.pusher import SEEDS_AT_ONCE
+
+TOKENS_PER_STEP = 1000
+CALL_S = 300.0
+ATTEMPTS_MAX = 50
+"""Of a push, about two minutes of them: a shard that is gone ends the benchmark."""
+LAYERS, WIDEST = 10, 768
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+# ------------------------------------------------------------ what is synchronised
+
+
+def tensors_of(parameters: int) -> tuple[TensorSpec, ...]:
+    """A transformer of about this size: 10 layers as wide as 768, or narrower, and an embedding that takes the rest."""
+    width = max(16, min(WIDEST, int(math.sqrt(0.75 * parameters / (12 * LAYERS))) // 16 * 16))
+    layer = [
+        ("qkv", (3 * width, width)),
+        ("out", (width, width)),
+        ("up", (4 * width, width)),
+        ("down", (width, 4 * width)),
+    ]
+    tensors = [TensorSpec(f"layers.{i}.{name}.weight", shape) for i in range(LAYERS) for name, shape in layer]
+    rest = parameters - sum(t.num_elements for t in tensors)
+    return (TensorSpec("embedding.weight", (max(1, rest // width), width), mean_merge=True), *tensors)
+
+
+def noise(fragment: Fragment, scale: float, encoding: str) -> Payload:
+    return encode_payload(torch.randn(fragment.num_elements).mul_(scale), encoding)
+
+
+def noise_of(fragments: Sequence[Fragment], scale: float, encoding: str) -> dict[int, Payload]:
+    """Fragment id -> noise in that encoding."""
+    return {fragment.fragment_id: noise(fragment, scale, encoding) for fragment in fragments}
+
+
+# ------------------------------------------------------------ the shard
+
+
+class ShardProcess:
+    """A shard on free ports, and what the kernel says of its memory and its CPU time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: Endpoints) -> None:
+        self.address = address.grpc
+        self.http = address.http
+        self._pid = process.pid
+
+    def rss_bytes(self, line: str = "VmRSS") -> int:
+        """Resident memory now; "VmHWM": the most that it ever was."""
+        status = Path(f"/proc/{self._pid}/status").read_text()
+        found = re.search(rf"^{line}:\s+(\d+) kB$", status, re.MULTILINE)
+        assert found is not None
+        return int(found[1]) * 1024
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its threads so far, user and system."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+@contextmanager
+def running_shard(*settings: str) -> Iterator[ShardProcess]:
+    """A shard process with these settings (key=value), killed at the end. Exits if it does not start."""
+    with tempfile.TemporaryDirectory() as folder:
+        address_file = Path(folder, "shard.json")
+        command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), "diloco_server"]
+        flags = [f"--set={setting}" for setting in settings]
+        process = subprocess.Popen([*command, f"--address-file={address_file}", *flags], stderr=subprocess.DEVNULL)
+        try:
+            while (address := read_address(address_file)) is None:
+                if process.poll() is not None:
+                    sys.exit(f"the shard did not start: diloco-server {' '.join(flags)} says why")
+            yield ShardProcess(process, address)
+        finally:
+            process.kill()
+            process.wait()
+
+
+class Accepted:
+    """Bytes of contributions that were accepted and are in no announced version yet: now, and the most there were."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._bytes: Counter[tuple[int, int]] = Counter()  # (fragment, round)
+        self._sum = 0
+
+    def add(self, fragment_id: int, round_number: int, num_bytes: int) -> None:
+        self._bytes[fragment_id, round_number] += num_bytes
+        self._sum += num_bytes
+        self.most = max(self.most, self._sum)
+
+    def announced(self, fragment_id: int, version: int) -> None:
+        self._sum -= self._bytes.pop((fragment_id, version), 0)
+
+
+# ------------------------------------------------------------ the learner
+
+
+class LightLearner:
+    """Speaks for a learner that trains nothing. Create it and use it inside one event loop."""
+
+    def __init__(
+        self, learner_id: str, shard: ShardProcess, manifest: Manifest, fragments: Sequence[Fragment],
+        contributions: Mapping[int, Payload], accepted: Accepted,
+    ) -> None:  # fmt: skip
+        """`fragments`: those of this shard. `contributions`: what it contributes to each, ever again."""
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
+        self.busy = 0
+        """Pushes that were answered BUSY or the like and made again."""
+        self._fragments = fragments
+        self._digest = manifest.digest
+        self._tensors = manifest.tensors
+        self._contributions = contributions
+        self._accepted = accepted
+        self._identity = rpc.Identity("local", learner_id)
+        self._inner_step = 0
+        self._channels = [
+            grpc.aio.insecure_channel(shard.address, options=options)
+            for options in (rpc.CHANNEL_OPTIONS, rpc.BULK_CHANNEL_OPTIONS, rpc.BULK_CHANNEL_OPTIONS)
+        ]
+        self._control, self._push_stub, self._pull_stub = (
+            pb_grpc.ParameterServerStub(channel)  # type: ignore[no-untyped-call]
+            for channel in self._channels
+        )
+        self._collects: asyncio.Queue[Collect] = asyncio.Queue()
+        self._announced: dict[int, int] = {}
+        self._pulled: dict[int, int] = {}
+        self._news = asyncio.Event()
+        self._pulled_more = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------ what it is told to do
+
+    async def join(self) -> None:
+        request = pb.JoinRequest(
+            protocol=rpc.PROTOCOL, instance=self._identity.learner_id,
+            tensors=rpc.tensors_to_pb(self._tensors), decodes=rpc.DECODES,
+        )  # fmt: skip
+        answer = await self._control.Join(request, metadata=self._identity.metadata(None), timeout=CALL_S)
+        self._identity = rpc.Identity("local", self._identity.learner_id, answer.generation, answer.epoch)
+        self._heartbeat_s = answer.heartbeat_s
+        self._stream = self._control.Attend(metadata=self._metadata)
+        self._tasks = [asyncio.create_task(work) for work in (self._listen(), self._beat(), self._pull_all())]
+        await self.step(0)
+
+    async def leave(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    async def step(self, inner_step: int) -> None:
+        """Report that it has trained so far."""
+        self._inner_step = inner_step
+        await self._report()
+
+    async def seed(self, seeds: Mapping[int, Payload]) -> None:
+        """Offer version 0 of every fragment, as a learner does: a few at once, none that was announced meanwhile."""
+        at_once = asyncio.Semaphore(SEEDS_AT_ONCE)
+
+        async def offer(fragment_id: int, payload: Payload) -> None:
+            async with at_once:
+                if fragment_id not in self._announced:
+                    await self._push(fragment_id, payload, round_number=0, tokens=0, steps=0)
+
+        await asyncio.gather(*(offer(*seed) for seed in seeds.items()))
+
+    async def contribute_to(self, rounds: int) -> None:
+        """Contribute to so many rounds that ask for it, a few at once."""
+
+        async def contribute() -> None:
+            for _ in left:
+                collect = await self._collects.get()
+                payload = self._contributions[collect.fragment_id]
+                tokens = self._inner_step * TOKENS_PER_STEP
+                await self._push(collect.fragment_id, payload, collect.round, tokens, self._inner_step)
+                self._accepted.add(collect.fragment_id, collect.round, payload.header.num_bytes)
+                self.bytes_pushed += payload.header.num_bytes
+
+        left = iter(range(rounds))
+        await asyncio.gather(*(contribute() for _ in range(min(rounds, rpc.PUSHES_AT_ONCE))))
+
+    async def pulled(self, version: int) -> None:
+        """Wait until it has pulled this version of every fragment."""
+        async with self._pulled_more:
+            await self._pulled_more.wait_for(
+                lambda: all(self._pulled.get(f.fragment_id, -1) >= version for f in self._fragments)
+            )
+
+    # ------------------------------------------------------------ how
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._identity.metadata(None)
+
+    async def _report(self) -> None:
+        tokens = self._inner_step * TOKENS_PER_STEP
+        await self._stream.write(rpc.progress_to_pb(Progress(self._inner_step, tokens)))
+
+    async def _push(self, fragment_id: int, payload: Payload, round_number: int, tokens: int, steps: int) -> None:
+        """Push until it is answered. Raises the Refusal or AioRpcError that a real learner would not try again."""
+        header = PushHeader(
+            fragment_id, round_number, self._identity.epoch, max(0, round_number - 1), tokens, steps,
+            payload.header, self._digest,
+        )  # fmt: skip
+        attempt = 0
+        while True:
+            try:
+                requests = rpc.push_requests(header, payload)
+                answer = await self._push_stub.Push(requests, metadata=self._metadata, timeout=CALL_S)
+                break
+            except grpc.aio.AioRpcError as error:
+                refusal = rpc.refusal_of(error)
+                if attempt == ATTEMPTS_MAX or (refusal is not None and not isinstance(refusal, TRY_AGAIN)):
+                    raise refusal or error from None
+                self.busy += 1
+                await asyncio.sleep(backoff_s(attempt, random.random()))
+                attempt += 1
+        outcome = rpc.answer_from_pb(answer).outcome.value
+        assert outcome in ("accepted", "duplicate"), answer
+
+    async def _listen(self) -> None:
+        while (message := await self._stream.read()) is not rpc.EOF:
+            match rpc.directive_from_pb(message):
+                case Collect() as collect:
+                    self._collects.put_nowait(collect)
+                case Committed() as committed:
+                    self._accepted.announced(committed.fragment_id, committed.version)
+                    self._announced[committed.fragment_id] = committed.version
+                    self._news.set()
+                case Evicted() as evicted:
+                    sys.exit(f"{self._identity.learner_id} was evicted: {evicted.message}")
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await self._report()
+
+    async def _pull_all(self) -> None:
+        """One fragment after the other, newest version only, as a learner does."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for fragment_id, version in sorted(self._announced.items()):
+                if self._pulled.get(fragment_id) != version:
+                    await self._pull(fragment_id)
+
+    async def _pull(self, fragment_id: int) -> None:
+        call = self._pull_stub.Pull(pb.PullRequest(fragment_id=fragment_id), metadata=self._metadata, timeout=CALL_S)
+        version = (await call.read()).header.version
+        while (part := await call.read()) is not rpc.EOF:
+            self.bytes_pulled += len(part.chunk)
+        async with self._pulled_more:
+            self._pulled[fragment_id] = version
+            self._pulled_more.notify_all()
