@@ -1,0 +1,272 @@
+"""What one outer round of a large model costs, next to what the machine allows and to a Gloo all-reduce.
+
+    python benchmarks/outer_round.py                                  # 100 M parameters, 4 learners, 2 shards
+    python benchmarks/outer_round.py --push int4 --pull int8
+    python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3 --json out.json
+
+Real shard and learner processes on loopback. A round: every learner snapshots, encodes and pushes all fragments, the
+shards merge and step, every learner pulls, decodes and applies. In the same run, round by round in turn: the same
+number of float32 parameters all-reduced by torch.distributed with Gloo among the same learner processes, and the
+machine's ceilings. The first round of each is not counted. Needs Linux; memory: about 24 bytes per parameter and
+learner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from ceilings import Memory, loopback_bytes_per_s
+from merge_kernel import measure_merge
+from outer_round_learner import LearnerSpec, run_learner
+from light_learners import ShardProcess, running_shard, tensors_of
+
+JOIN_S = 600.0
+FP32_BYTES = 4
+
+
+class Learners:
+    """The learner processes, in lockstep."""
+
+    def __init__(self, specs: Sequence[LearnerSpec], stack: ExitStack) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for spec in specs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_learner, args=(spec, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        stack.callback(self._end)
+        self._expect("joined")
+
+    def timed(self, command: str) -> float:
+        """Seconds from telling all of them to go until the last one is done."""
+        self._tell(command)
+        self._expect("ready")
+        began = time.perf_counter()
+        self._tell("go")
+        self._expect("done")
+        return time.perf_counter() - began
+
+    def usage(self) -> list[dict[str, Any]]:
+        self._tell("usage")
+        return [pipe.recv() for pipe in self._pipes]
+
+    def _tell(self, what: str) -> None:
+        for pipe in self._pipes:
+            pipe.send(what)
+
+    def _expect(self, what: str) -> None:
+        for i, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(JOIN_S) or pipe.recv() != what:
+                    sys.exit(f"learner {i} did not say {what!r} within {JOIN_S:.0f} s")
+            except EOFError:
+                sys.exit(f"learner {i} ended before it said {what!r}")
+
+    def _end(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            try:
+                pipe.send("end")
+            except OSError:
+                pass
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+
+
+class Usage:
+    """CPU seconds and bytes of all processes, summed over the rounds that `during` saw."""
+
+    def __init__(self, learners: Learners, shards: Sequence[ShardProcess]) -> None:
+        self._learners, self._shards = learners, shards
+        self.rounds = 0
+        self.learner_cpu_s = self.shard_cpu_s = 0.0
+        self.bytes_up = self.bytes_down = 0
+        self.phases: dict[str, float] = {}
+
+    def during(self, work: Callable[[], float]) -> float:
+        before, shards_before = self._learners.usage(), [(s.cpu_s(), compute_seconds(s)) for s in self._shards]
+        seconds = work()
+        after, shards_after = self._learners.usage(), [(s.cpu_s(), compute_seconds(s)) for s in self._shards]
+        self.rounds += 1
+        for a, b in zip(after, before, strict=True):
+            self.learner_cpu_s += a["cpu_s"] - b["cpu_s"]
+            self.bytes_up += a["bytes_up"] - b["bytes_up"]
+            self.bytes_down += a["bytes_down"] - b["bytes_down"]
+            self._add(a["phases_cpu_s"], b["phases_cpu_s"])
+        for (cpu, phases), (cpu_before, phases_before) in zip(shards_after, shards_before, strict=True):
+            self.shard_cpu_s += cpu - cpu_before
+            self._add(phases, phases_before)
+        return seconds
+
+    def _add(self, after: dict[str, float], before: dict[str, float]) -> None:
+        for phase, seconds in after.items():
+            self.phases[phase] = self.phases.get(phase, 0.0) + seconds - before.get(phase, 0.0)
+
+
+def compute_seconds(shard: ShardProcess) -> dict[str, float]:
+    """CPU seconds of the shard's compute thread by phase, from its metrics."""
+    with urllib.request.urlopen(f"http://{shard.http}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found = re.findall(r'^diloco_shard_compute_seconds_total\{phase="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {phase: float(value) for phase, value in found}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run it all; what `--json` writes."""
+    tensors = tensors_of(int(args.params))
+    parameters = sum(t.num_elements for t in tensors)
+    settings = [
+        f"sync.fragments={args.fragments}", f"sync.sync_every={args.fragments}", "sync.quorum=all",
+        f"sync.push={args.push}", f"sync.pull={args.pull}", f"shard.count={args.shards}",
+        "lease.lease_s=300", "lease.heartbeat_s=1", "guard.norm_factor=1e9",
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        shards = [stack.enter_context(running_shard(*settings, f"shard.index={i}")) for i in range(args.shards)]
+        idle = [shard.rss_bytes() for shard in shards]
+        gloo = "" if args.no_gloo else f"127.0.0.1:{free_port()}"
+        addresses = tuple(shard.address for shard in shards)
+        learners = Learners(
+            [LearnerSpec(i, args.learners, addresses, tensors, args.fragments, gloo) for i in range(args.learners)],
+            stack,
+        )
+        usage = Usage(learners, shards)
+        memory = Memory()
+        ours_s, gloo_s, memory_bps, loopback_bps = [], [], [], []
+        for i in range(args.rounds + 1):
+            seconds = usage.during(lambda: learners.timed("round")) if i else learners.timed("round")
+            peer_s = 0.0 if args.no_gloo else learners.timed("gloo")
+            if i:
+                ours_s.append(seconds)
+                gloo_s.append(peer_s)
+                memory_bps.append(memory.bytes_per_s())
+                loopback_bps.append(loopback_bytes_per_s())
+            say(f"round {i} of {args.rounds}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
+        rss = [shard.rss_bytes("VmHWM") for shard in shards]
+        learner_rss = [u["rss_bytes"] for u in learners.usage()]
+    merge = measure_merge(args.learners, args.push, args.pull)
+    per = parameters * args.learners * args.rounds
+    phases = {phase: seconds / args.rounds for phase, seconds in usage.phases.items()}
+    phases["wire"] = (usage.learner_cpu_s + usage.shard_cpu_s) / args.rounds - sum(phases.values())
+    bytes_up, bytes_down = usage.bytes_up / per, usage.bytes_down / per
+    contributions = [round(bytes_up * parameters * args.learners / args.shards)] * args.shards
+    return {
+        "parameters": parameters, "learners": args.learners, "shards": args.shards, "fragments": args.fragments,
+        "push": args.push, "pull": args.pull, "rounds": args.rounds,
+        "seconds": ours_s, "seconds_median": median(ours_s), "gloo_seconds": gloo_s,
+        "gloo_seconds_median": median(gloo_s) or None,
+        "ratio_to_gloo": None if args.no_gloo else median(o / g for o, g in zip(ours_s, gloo_s, strict=True)),
+        "bytes_up_per_param": bytes_up, "bytes_down_per_param": bytes_down,
+        "share_of_data_parallel_per_step": (bytes_up + bytes_down) / args.fragments / (2 * FP32_BYTES),
+        "learner_cpu_seconds": usage.learner_cpu_s / args.rounds / args.learners,
+        "shard_cpu_seconds": usage.shard_cpu_s / args.rounds / args.shards,
+        "learner_rss_bytes": learner_rss, "shard_rss_bytes": rss, "shard_idle_rss_bytes": idle,
+        "shard_contribution_bytes": contributions,
+        "shard_bytes_per_param": max(
+            (peak - rest - held) * args.shards / parameters
+            for peak, rest, held in zip(rss, idle, contributions, strict=True)
+        ),
+        "phases_cpu_seconds": phases,
+        "memcpy_bytes_per_s": median(memory_bps), "loopback_bytes_per_s": median(loopback_bps),
+        **merge,
+    }  # fmt: skip
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+WHAT = {
+    "snapshot": "learner: snapshot, in learner.step",
+    "encode": "learner: pseudo-gradient, error feedback, encode",
+    "inspect": "shard:   norms of what came in",
+    "merge": "shard:   merge, outer step, encode the version",
+    "decode": "learner: decode",
+    "apply": "learner: apply, in learner.step",
+    "wire": "both:    send, receive, checksums, the rest",
+}
+
+
+def show(r: dict[str, Any]) -> None:
+    print(
+        f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards, "
+        f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}"
+    )
+    print(f"a round           {spread(r['seconds'])}")
+    if r["ratio_to_gloo"] is not None:
+        print(f"Gloo all-reduce   {spread(r['gloo_seconds'])}")
+        print(f"ratio             {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
+    up, down = r["bytes_up_per_param"], r["bytes_down_per_param"]
+    print(f"bytes per parameter and learner   up {up:.2f}, down {down:.2f}, together {up + down:.2f}")
+    print(
+        f"  per step at H = {r['fragments']}: {100 * r['share_of_data_parallel_per_step']:.1f} % of float32 data-parallel"
+    )
+    print(f"CPU seconds a round               learner {r['learner_cpu_seconds']:.2f}, shard {r['shard_cpu_seconds']:.2f}")
+    print(f"peak RSS                          learner {max(r['learner_rss_bytes']) / 1e6:.0f} MB, shard "
+          f"{max(r['shard_rss_bytes']) / 1e6:.0f} MB: {r['shard_bytes_per_param']:.1f} bytes per parameter that it owns,"
+          " beyond open contributions and an idle shard")  # fmt: skip
+    print(f"memory copy {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written), "
+          f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
+    print(f"merge, outer step and encoding of {r['learners']} contributions, one thread alone: "
+          f"{r['merge_bytes_per_s'] / 1e9:.1f} GB/s of the {r['merge_bytes_per_param']:.1f} bytes per parameter that it must "
+          f"touch, {r['merge_fraction_of_memory_bandwidth']:.2f} of the copying speed beside it")  # fmt: skip
+    print("CPU seconds of a round, all processes together:")
+    total = sum(r["phases_cpu_seconds"].values())
+    for phase, what in WHAT.items():
+        seconds = r["phases_cpu_seconds"].get(phase, 0.0)
+        print(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
+    print(f"  {'together':<50} {total:6.2f} s, on {os.cpu_count()} cores at least {total / (os.cpu_count() or 1):.2f} s")
+
+
+def spread(seconds: Sequence[float]) -> str:
+    return f"{median(seconds):.2f} s  (from {min(seconds):.2f} to {max(seconds):.2f}, {len(seconds)} rounds)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--params", type=float, default=100e6, metavar="N", help="parameters (default: 100e6)")
+    parser.add_argument("--learners", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
+    parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
+    parser.add_argument("--fragments", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-gloo", action="store_true", help="without the peer: saves its memory and time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    result = measure(args)
+    show(result)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""One learner process of outer_round.py: a model that does not train, and what it is told over a pipe.
+
+    "round"  change the parameters, say "ready"; at "go" take H steps, and take part until every fragment has its next
+             version; say "done"
+    "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
+    "usage"  CPU seconds, peak RSS, CPU seconds by phase, bytes both ways
+    "end"    leave
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import diloco_worker
+from diloco_common.allocator import tune_allocator
+from diloco_common.manifest import TensorSpec
+
+STEP_TOKENS = 1000
+CHANGE = 1e-3
+ROUND_S = 300.0
+POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """What a learner process needs to know."""
+
+    rank: int
+    learners: int
+    shards: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
+    steps: int
+    """H: inner steps of a round."""
+    gloo_address: str
+    """host:port of Gloo's rendezvous; empty: there is no peer."""
+
+
+class Weights(nn.Module):
+    """Parameters of given names and shapes, and nothing else."""
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for spec in tensors:
+            self.register_parameter(spec.name.replace(".", "_"), nn.Parameter(torch.empty(spec.shape).normal_(0, 0.02)))
+
+
+def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
+    """The process. Ends with "end", or with its parent."""
+    tune_allocator()
+    torch.set_num_threads(1)
+    model = Weights(spec.tensors)
+    mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.mean_merge}
+    reduced = torch.ones(sum(t.num_elements for t in spec.tensors)) if spec.gloo_address else None
+    if reduced is not None:
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://{spec.gloo_address}", rank=spec.rank, world_size=spec.learners
+        )
+    learner = diloco_worker.join(
+        spec.shards, model, learner_id=f"learner-{spec.rank}", mean_merge=mean_merge, wait_s=ROUND_S
+    )
+    with learner:
+        pipe.send("joined")
+        noise = torch.Generator().manual_seed(spec.rank)
+        while (command := pipe.recv()) != "end":
+            if command == "usage":
+                pipe.send(usage(learner))
+                continue
+            if command == "round":
+                change(model, noise)
+            pipe.send("ready")
+            pipe.recv()
+            if command == "round":
+                take_round(learner, spec.steps)
+            elif reduced is not None:
+                dist.all_reduce(reduced)
+                reduced.div_(spec.learners)
+            pipe.send("done")
+
+
+@torch.no_grad()
+def change(model: Weights, noise: torch.Generator) -> None:
+    """Stands for training: every parameter moves a little, differently for each learner."""
+    for parameter in model.parameters():
+        flat = parameter.view(-1)
+        pattern = torch.randn(min(flat.numel(), 1 << 16), generator=noise).mul_(CHANGE)
+        for start in range(0, flat.numel(), pattern.numel()):
+            part = flat[start : start + pattern.numel()]
+            part.add_(pattern[: part.numel()])
+
+
+def take_round(learner: diloco_worker.Learner, steps: int) -> None:
+    """H inner steps in no time; then take part until every fragment has its next version."""
+    assert learner.core is not None
+    fragments = learner.core.fragments.values()
+    target = 1 + min(f.version for f in fragments)
+    for _ in range(steps):
+        learner.step(STEP_TOKENS)
+    deadline = time.monotonic() + ROUND_S
+    while any(f.version < target for f in fragments):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no version {target} of every fragment within {ROUND_S:.0f} s")
+        learner.poll(POLL_S)
+
+
+def usage(learner: diloco_worker.Learner) -> dict[str, Any]:
+    """Since the process began."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    phases = {
+        sample.labels["phase"]: sample.value
+        for family in learner.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "diloco_worker_sync_seconds_total"
+    }
+    return {
+        "cpu_s": own.ru_utime + own.ru_stime,
+        "rss_bytes": own.ru_maxrss * 1024,
+        "phases_cpu_s": phases,
+        "bytes_up": learner.transfer.bytes_pushed,
+        "bytes_down": learner.transfer.bytes_pulled,
+    }
