@@ -28,6 +28,8 @@ from diloco_server.store import Store, StoredVersion
 
 TICK_S = 0.02
 """How often time passes for the core; the resolution of grace windows and leases."""
+DECISION_WAIT = 4.0
+"""How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
 BACKLOG_MAX = 4096
 """Directives that wait for a learner that does not read; more, and its stream is ended so that it comes back."""
 SAVE_RETRY_S = 1.0
@@ -84,6 +86,8 @@ class ShardHost:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="diloco-compute")
         self._streams: dict[str, ControlStream] = {}
         self._jobs: set[asyncio.Task[None]] = set()
+        self._soon: asyncio.TimerHandle | None = None  # the decision that events wait for
+        self._decision_s = 0.0  # how long the last decision took
 
     # ------------------------------------------------------------ life
 
@@ -109,6 +113,8 @@ class ShardHost:
 
     def close(self) -> None:
         """End every control stream and the compute thread."""
+        if self._soon is not None:
+            self._soon.cancel()
         for stream in self._streams.values():
             stream.end()
         self._compute.shutdown(wait=False, cancel_futures=True)
@@ -121,10 +127,25 @@ class ShardHost:
 
     def advance(self) -> None:
         """Let the core decide, and carry out what it asks for. After every event."""
+        began = time.perf_counter()
         self.shard.tick(self.clock())
+        self._decision_s = time.perf_counter() - began
         while effects := self.shard.take_effects():
             for effect in effects:
                 self._carry_out(effect)
+
+    def advance_soon(self) -> None:
+        """The same in a moment, once for all events until then: for events that come from every learner, all the time.
+
+        A decision looks at every learner and fragment, so one per event would cost the square of the learners.
+        """
+        if self._soon is None:
+            wait_s = DECISION_WAIT * self._decision_s
+            self._soon = asyncio.get_running_loop().call_later(wait_s, self._advance_now)
+
+    def _advance_now(self) -> None:
+        self._soon = None
+        self.advance()
 
     def open_stream(self, member: Member) -> ControlStream:
         """The control stream of a generation; replaces an older one of the same learner."""
@@ -178,7 +199,7 @@ class ShardHost:
     def answered(self, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         """Note the outcome of a push, and let the core go on."""
         self.observer.answered(header, answer)
-        self.advance()
+        self.advance_soon()
         return answer
 
     # ------------------------------------------------------------ effects

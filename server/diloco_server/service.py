@@ -198,7 +198,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             async for message in requests:
                 member = self._member(context)
                 shard.progress(member, rpc.progress_from_pb(message), self._host.clock())
-                self._host.advance()
+                self._host.advance_soon()
         except Refusal as refusal:
             stream.send(Evicted(refusal.code, str(refusal)))
         finally:
