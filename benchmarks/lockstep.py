@@ -208,7 +208,7 @@ class LearnerRig:
 
     def _push(self, pending: Pending) -> None:
         policy = self._core.policy
-        payload = encode_payload(pending.delta, policy.push_encoding, keep_loss=policy.error_feedback)
+        payload = pending.encode(policy.push_encoding)
         header = self._header(
             pending.fragment_id, pending.round, pending.base_version, pending.tokens, pending.steps, payload
         )

@@ -227,7 +227,7 @@ class Lockstep:
         known = learner.encoded.get(pending.fragment_id)
         if known is None or known[0] is not pending:
             policy = learner.core.policy
-            payload = encode_payload(pending.delta, policy.push_encoding, keep_loss=policy.error_feedback)
+            payload = pending.encode(policy.push_encoding)
             learner.encoded[pending.fragment_id] = known = (pending, payload)
         return known[1]
 

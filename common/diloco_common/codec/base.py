@@ -30,7 +30,7 @@ class Codec(ABC):
         """Bytes of a chunk of that many elements."""
 
     @abstractmethod
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode_values(self, values: Tensor, out: Tensor) -> None:
         """Encode a chunk: `values` (n,) float32 into `out` (num_bytes(n),) uint8, which begins at a multiple
         of 4 bytes of its storage. Waits for the device once.
 
@@ -51,6 +51,35 @@ class Codec(ABC):
 
         `start` is a multiple of BLOCK_ELEMENTS, m at most SLICE_ELEMENTS. Does not wait for the device.
         """
+
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        minus: Tensor | None = None,
+        plus: Tensor | None = None,
+        loss: Tensor | None = None,
+    ) -> None:
+        """Encode x = `values - minus + plus`, a chunk: each (n,) float32, into `out` as `encode_values` does.
+
+        `loss` (n,) float32 is set to x - decoded; it may be `values` itself. Raises NotFinite.
+        """
+        if loss is not None:
+            x = loss
+        elif minus is not None or plus is not None:
+            x = scratch("difference", torch.float32, values.numel(), values.device)
+        else:
+            x = values
+        if minus is not None:
+            torch.sub(values, minus, out=x)
+        elif x.data_ptr() != values.data_ptr():
+            x.copy_(values)
+        if plus is not None:
+            x.add_(plus)
+        self.encode_values(x, out)
+        if loss is not None:
+            self.accumulate(out, loss, weight=-1.0)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.

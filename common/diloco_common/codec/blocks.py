@@ -54,7 +54,7 @@ class BlockCodec(Codec):
     def num_bytes(self, num_elements: int) -> int:
         return 4 * num_blocks(num_elements) + self.num_code_bytes(num_elements)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode_values(self, values: Tensor, out: Tensor) -> None:
         num_elements, device = values.numel(), values.device
         self._check_size(out, num_elements)
         scales, codes = _split(out, num_elements)

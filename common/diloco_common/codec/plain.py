@@ -27,7 +27,7 @@ class PlainCodec(Codec):
     def num_bytes(self, num_elements: int) -> int:
         return self.dtype.itemsize * num_elements
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode_values(self, values: Tensor, out: Tensor) -> None:
         self._check_size(out, values.numel())
         least, greatest = torch.aminmax(values)
         absmax = torch.maximum(least.neg(), greatest).item()  # waits for the device; NaN if there is one
