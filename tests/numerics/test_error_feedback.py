@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from builders import decoded, random_values
-from diloco_common.codec import encode_payload
 from diloco_common.errors import NormTooLarge
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer
