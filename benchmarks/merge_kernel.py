@@ -10,8 +10,8 @@ import time
 from statistics import median
 
 import torch
-from ceilings import Memory
 
+from ceilings import Memory
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import OuterSettings
@@ -32,7 +32,7 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     contributions = []
     for i in range(learners):
         payload = encode_payload(torch.randn(fragment.num_elements).mul_(1e-3), push)
-        norms = piece_norms(payload, fragment.pieces, workspace)
+        norms = piece_norms(payload, fragment.pieces)
         contributions.append(Contribution(f"learner-{i}", i + 1, 0, 1, 0, 1000, 10, payload, norms))
     optimizer = make_outer_optimizer(OuterSettings())
     theta = torch.randn(fragment.num_elements)

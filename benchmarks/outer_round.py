@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,10 +31,11 @@ from statistics import median
 from typing import Any
 
 import torch
+
 from ceilings import Memory, loopback_bytes_per_s
+from light_learners import ShardProcess, running_shard, tensors_of
 from merge_kernel import measure_merge
 from outer_round_learner import LearnerSpec, run_learner
-from light_learners import ShardProcess, running_shard, tensors_of
 
 JOIN_S = 600.0
 FP32_BYTES = 4
@@ -84,10 +85,8 @@ class Learners:
 
     def _end(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            try:
+            with suppress(OSError):
                 pipe.send("end")
-            except OSError:
-                pass
             process.join(10.0)
             if process.is_alive():
                 process.kill()
@@ -213,34 +212,47 @@ WHAT = {
 
 
 def show(r: dict[str, Any]) -> None:
-    print(
-        f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards, "
-        f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}"
-    )
-    print(f"a round           {spread(r['seconds'])}")
-    if r["ratio_to_gloo"] is not None:
-        print(f"Gloo all-reduce   {spread(r['gloo_seconds'])}")
-        print(f"ratio             {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
     up, down = r["bytes_up_per_param"], r["bytes_down_per_param"]
-    print(f"bytes per parameter and learner   up {up:.2f}, down {down:.2f}, together {up + down:.2f}")
-    print(
-        f"  per step at H = {r['fragments']}: {100 * r['share_of_data_parallel_per_step']:.1f} % of float32 data-parallel"
+    share = 100 * r["share_of_data_parallel_per_step"]
+    line(
+        f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards,",
+        f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}",
     )
-    print(f"CPU seconds a round               learner {r['learner_cpu_seconds']:.2f}, shard {r['shard_cpu_seconds']:.2f}")
-    print(f"peak RSS                          learner {max(r['learner_rss_bytes']) / 1e6:.0f} MB, shard "
-          f"{max(r['shard_rss_bytes']) / 1e6:.0f} MB: {r['shard_bytes_per_param']:.1f} bytes per parameter that it owns,"
-          " beyond open contributions and an idle shard")  # fmt: skip
-    print(f"memory copy {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written), "
-          f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
-    print(f"merge, outer step and encoding of {r['learners']} contributions, one thread alone: "
-          f"{r['merge_bytes_per_s'] / 1e9:.1f} GB/s of the {r['merge_bytes_per_param']:.1f} bytes per parameter that it must "
-          f"touch, {r['merge_fraction_of_memory_bandwidth']:.2f} of the copying speed beside it")  # fmt: skip
-    print("CPU seconds of a round, all processes together:")
+    line(f"a round          {spread(r['seconds'])}")
+    if r["ratio_to_gloo"] is not None:
+        line(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
+        line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
+    line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
+    line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
+    line(f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard")
+    line(
+        f"peak RSS         {max(r['learner_rss_bytes']) / 1e6:.0f} MB a learner, {max(r['shard_rss_bytes']) / 1e6:.0f} MB",
+        f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
+    )
+    line("                 it owns, beyond open contributions and what it takes when idle")
+    line(
+        f"ceilings         copying memory {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written),",
+        f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s",
+    )
+    line(
+        f"merge            {r['merge_bytes_per_s'] / 1e9:.1f} GB/s of the {r['merge_bytes_per_param']:.1f} bytes per",
+        f"parameter that merging {r['learners']} contributions, the outer",
+    )
+    line(
+        "                 step and encoding must touch, on one thread alone:",
+        f"{r['merge_fraction_of_memory_bandwidth']:.2f} of copying speed",
+    )
+    line("CPU seconds of a round, all processes together:")
     total = sum(r["phases_cpu_seconds"].values())
     for phase, what in WHAT.items():
         seconds = r["phases_cpu_seconds"].get(phase, 0.0)
-        print(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
-    print(f"  {'together':<50} {total:6.2f} s, on {os.cpu_count()} cores at least {total / (os.cpu_count() or 1):.2f} s")
+        line(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
+    cores = os.cpu_count() or 1
+    line(f"  {'together':<50} {total:6.2f} s, so on {cores} cores at least {total / cores:.2f} s")
+
+
+def line(*parts: str) -> None:
+    print(*parts)
 
 
 def spread(seconds: Sequence[float]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from diloco_common.codec import Payload
+from diloco_common.codec import Payload, encode_payload
 from diloco_common.logs import Log
 from diloco_common.messages import Directive, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
@@ -152,7 +152,7 @@ class ShardHost:
     async def inspect(self, header: PushHeader, payload: Payload) -> tuple[float, ...]:
         """Norms of the pieces that a payload holds. Raises BadEncoding."""
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
-        return await self.compute("inspect", lambda: piece_norms(payload, pieces, self._workspace))
+        return await self.compute("inspect", lambda: piece_norms(payload, pieces))
 
     async def encode(self, fragment_id: int, encoding: str) -> tuple[int, Payload]:
         """The latest version in an encoding other than the run's: encoded for this caller alone."""
@@ -161,7 +161,7 @@ class ShardHost:
             await asyncio.sleep(TICK_S)
         values, version = state.values, state.version
         assert values is not None
-        return version, await self.compute("encode", lambda: arithmetic.publish(values, encoding))
+        return version, await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic on the compute thread, in the order of the calls."""
@@ -211,7 +211,7 @@ class ShardHost:
         encoding = self.settings.sync.pull
         state = self.shard.fragments[effect.fragment_id]
 
-        def work() -> tuple[arithmetic.Values, Payload]:
+        def work() -> tuple[arithmetic.Values, arithmetic.Published]:
             values = arithmetic.seed(effect.payload, self._outer)
             return values, arithmetic.publish(values, encoding)
 
@@ -229,17 +229,17 @@ class ShardHost:
         """Make the next version of a fragment from a closed round."""
         state = self.shard.fragments[effect.fragment_id]
         sync = self.settings.sync
-        values = state.values
+        values, before = state.values, state.published
         assert values is not None
 
-        def work() -> tuple[Payload, float]:
+        def work() -> tuple[arithmetic.Published, float]:
             began = time.perf_counter()
             arithmetic.step(
                 values, state.fragment, effect.contributions,
                 outer_step=effect.version, rule=sync.merge, optimizer=self._outer, workspace=self._workspace,
             )  # fmt: skip
             merged_s = time.perf_counter() - began
-            return arithmetic.publish(values, sync.pull), merged_s
+            return arithmetic.publish(values, sync.pull, before), merged_s
 
         published, merged_s = await self.compute("merge", work)
         self.metrics.merged(merged_s)
