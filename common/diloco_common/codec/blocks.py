@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.base import BLOCK_ELEMENTS, Codec, difference, refuse_non_finite
+from diloco_common.codec.native import Kernels, kernels
 from diloco_common.codec.scratch import scratch, slices
 from diloco_common.errors import BadEncoding
-from diloco_common.codec.native import Kernels, kernels
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # 2^-126, the smallest normal number
 
