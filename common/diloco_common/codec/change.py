@@ -16,7 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco_common.codec.payload import Payload, PayloadHeader, decode_chunk, decode_payload
+from diloco_common.codec.payload import (
+    Payload,
+    PayloadHeader,
+    check_chunk_sizes,
+    check_layout,
+    decode_chunk,
+    decode_payload,
+)
 from diloco_common.codec.plain import BFLOAT16_MAX
 from diloco_common.codec.receiver import Checksum
 from diloco_common.codec.registry import get_codec
@@ -77,13 +84,18 @@ def decode_version(payload: Payload, base: Tensor | None, out: Tensor) -> None:
         decode_payload(payload, out)
         return
     header = payload.header
-    if base.numel() != header.num_elements:
-        raise BadSize(f"the change has {header.num_elements} elements, the anchor {base.numel()}")
-    decode_payload(payload, out)
-    for part in slices(out.numel()):
-        rounded = scratch("change: after", torch.bfloat16, part.stop - part.start, out.device)
-        _add_rounded(base[part], out[part], rounded)
-        out[part].copy_(rounded)
+    if not base.numel() == out.numel() == header.num_elements:
+        raise BadSize(f"the change has {header.num_elements} elements, the anchor {base.numel()}, `out` {out.numel()}")
+    check_layout(header)
+    check_chunk_sizes(payload)
+    for index, data in enumerate(payload.chunks):  # a chunk is still in the cache when the anchor is added to it
+        bound = header.chunk_slice(index)
+        before, chunk = base[bound], out[bound]
+        decode_chunk(header, index, data, chunk)
+        for part in slices(chunk.numel()):
+            rounded = scratch("change: after", torch.bfloat16, part.stop - part.start, out.device)
+            _add_rounded(before[part], chunk[part], rounded)
+            chunk[part].copy_(rounded)
 
 
 def _add_rounded(base: Tensor, decoded: Tensor, out: Tensor) -> None:
