@@ -7,8 +7,8 @@
 Real shard and learner processes on loopback. A round: every learner snapshots, encodes and pushes all fragments, the
 shards merge and step, every learner pulls, decodes and applies. In the same run, round by round in turn: the same
 number of float32 parameters all-reduced by torch.distributed with Gloo among the same learner processes, and the
-machine's ceilings. The first round of each is not counted. Needs Linux; memory: about 24 bytes per parameter and
-learner.
+machine's ceilings. The first rounds of each, in which memory is faulted in, are not counted. Needs Linux; memory: about
+36 bytes per parameter and learner.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from typing import Any
 import torch
 
 from ceilings import Memory, loopback_bytes_per_s
+from diloco_common.allocator import tune_allocator
 from light_learners import ShardProcess, running_shard, tensors_of
 from merge_kernel import measure_merge
 from outer_round_learner import LearnerSpec, run_learner
 
 JOIN_S = 600.0
 FP32_BYTES = 4
+WARM_UP = 2
 
 
 class Learners:
@@ -151,15 +153,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         usage = Usage(learners, shards)
         memory = Memory()
         ours_s, gloo_s, memory_bps, loopback_bps = [], [], [], []
-        for i in range(args.rounds + 1):
-            seconds = usage.during(lambda: learners.timed("round")) if i else learners.timed("round")
+        for i in range(-WARM_UP, args.rounds):
+            seconds = usage.during(lambda: learners.timed("round")) if i >= 0 else learners.timed("round")
             peer_s = 0.0 if args.no_gloo else learners.timed("gloo")
-            if i:
+            if i >= 0:
                 ours_s.append(seconds)
                 gloo_s.append(peer_s)
                 memory_bps.append(memory.bytes_per_s())
                 loopback_bps.append(loopback_bytes_per_s())
-            say(f"round {i} of {args.rounds}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
+            which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
+            say(f"{which}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
         rss = [shard.rss_bytes("VmHWM") for shard in shards]
         learner_rss = [u["rss_bytes"] for u in learners.usage()]
     merge = measure_merge(args.learners, args.push, args.pull)
@@ -225,8 +228,9 @@ def show(r: dict[str, Any]) -> None:
     line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
     line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
     line(f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard")
+    learner_mb, shard_mb = max(r["learner_rss_bytes"]) / 1e6, max(r["shard_rss_bytes"]) / 1e6
     line(
-        f"peak RSS         {max(r['learner_rss_bytes']) / 1e6:.0f} MB a learner, {max(r['shard_rss_bytes']) / 1e6:.0f} MB",
+        f"peak RSS         {learner_mb:.0f} MB a learner, {shard_mb:.0f} MB",
         f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
     )
     line("                 it owns, beyond open contributions and what it takes when idle")
@@ -271,6 +275,7 @@ def main() -> int:
     parser.add_argument("--no-gloo", action="store_true", help="without the peer: saves its memory and time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
+    tune_allocator()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     result = measure(args)
