@@ -114,7 +114,7 @@ class ShardRig:
         member = self.shard.check(learner.learner_id, learner.generations[self], EPOCH)
         answer = self.shard.admit(member, header)
         if answer is None:
-            norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces, self._workspace)
+            norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
             answer = self.shard.contribute(member, header, payload, norms, now)
         self.advance()
         return answer
@@ -210,7 +210,7 @@ class LearnerRig:
 
     def _push(self, pending: Pending) -> None:
         policy = self._core.policy
-        payload = encode_payload(pending.delta, policy.push_encoding, keep_loss=policy.error_feedback)
+        payload = pending.encode(policy.push_encoding)
         header = self._header(
             pending.fragment_id, pending.round, pending.base_version, pending.tokens, pending.steps, payload
         )

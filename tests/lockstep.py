@@ -88,7 +88,7 @@ class ShardShell:
         answer = self.shard.admit(member, header)
         if answer is None:
             try:
-                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces, self._workspace)
+                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
             except Refusal as refusal:
                 answer = self.shard.reject(member, header, refusal)
             else:
@@ -238,7 +238,7 @@ class Lockstep:
         known = learner.encoded.get(pending.fragment_id)
         if known is None or known[0] is not pending:
             policy = learner.core.policy
-            payload = encode_payload(pending.delta, policy.push_encoding, keep_loss=policy.error_feedback)
+            payload = pending.encode(policy.push_encoding)
             learner.encoded[pending.fragment_id] = known = (pending, payload)
         return known[1]
 

@@ -173,7 +173,7 @@ class ShardHost:
     async def inspect(self, header: PushHeader, payload: Payload) -> tuple[float, ...]:
         """Norms of the pieces that a payload holds. Raises BadEncoding."""
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
-        return await self.compute("inspect", lambda: piece_norms(payload, pieces, self._workspace))
+        return await self.compute("inspect", lambda: piece_norms(payload, pieces))
 
     async def encode(self, fragment_id: int, encoding: str) -> tuple[int, Payload]:
         """The latest version in an encoding other than the run's: encoded for this caller alone."""

@@ -177,7 +177,7 @@ def contribution_is_what_was_trained(truth: Truth, origin: Origin, pending: Pend
     residual = truth.residuals.get((origin.instance, origin.fragment_id))
     if residual is not None:
         expected += residual
-    off = float((pending.delta - expected).abs_().max())
+    off = float((pending.delta() - expected).abs_().max())
     if not off <= TOLERANCE:
         raise Violation("contribution_is_what_was_trained", f"{_name(origin)} is off by {off:.3f}")
 

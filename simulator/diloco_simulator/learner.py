@@ -241,7 +241,7 @@ class SimulatedLearner:
         start = self._base(self._core.fragments[pending.fragment_id])
         origin = Origin(
             self.learner_id, self.instance, pending.fragment_id, pending.round, pending.epoch, start,
-            start + pending.tokens, pending.delta.clone(),
+            start + pending.tokens, pending.delta(),
         )  # fmt: skip
         self.unresolved[pending.fragment_id] = origin
         self._origins[id(pending)] = (pending, origin)

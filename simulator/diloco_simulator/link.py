@@ -294,7 +294,7 @@ class ShardLink:
         await self._codec()
         known = self._encoded.get(pending.fragment_id)
         if known is None or known[0] is not pending:
-            payload = encode_payload(pending.delta, self._policy.push_encoding, keep_loss=self._policy.error_feedback)
+            payload = pending.encode(self._policy.push_encoding)
             self._c.encoded(pending, payload)
             known = (pending, payload)
             self._encoded[pending.fragment_id] = known

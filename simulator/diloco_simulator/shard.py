@@ -253,7 +253,7 @@ class SimulatedShard:
     def _take_bytes(self, request: PushRequest, respond: Respond) -> None:
         try:
             pieces = self.core.owned(request.header.fragment_id).fragment.pieces
-            norms = piece_norms(request.payload, pieces, self._workspace)
+            norms = piece_norms(request.payload, pieces)
             member = self._member(request)  # the lease may have ended while the bytes came
             answer = self.core.contribute(member, request.header, request.payload, norms, self.process.timeline.now)
         except Refusal as refusal:

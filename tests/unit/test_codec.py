@@ -143,7 +143,7 @@ def test_the_largest_numbers_do_not_overflow(encoding: str, value: float) -> Non
 def test_a_block_too_small_for_a_scale_becomes_zeros_and_all_of_it_is_residual(encoding: str, absmax: float) -> None:
     values = torch.tensor([absmax, -absmax, 0.0])
     meant = values.clone()
-    payload = encode_payload(values, encoding, keep_loss=True)
+    payload = encode_payload(values, encoding, loss=values)
     assert payload.chunks[0][:4] == struct.pack("<f", 1.0)
     assert torch.equal(decoded(payload), torch.zeros(3))
     assert torch.equal(values, meant)
@@ -240,7 +240,7 @@ def test_parameters_and_inference_mode_are_no_obstacle(encoding: str) -> None:
             first = encode_payload(x, encoding)
         parameter = torch.nn.Parameter(x.clone())
         decode_payload(first, parameter.data)
-        assert encode_payload(torch.nn.Parameter(x.clone()), encoding, keep_loss=True) == first
+        assert encode_payload(torch.nn.Parameter(x.clone()), encoding, loss=torch.empty_like(x)) == first
         return first
 
     with ThreadPoolExecutor(1) as pool:
@@ -252,7 +252,7 @@ def test_parameters_and_inference_mode_are_no_obstacle(encoding: str) -> None:
 def test_a_device_makes_the_same_payload_as_any_other(encoding: str, device: str) -> None:
     x = gaussian(SLICE_ELEMENTS + 777)
     on_device = x.to(device, copy=True)
-    payload = encode_payload(on_device, encoding, keep_loss=True)
+    payload = encode_payload(on_device, encoding, loss=on_device)
     assert payload == encode_payload(x, encoding)
     out = torch.empty_like(on_device)
     decode_payload(payload, out)
@@ -278,7 +278,7 @@ def test_decoding_bytes_warns_of_nothing() -> None:
 def test_the_loss_is_what_the_receiver_does_not_get(encoding: str, values: list[float]) -> None:
     x = torch.tensor(values)
     loss = x.clone()
-    payload = encode_payload(loss, encoding, chunk_elements=256, keep_loss=True)
+    payload = encode_payload(loss, encoding, chunk_elements=256, loss=loss)
     assert torch.equal(loss, x - decoded(payload))
 
 
@@ -302,7 +302,7 @@ def test_over_many_rounds_nothing_that_was_meant_is_lost(encoding: str, most: fl
         delta = gaussian(num_elements, seed=step) * (1.0 + step % 7)
         meant += delta
         residual += delta
-        arrived += decoded(encode_payload(residual, encoding, chunk_elements=512, keep_loss=True))
+        arrived += decoded(encode_payload(residual, encoding, chunk_elements=512, loss=residual))
     torch.testing.assert_close(arrived + residual, meant, rtol=0, atol=1e-4)
     # The residual does not grow with the rounds: it stays in the order of one contribution's error, or of those
     # contributions that a sparse encoding takes until it has sent every element.
@@ -319,7 +319,7 @@ def test_an_encoder_refuses_values_that_are_not_finite_and_leaves_them(encoding:
     x[700] = value
     before = x.clone()
     with pytest.raises(NotFinite, match=r"elements from 512: element 188 of 256 is -?(nan|inf)"):
-        encode_payload(x, encoding, chunk_elements=256, keep_loss=True)
+        encode_payload(x, encoding, chunk_elements=256)
     assert torch.equal(x.view(torch.int32), before.view(torch.int32))
 
 

@@ -103,7 +103,7 @@ def test_two_magnitudes_come_back_exactly() -> None:
 def test_levels_too_small_for_a_normal_number_are_written_as_zero_and_stay_residual() -> None:
     values = torch.tensor([1.0] + [2.0**-130] * 127)
     meant = values.clone()
-    payload = encode_payload(values, NAME, keep_loss=True)
+    payload = encode_payload(values, NAME, loss=values)
     assert struct.unpack("<2f", payload.chunks[0][:8]) == (0.0, 1.0)
     assert decoded(payload).tolist() == [1.0] + [0.0] * 127
     assert torch.equal(values[1:], meant[1:])
@@ -126,7 +126,7 @@ def test_what_is_always_small_is_sent_in_the_end() -> None:
     rounds = 400
     for _ in range(rounds):
         residual += delta
-        arrived += decoded(encode_payload(residual, NAME, keep_loss=True))
+        arrived += decoded(encode_payload(residual, NAME, loss=residual))
     torch.testing.assert_close(arrived + residual, rounds * delta.double(), rtol=1e-5, atol=0)
     assert float((arrived / (rounds * delta)).min()) > 0.5
 

@@ -64,7 +64,7 @@ class Rig:
 
     def next_delta(self, round_number: int) -> float:
         (pending,) = self.asked(round_number)
-        return float(pending.delta[0])
+        return float(pending.delta()[0])
 
 
 # ------------------------------------------------------------------ the first version
@@ -102,7 +102,7 @@ def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> 
     rig.trains(by=1.0, tokens=5)
     rig.trains(by=1.0, tokens=7)
     (pending,) = rig.asked(4)
-    assert pending.delta.tolist() == [-2.0, -2.0]
+    assert pending.delta().tolist() == [-2.0, -2.0]
     assert (pending.round, pending.base_version, pending.epoch) == (4, 3, EPOCH)
     assert (pending.tokens, pending.steps) == (12, 2)
     assert rig.core.unmerged == 1
@@ -241,7 +241,7 @@ def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it(
     rig.trains(by=1.0)
     rig.arrives(1, 20.0)
     assert rig.theta == 23.0
-    assert pending.delta.tolist() == [-2.0, -2.0]
+    assert pending.delta().tolist() == [-2.0, -2.0]
     assert rig.core.unmerged == 1
     rig.arrives(2, 22.0, merged=2)  # version 1 and the contribution
     assert rig.theta == 23.0, "22 + the one step after the snapshot"
@@ -273,7 +273,7 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
         core.stepped(1)
         core.collect(Collect(0, 1), EPOCH)
         (pending,) = core.snapshots()
-        assert pending.delta.dtype == torch.float32
+        assert pending.delta().dtype == torch.float32
         core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
     assert model.weight.tolist() == [[3.0] * 3 if on_commit == "blend" else [4.0] * 3]
 
@@ -299,7 +299,7 @@ def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer
     assert rig.core.tokens_carried == 5
     rig.trains(by=1.0)
     (pending,) = rig.asked(1)
-    assert (pending.delta.tolist(), pending.tokens, pending.steps) == ([-3.0, -3.0], 10, 2)
+    assert (pending.delta().tolist(), pending.tokens, pending.steps) == ([-3.0, -3.0], 10, 2)
 
 
 @pytest.mark.parametrize("answer", [ACCEPTED, DUPLICATE])
@@ -372,7 +372,7 @@ def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
     rig = Rig()
     rig.trains(by=2.0)
     (pending,) = rig.asked(1)
-    pending.delta.fill_(0.5)  # the encoder leaves its loss here
+    pending.loss.fill_(0.5)  # the encoder leaves its loss here
     rig.answered(1, answer)
     rig.arrives(1, 12.0, merged=1 if merged else 0)
     rig.trains(by=0.0)
@@ -384,7 +384,7 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
     rig.fragment._error_feedback = False
     rig.trains(by=2.0)
     (pending,) = rig.asked(1)
-    pending.delta.fill_(0.5)
+    assert pending.loss is None
     rig.arrives(1, 12.0, merged=1)
     rig.trains(by=0.0)
     assert rig.next_delta(2) == 0.0

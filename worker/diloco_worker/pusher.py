@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import grpc
 from torch import Tensor
 
 from diloco_common import rpc
-from diloco_common.codec import CHUNK_ELEMENTS, Payload, PayloadHeader
+from diloco_common.codec import CHUNK_ELEMENTS, Payload, PayloadHeader, encode_payload
 from diloco_common.errors import NotFinite
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -88,12 +89,12 @@ class Pusher:
             c.inbox.put(Answered(pending.fragment_id, pending.round, answer))
 
     async def _payload(self, pending: Pending) -> Payload:
-        """The encoded contribution; encoded once, since encoding leaves the loss in `delta`. Raises NotFinite."""
+        """The encoded contribution; encoded once. Raises NotFinite."""
         policy, transfer = self._session.policy, self._session.context.transfer
         assert policy is not None
         known = self._encoded.get(pending.fragment_id)
         if known is None or known[0] is not pending:
-            encoding = transfer.encode(pending.delta, policy.push_encoding, keep_loss=policy.error_feedback)
+            encoding = transfer.encode(partial(pending.encode, policy.push_encoding))
             known = (pending, asyncio.create_task(encoding))
             self._encoded[pending.fragment_id] = known
         return await known[1]
@@ -102,7 +103,7 @@ class Pusher:
         """What goes with the word that there is nothing to merge."""
         assert self._session.policy is not None
         encoding = self._session.policy.push_encoding
-        return Payload(PayloadHeader(encoding, pending.delta.numel(), CHUNK_ELEMENTS, 0, 0), ())
+        return Payload(PayloadHeader(encoding, pending.snapshot.numel(), CHUNK_ELEMENTS, 0, 0), ())
 
     def _header(self, pending: Pending, payload: Payload, *, not_finite: bool = False) -> PushHeader:
         assert self._session.manifest is not None
@@ -120,7 +121,7 @@ class Pusher:
             if self._is_announced(fragment_id):  # another learner was first
                 return
             try:
-                payload = await session.context.transfer.encode(values, SEED_ENCODING, keep_loss=False)
+                payload = await session.context.transfer.encode(partial(encode_payload, values, SEED_ENCODING))
             except NotFinite as error:  # nobody could train on it, and without a seed all would wait
                 refusal = NotFinite(f"this model cannot seed fragment {fragment_id}: {error}")
                 session.context.inbox.put(Failed(refusal))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_common import rpc
-from diloco_common.codec import Payload, PayloadReceiver, encode_payload
+from diloco_common.codec import Payload, PayloadReceiver
 from diloco_common.codec.change import decode_version
 from diloco_common.errors import BadRequest
 from diloco_common.messages import PushAnswer, PushHeader
@@ -42,12 +42,12 @@ class Transfer:
     def close(self) -> None:
         self._codec.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, values: Tensor, encoding: str, *, keep_loss: bool) -> Payload:
-        """Encode a flat fragment; with `keep_loss`, `values` becomes what was lost. Raises NotFinite."""
+    async def encode(self, encode: Callable[[], Payload]) -> Payload:
+        """Encode on the codec thread. Raises NotFinite."""
 
         def work() -> Payload:
             began, cpu_began = time.perf_counter(), time.thread_time()
-            payload = encode_payload(values, encoding, keep_loss=keep_loss)
+            payload = encode()
             self._metrics.encoded(time.perf_counter() - began)
             self._metrics.computed("encode", time.thread_time() - cpu_began)
             return payload

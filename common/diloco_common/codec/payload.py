@@ -105,38 +105,45 @@ def check_layout(header: PayloadHeader) -> None:
 
 @torch.no_grad()
 def encode_payload(
-    values: Tensor, encoding: str, *, chunk_elements: int = CHUNK_ELEMENTS, keep_loss: bool = False
+    values: Tensor,
+    encoding: str,
+    *,
+    minus: Tensor | None = None,
+    plus: Tensor | None = None,
+    loss: Tensor | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Payload:
-    """Encode a fragment: `values` (n,) float32, contiguous, n >= 1, on any device.
+    """Encode x = `values - minus + plus`, a fragment: all (n,) float32, contiguous, n >= 1, on one device.
 
-    With `keep_loss`, `values` is overwritten by what the encoding lost, `values - decoded`, where `decoded`
-    is bit for bit what `decode_payload` gives: the residual that error feedback adds to the next
-    contribution.
+    `loss` (n,) float32 is set to what the encoding lost, `x - decoded`, where `decoded` is bit for bit what
+    `decode_payload` gives: the residual that error feedback adds to the next contribution. It may be `values` itself.
 
-    Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if a value is NaN or infinite; `values` is
-    then unchanged.
+    Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; what `loss`
+    holds is then of no use.
     """
-    _check_flat(values)
+    for tensor in (values, minus, plus, loss):
+        if tensor is not None:
+            _check_flat(tensor)
     _check_chunk_elements(chunk_elements)
     codec = get_codec(encoding)
     num_elements = values.numel()
-    bounds = [
-        slice(start, min(start + chunk_elements, num_elements)) for start in range(0, num_elements, chunk_elements)
-    ]
     chunks, crc32c = [], 0
-    for bound in bounds:
-        num_bytes = codec.num_bytes(bound.stop - bound.start)
-        encoded = scratch("encoded", torch.uint8, num_bytes, values.device)
+    for start in range(0, num_elements, chunk_elements):
+        bound = slice(start, min(start + chunk_elements, num_elements))
+        encoded = scratch("encoded", torch.uint8, codec.num_bytes(bound.stop - start), values.device)
         try:
-            codec.encode(values[bound], encoded)
+            codec.encode(
+                values[bound],
+                encoded,
+                minus=None if minus is None else minus[bound],
+                plus=None if plus is None else plus[bound],
+                loss=None if loss is None else loss[bound],
+            )
         except NotFinite as error:
-            raise NotFinite(f"elements from {bound.start}: {error}") from None
+            raise NotFinite(f"elements from {start}: {error}") from None
         chunk = encoded.cpu().numpy().tobytes()
         crc32c = google_crc32c.extend(crc32c, chunk)
         chunks.append(chunk)
-    if keep_loss:  # Only now that every chunk is known to be finite.
-        for bound, chunk in zip(bounds, chunks, strict=True):
-            codec.accumulate(_as_tensor(chunk, values.device), values[bound], weight=-1.0)
     header = PayloadHeader(codec.name, num_elements, chunk_elements, sum(map(len, chunks)), crc32c)
     return Payload(header, tuple(chunks))
 
@@ -170,7 +177,16 @@ def decode_chunk(header: PayloadHeader, index: int, data: bytes, out_slice: Tens
         raise BadSize(f"chunk {index} has {bounds.stop - bounds.start} elements, `out_slice` {out_slice.numel()}")
     check_chunk_size(header, index, data)
     try:
-        get_codec(header.encoding).decode(_as_tensor(data, out_slice.device), out_slice)
+        get_codec(header.encoding).decode(as_tensor(data, out_slice.device), out_slice)
+    except BadEncoding as error:
+        raise BadEncoding(f"chunk {index}: {error}") from None
+
+
+def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
+    """Look whether chunk `index`, as uint8, can be decoded. Raises BadSize, and BadEncoding with chunk and block."""
+    bounds = header.chunk_slice(index)
+    try:
+        get_codec(header.encoding).check(data, bounds.stop - bounds.start)
     except BadEncoding as error:
         raise BadEncoding(f"chunk {index}: {error}") from None
 
@@ -205,7 +221,7 @@ def _check_flat(values: Tensor) -> None:
         )
 
 
-def _as_tensor(data: bytes, device: torch.device) -> Tensor:
+def as_tensor(data: bytes, device: torch.device | str = "cpu") -> Tensor:
     """View bytes as a uint8 tensor, without a copy on a CPU. Only ever read from."""
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 

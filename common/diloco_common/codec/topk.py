@@ -57,7 +57,7 @@ class TopK(Codec):
         num_kept = _num_kept(num_elements)
         return 8 * _num_blocks(num_elements) + _num_index_bytes(num_kept) + _num_code_bytes(num_kept)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode_values(self, values: Tensor, out: Tensor) -> None:
         num_elements, device = values.numel(), values.device
         self._check_size(out, num_elements)
         levels, index_bytes, code_bytes = _split(out, num_elements)

@@ -2,8 +2,8 @@
 
     anchor      decoded value of the version applied last
     snapshot    theta when the contribution was taken
-    delta       anchor - snapshot + residual: what is meant to be sent; encoding turns it into what was lost
     residual    what encoders lost of contributions that were merged (error feedback)
+    loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way
 
 A contribution is pending until a version tells whether it was merged. Merged: its loss becomes the residual. Not
 merged: the fragment is as if it had not been pushed, and the work is in the next contribution.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import Fragment
 from diloco_worker.core.replica import Replica
 
@@ -30,14 +31,37 @@ class Pending:
     base_version: int
     tokens: int
     steps: int
+    anchor: Tensor
+    """float32 [num_elements], of the base version."""
     snapshot: Tensor
     """float32 [num_elements]."""
-    delta: Tensor
-    """float32 [num_elements]; belongs to the encoder once handed out, which leaves in it what it lost."""
+    residual: Tensor | None
+    """float32 [num_elements], of the contributions before."""
+    loss: Tensor | None
+    """float32 [num_elements]: set by `encode`. None: there is no error feedback."""
+    reference: Tensor | None = None
+    """Where a version of an earlier round came in between: the snapshot, moved along with it."""
     pushes_open: int = 0
     """How often it was handed out for pushing and not answered yet."""
     accepted: bool = False
     """Whether a shard has taken it: then only a version can tell that it was not merged."""
+
+    @property
+    def progress_since(self) -> Tensor:
+        """What local progress since the snapshot is counted from: float32 [num_elements]."""
+        return self.snapshot if self.reference is None else self.reference
+
+    def delta(self) -> Tensor:
+        """What is meant to be sent, anchor - snapshot + residual: float32 [num_elements]."""
+        delta = torch.sub(self.anchor, self.snapshot)
+        return delta if self.residual is None else delta.add_(self.residual)
+
+    def encode(self, encoding: str) -> Payload:
+        """The pseudo-gradient, with what error feedback adds. Leaves in `loss` what the encoding lost of it.
+
+        Raises NotFinite.
+        """
+        return encode_payload(self.anchor, encoding, minus=self.snapshot, plus=self.residual, loss=self.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +109,11 @@ class LearnerFragment:
         assert self.pending is None
         snapshot = self._empty()
         self._replica.read(self.fragment, snapshot)
-        delta = torch.sub(self.anchor, snapshot)
-        if self._residual is not None:
-            delta.add_(self._residual)
         self.wanted = None
         self.pending = Pending(
             self.fragment.fragment_id, round_number, self.epoch, self.version,
-            tokens - self._base_tokens, steps - self._base_steps, snapshot, delta,
+            tokens - self._base_tokens, steps - self._base_steps, self.anchor, snapshot, self._residual,
+            self._empty() if self._error_feedback else None,
         )  # fmt: skip
         return self.pending
 
@@ -113,12 +135,12 @@ class LearnerFragment:
         assert self.anchor is not None
         if merged:
             assert self.pending is not None
-            self._replica.rebase(self.fragment, values, self.pending.snapshot)
+            self._replica.rebase(self.fragment, values, self.pending.progress_since)
             self._settle(self.pending)
         else:
             self._replica.rebase(self.fragment, values, self.anchor)
             if self.pending is not None:  # of a later round: its snapshot moves along
-                self.pending.snapshot.sub_(self.anchor).add_(values)
+                self.pending.reference = torch.sub(self.pending.progress_since, self.anchor).add_(values)
         self._advance(values, version, epoch)
 
     def overwrite(
@@ -141,7 +163,7 @@ class LearnerFragment:
 
     def _settle(self, pending: Pending) -> None:
         """The pending contribution is part of the model now."""
-        self._residual = pending.delta if self._error_feedback else None
+        self._residual = pending.loss
         self._restart_counters(self._base_tokens + pending.tokens, self._base_steps + pending.steps)
         self.pending = None
 
