@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import socket
 import time
 from typing import Any
 
@@ -50,10 +51,23 @@ class TimedFedAvg(flwr.server.strategy.FedAvg):
 
 def client(address: str) -> None:
     logging.disable(logging.WARNING)
+    _wait_until_served(address)
     flwr.client.start_client(
         server_address=address, client=TrainsNothing().to_client(), insecure=True, max_wait_time=SYNC_S,
         grpc_max_message_length=MESSAGE_BYTES_MAX,
     )  # fmt: skip
+
+
+def _wait_until_served(address: str) -> None:
+    """Flower's client gives up at once where nobody listens yet."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + SYNC_S
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=1.0).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, f"no server at {address}"
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

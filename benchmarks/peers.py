@@ -83,6 +83,8 @@ def measure(peer: Peer, venvs: Path | None, params: int, learners: int, rounds: 
                 out, _ = process.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 return Outcome(peer.name, "too slow", version, what=f"ended after {limit_s:.0f} s")
+        if process.returncode == -signal.SIGKILL:
+            return Outcome(peer.name, "failed", version, what="killed, as the kernel does when memory is short")
         if process.returncode != 0:
             err.seek(0)
             last = [line for line in err.read().splitlines() if line.strip()][-1:]
