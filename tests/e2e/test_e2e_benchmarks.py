@@ -40,6 +40,24 @@ def test_growth_measures_the_first_case_of_every_sweep_and_draws_them(tmp_path: 
     assert "per contribution" in again.stdout
 
 
+def test_an_outer_round_is_measured_with_its_floor_and_its_peer(tmp_path: Path) -> None:
+    path = tmp_path / "round.json"
+    printed = run(
+        "outer_round.py", "--params=2e5", "--learners=2", "--shards=2", "--fragments=4", "--rounds=1", "--json", path
+    ).stdout
+    found = read(path)
+    assert 1.0 < found["bytes_up_per_param"] < 1.1
+    assert 2.0 <= found["bytes_down_per_param"] < 2.1
+    for figure in (
+        "seconds_median", "gloo_seconds_median", "ratio_to_gloo", "bare_grpc_seconds_median", "bare_grpc_cpu_seconds",
+        "ratio_to_bare_grpc", "memcpy_bytes_per_s", "loopback_bytes_per_s", "merge_fraction_of_memory_bandwidth",
+    ):  # fmt: skip
+        assert found[figure] > 0, figure
+    assert len(found["shard_rss_bytes"]) == 2
+    assert found["phases_cpu_seconds"].keys() >= {"snapshot", "encode", "inspect", "merge", "decode", "apply", "wire"}
+    assert "a round" in printed
+
+
 def test_the_memory_of_a_shard_is_measured(tmp_path: Path) -> None:
     """The bound is for large models: a tiny one exceeds it by what libraries take."""
     options = ("--parameters=100000", "--fragments=4", "--learners=2", "--rounds=1", "--json")
