@@ -66,20 +66,25 @@ class Replica:
         for piece, theta in self.views(fragment):
             theta.copy_(values[piece.offset : piece.offset + piece.num_elements])
 
-    def rebase(self, fragment: Fragment, new: Tensor, reference: Tensor) -> None:
-        """theta <- new + (theta - reference), computed in float32."""
+    def add(self, fragment: Fragment, difference: Tensor) -> None:
+        """theta <- theta + difference, computed in float32."""
         for piece, theta in self.views(fragment):
-            part = slice(piece.offset, piece.offset + piece.num_elements)
-            if theta.dtype == torch.float32:
-                theta.sub_(reference[part]).add_(new[part])
-            else:
-                theta.copy_(theta.float().sub_(reference[part]).add_(new[part]))
+            theta.add_(difference[piece.offset : piece.offset + piece.num_elements])
 
     def blend(self, fragment: Fragment, new: Tensor, alpha: float) -> None:
-        """theta <- alpha * theta + (1 - alpha) * new."""
+        """theta <- alpha * theta + (1 - alpha) * new, computed in float32."""
         for piece, theta in self.views(fragment):
             part = new[piece.offset : piece.offset + piece.num_elements]
-            theta.copy_(part + alpha * (theta.float() - part))
+            if theta.dtype == torch.float32:
+                theta.lerp_(part, 1 - alpha)
+            else:
+                theta.copy_(theta.float().lerp_(part, 1 - alpha))
+
+
+def wait_for_device(values: Tensor) -> None:
+    """Until what was put into `values` is there, for every thread and stream."""
+    if values.is_cuda:
+        torch.cuda.current_stream(values.device).synchronize()
 
 
 def plain_name(name: str) -> str:
