@@ -175,14 +175,12 @@ class Learner:
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss, began)
         self.core.stepped(tokens)
-        taken = self._boundary(max(APPLY_S, APPLY_SHARE * self.step_time_s))
+        self._boundary(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         self._progress = Progress(self.core.inner_step, self.core.tokens, self.loss, self.step_time_s)
-        self.network.soon(partial(self._tell_links, taken))
         stall_s = time.monotonic() - began
         self.sync_stall_s += stall_s
         self.sync_stall_max_s = max(self.sync_stall_max_s, stall_s)
-        self.metrics.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
-        self.metrics.stalled(stall_s)
+        self.network.soon(partial(self._stepped, tokens, step_s, stall_s))
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Take part between two steps: lay arrived versions under the local progress, and send what rounds ask for.
@@ -192,9 +190,7 @@ class Learner:
         """
         if wait_s > 0:
             self._inbox.wait(wait_s)
-        taken = self._boundary()
-        if taken:
-            self.network.soon(partial(self._push, taken))
+        self._boundary()
 
     @property
     def done(self) -> bool:
@@ -270,8 +266,8 @@ class Learner:
 
     # ------------------------------------------------------------ a step boundary
 
-    def _boundary(self, apply_s: float = math.inf) -> list[Pending]:
-        """Take in what came, in order; returns what rounds ask for.
+    def _boundary(self, apply_s: float = math.inf) -> None:
+        """Take in what came, in order, and send what rounds ask for.
 
         Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
         an event may decide over those after it, so none overtakes another.
@@ -284,11 +280,8 @@ class Learner:
             self._take_in(event)
             if isinstance(event, Arrived) and time.perf_counter() - began > apply_s:
                 break
-        if self.core is None:
-            return []
-        taken = self.core.snapshots()
-        self.metrics.contributions_unmerged(self.core.unmerged)
-        return taken
+        if self.core is not None and (taken := self.core.snapshots()):
+            self.network.soon(partial(self._push, taken))
 
     def _take_in(self, event: Event) -> None:
         match event:
@@ -375,27 +368,34 @@ class Learner:
         if self._core.arrived(
             event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.shift
         ):
-            self.metrics.applied(event.fragment_id, event.version, time.perf_counter() - began)
-            self.metrics.computed("apply", time.thread_time() - cpu_began)
-            self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
+            seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
+            carried = (self._core.tokens_carried - before) / len(self._core.fragments)
+            self.network.soon(partial(self._applied, event.fragment_id, event.version, seconds, cpu_seconds, carried))
 
-    # ------------------------------------------------------------ reporting
-
-    def _tell_links(self, taken: Sequence[Pending]) -> None:
-        """In the network thread: there is progress to report, and maybe something to push."""
-        for link in self.network.links:
-            link.stepped()
-        self._push(taken)
+    # ------------------------------------------------------------ in the network thread
 
     def _push(self, taken: Sequence[Pending]) -> None:
-        """In the network thread."""
         for pending in taken:
             self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index).push(pending)
 
+    def _applied(self, fragment_id: int, version: int, seconds: float, cpu_seconds: float, carried: float) -> None:
+        self.metrics.applied(fragment_id, version, seconds)
+        self.metrics.computed("apply", cpu_seconds)
+        self.metrics.carried(carried)
+
+    def _stepped(self, tokens: int, step_s: float, stall_s: float) -> None:
+        for link in self.network.links:
+            link.stepped()
+        self.metrics.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
+        self.metrics.stalled(stall_s)
+        self.metrics.contributions_unmerged(self._core.unmerged)
+
     def _report(self) -> Progress:
-        """The latest progress; called in the network thread."""
+        """The latest progress."""
         p = self._progress
         return Progress(p.inner_step, p.tokens, p.loss, p.step_time_s, time.monotonic() - self._step_ended)
+
+    # ------------------------------------------------------------ helpers
 
     def _read_loss(self, loss: Tensor | float | None, now: float) -> None:
         if isinstance(loss, Tensor):
