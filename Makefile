@@ -91,7 +91,7 @@ proto: $(PROTO_INSTALLED) ## Generate the protocol's code again
 	$(PROTO_VENV)/bin/python tools/protos.py
 
 # Minutes, not hours: the runs of docs/quality.md take an hour and are started by hand (benchmarks/quality.py).
-BENCHMARKS := benchmarks/shard_memory.py benchmarks/straggler.py
+BENCHMARKS := benchmarks/outer_round.py benchmarks/shard_memory.py benchmarks/straggler.py
 
 .PHONY: bench
 bench: $(INSTALLED) ## Run the benchmarks that docs/performance.md quotes

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ CALL_S = 300.0
 ATTEMPTS_MAX = 50
 """Of a push, about two minutes of them: a shard that is gone ends the benchmark."""
 LAYERS, WIDEST = 10, 768
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SCHEDULER_CLOCK = 2
+"""Of a process, in a clock id of Linux; see clock_getcpuclockid(3)."""
 
 
 # ------------------------------------------------------------ what is synchronised
@@ -87,9 +89,8 @@ class ShardProcess:
         return int(found[1]) * 1024
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its threads so far, user and system."""
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        """CPU seconds of all its threads so far, user and system, to the nanosecond."""
+        return time.clock_gettime(~self._pid << 3 | SCHEDULER_CLOCK)
 
 
 @contextmanager
@@ -104,6 +105,7 @@ def running_shard(*settings: str) -> Iterator[ShardProcess]:
             while (address := read_address(address_file)) is None:
                 if process.poll() is not None:
                     sys.exit(f"the shard did not start: diloco-server {' '.join(flags)} says why")
+                time.sleep(0.05)
             yield ShardProcess(process, address)
         finally:
             process.kill()
@@ -142,13 +144,14 @@ class LightLearner:
         self.bytes_pulled = 0
         self.busy = 0
         """Pushes that were answered BUSY or the like and made again."""
-        self._fragments = fragments
+        self.fragments = fragments
         self._digest = manifest.digest
         self._tensors = manifest.tensors
         self._contributions = contributions
         self._accepted = accepted
         self._identity = rpc.Identity("local", learner_id)
         self._inner_step = 0
+        self._writing = asyncio.Lock()  # a stream takes one message at a time
         self._channels = [
             grpc.aio.insecure_channel(shard.address, options=options)
             for options in (rpc.CHANNEL_OPTIONS, rpc.BULK_CHANNEL_OPTIONS, rpc.BULK_CHANNEL_OPTIONS)
@@ -187,7 +190,13 @@ class LightLearner:
     async def step(self, inner_step: int) -> None:
         """Report that it has trained so far."""
         self._inner_step = inner_step
-        await self._report()
+        await self.report()
+
+    async def report(self) -> None:
+        """Say again how far it is, as a heartbeat does."""
+        tokens = self._inner_step * TOKENS_PER_STEP
+        async with self._writing:
+            await self._stream.write(rpc.progress_to_pb(Progress(self._inner_step, tokens)))
 
     async def seed(self, seeds: Mapping[int, Payload]) -> None:
         """Offer version 0 of every fragment, as a learner does: a few at once, none that was announced meanwhile."""
@@ -219,7 +228,7 @@ class LightLearner:
         """Wait until it has pulled this version of every fragment."""
         async with self._pulled_more:
             await self._pulled_more.wait_for(
-                lambda: all(self._pulled.get(f.fragment_id, -1) >= version for f in self._fragments)
+                lambda: all(self._pulled.get(f.fragment_id, -1) >= version for f in self.fragments)
             )
 
     # ------------------------------------------------------------ how
@@ -227,10 +236,6 @@ class LightLearner:
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return self._identity.metadata(None)
-
-    async def _report(self) -> None:
-        tokens = self._inner_step * TOKENS_PER_STEP
-        await self._stream.write(rpc.progress_to_pb(Progress(self._inner_step, tokens)))
 
     async def _push(self, fragment_id: int, payload: Payload, round_number: int, tokens: int, steps: int) -> None:
         """Push until it is answered. Raises the Refusal or AioRpcError that a real learner would not try again."""
@@ -269,7 +274,7 @@ class LightLearner:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            await self._report()
+            await self.report()
 
     async def _pull_all(self) -> None:
         """One fragment after the other, newest version only, as a learner does."""

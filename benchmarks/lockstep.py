@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec.change import decode_version
 from diloco_common.messages import Collect, Committed, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings, ShardSettings
 from diloco_server.core import fragment as arithmetic
@@ -113,7 +114,7 @@ class ShardRig:
         member = self.shard.check(learner.learner_id, learner.generations[self], EPOCH)
         answer = self.shard.admit(member, header)
         if answer is None:
-            norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces, self._workspace)
+            norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
             answer = self.shard.contribute(member, header, payload, norms, now)
         self.advance()
         return answer
@@ -129,7 +130,7 @@ class ShardRig:
             state.values, state.fragment, effect.contributions,
             outer_step=effect.version, rule=self._sync.merge, optimizer=self._outer, workspace=self._workspace,
         )  # fmt: skip
-        published = arithmetic.publish(state.values, self._sync.pull)
+        published = arithmetic.publish(state.values, self._sync.pull, state.published)
         self.shard.committed(effect.fragment_id, published, self._cluster.clock.now)
 
 
@@ -151,6 +152,7 @@ class LearnerRig:
             context=settings.model.context, batch=settings.train.batch,
         )  # fmt: skip
         self._inbox: list[Event] = []
+        self._held: dict[int, tuple[int, Tensor]] = {}  # fragment -> version and values fetched last
         self._step_time = step_time
 
     def join(self, shards: Sequence[ShardRig]) -> None:
@@ -166,8 +168,8 @@ class LearnerRig:
             if not rig.shard.owned(fragment.fragment_id).seeded:
                 payload = encode_payload(self.core.fragments[fragment.fragment_id].values(), "float32")
                 rig.push(self, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
-            version, published = rig.shard.published(fragment.fragment_id)
-            self.core.arrived(fragment.fragment_id, version, EPOCH, _decode(published), 0)
+            version, values, _ = self._fetch(rig, fragment.fragment_id)
+            self.core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
 
     def told(self, rig: ShardRig, directive: object) -> None:
         match directive:
@@ -222,14 +224,25 @@ class LearnerRig:
         self._cluster.clock.after(PUSH, arrive)
 
     def _pull(self, rig: ShardRig, committed: Committed) -> None:
-        version, payload = rig.shard.published(committed.fragment_id)
-        self._cluster.outcome.bytes_pulled += payload.header.num_bytes
+        version, values, num_bytes = self._fetch(rig, committed.fragment_id)
+        self._cluster.outcome.bytes_pulled += num_bytes
 
         @torch.no_grad()
         def apply(core: LearnerCore) -> None:
-            core.arrived(committed.fragment_id, version, EPOCH, _decode(payload), committed.merged_version)
+            core.arrived(committed.fragment_id, version, EPOCH, values, committed.merged_version)
 
         self._cluster.clock.after(self._cluster.pull_delay, lambda: self._inbox.append(apply))
+
+    def _fetch(self, rig: ShardRig, fragment_id: int) -> tuple[int, Tensor, int]:
+        """The latest version, its values, and the bytes that it took: as a change where that is sent."""
+        version, payload = rig.shard.published(fragment_id)
+        had, anchor = self._held.get(fragment_id, (None, None))
+        change = rig.shard.change_since(fragment_id, EPOCH, had)
+        payload, base = (payload, None) if change is None else (change, anchor)
+        values = torch.empty(payload.header.num_elements)
+        decode_version(payload, base, values)
+        self._held[fragment_id] = version, values
+        return version, values, payload.header.num_bytes
 
     def _header(
         self, fragment_id: int, round_number: int, base_version: int, tokens: int, steps: int, payload: Payload
@@ -303,12 +316,6 @@ class Cluster:
         out.participants = sum(x.participants for x in ledgers) / max(1, sum(x.rounds for x in ledgers))
         out.fates = dict(sum((learner._core.contributions for learner in self.learners.values()), Counter[str]()))
         return out
-
-
-def _decode(payload: Payload) -> Tensor:
-    values = torch.empty(payload.header.num_elements)
-    decode_payload(payload, values)
-    return values
 
 
 def _step_times(speed: float, noise: float, key: str) -> Callable[[], float]:

@@ -10,8 +10,8 @@ import time
 from statistics import median
 
 import torch
-from ceilings import Memory
 
+from ceilings import Memory
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import OuterSettings
@@ -20,34 +20,36 @@ from diloco_server.core.merge import Workspace, piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.rounds import Contribution
 
-ELEMENTS = (16, 1024, 1024)
+TENSORS, ROWS, COLUMNS = 8, 2048, 1024
 REPEATS = 9
 
 
 def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     """Speed of merging, outer step and encoding, and its share of the copying speed; medians."""
-    rows = ELEMENTS[0] * ELEMENTS[1]
-    [fragment] = cut([TensorSpec("weight", (rows, ELEMENTS[2]))], 1, 1).fragments
+    [fragment] = cut([TensorSpec(f"layers.{i}.weight", (ROWS, COLUMNS)) for i in range(TENSORS)], 1, 1).fragments
     workspace, memory = Workspace(), Memory()
     contributions = []
     for i in range(learners):
         payload = encode_payload(torch.randn(fragment.num_elements).mul_(1e-3), push)
-        norms = piece_norms(payload, fragment.pieces, workspace)
+        norms = piece_norms(payload, fragment.pieces)
         contributions.append(Contribution(f"learner-{i}", i + 1, 0, 1, 0, 1000, 10, payload, norms))
     optimizer = make_outer_optimizer(OuterSettings())
     theta = torch.randn(fragment.num_elements)
     values = arithmetic.Values(theta, [torch.zeros_like(theta) for _ in range(optimizer.num_buffers)])
+    published = arithmetic.publish(values, pull)
     seconds, copying = [], []
     for repeat in range(REPEATS + 1):
         began = time.perf_counter()
         arithmetic.step(
             values, fragment, contributions, outer_step=repeat + 1, rule="rda", optimizer=optimizer, workspace=workspace
         )
-        published = arithmetic.publish(values, pull)
+        published = arithmetic.publish(values, pull, published)
         if repeat:
             seconds.append(time.perf_counter() - began)
             copying.append(memory.bytes_per_s())
-    touched = sum(c.payload.header.num_bytes for c in contributions) + published.header.num_bytes
+    touched = sum(c.payload.header.num_bytes for c in contributions) + published.values.header.num_bytes
+    if published.change is not None:  # and what it is a change from
+        touched += published.change.header.num_bytes + published.values.header.num_bytes
     touched += 2 * 4 * fragment.num_elements * (1 + optimizer.num_buffers)
     speeds = [touched / s for s in seconds]
     return {

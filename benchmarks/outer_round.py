@@ -7,8 +7,8 @@
 Real shard and learner processes on loopback. A round: every learner snapshots, encodes and pushes all fragments, the
 shards merge and step, every learner pulls, decodes and applies. In the same run, round by round in turn: the same
 number of float32 parameters all-reduced by torch.distributed with Gloo among the same learner processes, and the
-machine's ceilings. The first round of each is not counted. Needs Linux; memory: about 24 bytes per parameter and
-learner.
+machine's ceilings. The first rounds of each, in which memory is faulted in, are not counted. Needs Linux; memory: about
+36 bytes per parameter and learner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,13 +31,16 @@ from statistics import median
 from typing import Any
 
 import torch
+
 from ceilings import Memory, loopback_bytes_per_s
+from diloco_common.allocator import tune_allocator
+from light_learners import ShardProcess, running_shard, tensors_of
 from merge_kernel import measure_merge
 from outer_round_learner import LearnerSpec, run_learner
-from light_learners import ShardProcess, running_shard, tensors_of
 
 JOIN_S = 600.0
 FP32_BYTES = 4
+WARM_UP = 2
 
 
 class Learners:
@@ -84,10 +87,8 @@ class Learners:
 
     def _end(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            try:
+            with suppress(OSError):
                 pipe.send("end")
-            except OSError:
-                pass
             process.join(10.0)
             if process.is_alive():
                 process.kill()
@@ -152,15 +153,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         usage = Usage(learners, shards)
         memory = Memory()
         ours_s, gloo_s, memory_bps, loopback_bps = [], [], [], []
-        for i in range(args.rounds + 1):
-            seconds = usage.during(lambda: learners.timed("round")) if i else learners.timed("round")
+        for i in range(-WARM_UP, args.rounds):
+            seconds = usage.during(lambda: learners.timed("round")) if i >= 0 else learners.timed("round")
             peer_s = 0.0 if args.no_gloo else learners.timed("gloo")
-            if i:
+            if i >= 0:
                 ours_s.append(seconds)
                 gloo_s.append(peer_s)
                 memory_bps.append(memory.bytes_per_s())
                 loopback_bps.append(loopback_bytes_per_s())
-            say(f"round {i} of {args.rounds}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
+            which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
+            say(f"{which}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
         rss = [shard.rss_bytes("VmHWM") for shard in shards]
         learner_rss = [u["rss_bytes"] for u in learners.usage()]
     merge = measure_merge(args.learners, args.push, args.pull)
@@ -213,34 +215,48 @@ WHAT = {
 
 
 def show(r: dict[str, Any]) -> None:
-    print(
-        f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards, "
-        f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}"
-    )
-    print(f"a round           {spread(r['seconds'])}")
-    if r["ratio_to_gloo"] is not None:
-        print(f"Gloo all-reduce   {spread(r['gloo_seconds'])}")
-        print(f"ratio             {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
     up, down = r["bytes_up_per_param"], r["bytes_down_per_param"]
-    print(f"bytes per parameter and learner   up {up:.2f}, down {down:.2f}, together {up + down:.2f}")
-    print(
-        f"  per step at H = {r['fragments']}: {100 * r['share_of_data_parallel_per_step']:.1f} % of float32 data-parallel"
+    share = 100 * r["share_of_data_parallel_per_step"]
+    line(
+        f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards,",
+        f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}",
     )
-    print(f"CPU seconds a round               learner {r['learner_cpu_seconds']:.2f}, shard {r['shard_cpu_seconds']:.2f}")
-    print(f"peak RSS                          learner {max(r['learner_rss_bytes']) / 1e6:.0f} MB, shard "
-          f"{max(r['shard_rss_bytes']) / 1e6:.0f} MB: {r['shard_bytes_per_param']:.1f} bytes per parameter that it owns,"
-          " beyond open contributions and an idle shard")  # fmt: skip
-    print(f"memory copy {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written), "
-          f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
-    print(f"merge, outer step and encoding of {r['learners']} contributions, one thread alone: "
-          f"{r['merge_bytes_per_s'] / 1e9:.1f} GB/s of the {r['merge_bytes_per_param']:.1f} bytes per parameter that it must "
-          f"touch, {r['merge_fraction_of_memory_bandwidth']:.2f} of the copying speed beside it")  # fmt: skip
-    print("CPU seconds of a round, all processes together:")
+    line(f"a round          {spread(r['seconds'])}")
+    if r["ratio_to_gloo"] is not None:
+        line(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
+        line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
+    line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
+    line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
+    line(f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard")
+    learner_mb, shard_mb = max(r["learner_rss_bytes"]) / 1e6, max(r["shard_rss_bytes"]) / 1e6
+    line(
+        f"peak RSS         {learner_mb:.0f} MB a learner, {shard_mb:.0f} MB",
+        f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
+    )
+    line("                 it owns, beyond open contributions and what it takes when idle")
+    line(
+        f"ceilings         copying memory {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written),",
+        f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s",
+    )
+    line(
+        f"merge            {r['merge_bytes_per_s'] / 1e9:.1f} GB/s of the {r['merge_bytes_per_param']:.1f} bytes per",
+        f"parameter that merging {r['learners']} contributions, the outer",
+    )
+    line(
+        "                 step and encoding must touch, on one thread alone:",
+        f"{r['merge_fraction_of_memory_bandwidth']:.2f} of copying speed",
+    )
+    line("CPU seconds of a round, all processes together:")
     total = sum(r["phases_cpu_seconds"].values())
     for phase, what in WHAT.items():
         seconds = r["phases_cpu_seconds"].get(phase, 0.0)
-        print(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
-    print(f"  {'together':<50} {total:6.2f} s, on {os.cpu_count()} cores at least {total / (os.cpu_count() or 1):.2f} s")
+        line(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
+    cores = os.cpu_count() or 1
+    line(f"  {'together':<50} {total:6.2f} s, so on {cores} cores at least {total / cores:.2f} s")
+
+
+def line(*parts: str) -> None:
+    print(*parts)
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -259,6 +275,7 @@ def main() -> int:
     parser.add_argument("--no-gloo", action="store_true", help="without the peer: saves its memory and time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
+    tune_allocator()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     result = measure(args)

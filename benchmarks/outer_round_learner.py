@@ -1,10 +1,10 @@
 """One learner process of outer_round.py: a model that does not train, and what it is told over a pipe.
 
-    "round"  change the parameters, say "ready"; at "go" take H steps, and take part until every fragment has its next
-             version; say "done"
-    "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
-    "usage"  CPU seconds, peak RSS, CPU seconds by phase, bytes both ways
-    "end"    leave
+"round"  change the parameters, say "ready"; at "go" take H steps, and take part until every fragment has its next
+         version; say "done"
+"gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
+"usage"  CPU seconds, peak RSS, CPU seconds by phase, bytes both ways
+"end"    leave
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from diloco_common.codec import CHUNK_ELEMENTS, num_payload_bytes
 from quality_spec import Spec
 
 Results = Mapping[Spec, Mapping[str, Any]]
@@ -138,6 +139,12 @@ def _study(label: str, **changes: Any) -> Row:
     return Row(label, [replace(STUDY, **changes)])
 
 
+def _bytes(push: str, pull: str) -> Row:
+    """Encodings, and what they take per parameter of a large fragment, up and down."""
+    size = sum(num_payload_bytes(encoding, CHUNK_ELEMENTS) for encoding in (push, pull)) / CHUNK_ELEMENTS
+    return Row(f"{push} | {pull} | {size:.2f}", [replace(CHOSEN, push=push, pull=pull)])
+
+
 def _lengths(label: str, spec: Spec, *more: Spec) -> Row:
     return Row(label, [*(replace(spec, tokens=tokens) for tokens in (SHORT, MIDDLE, LONG)), *more])
 
@@ -215,6 +222,35 @@ TABLES = {
         ],
         above="first row",
         figures=("tokens_trained",),
+    ),
+    "bytes": Table(
+        "push | pull | bytes per parameter | loss | above the first",
+        [
+            _bytes("float32", "float32"),
+            _bytes("int8", "bfloat16"),
+            _bytes("int4", "bfloat16"),
+            _bytes("int8", "int8"),
+            _bytes("int8", "int4"),
+            _bytes("int4", "int8"),
+            _bytes("topk64_2bit", "bfloat16"),
+            _bytes("topk64_2bit", "int4"),
+        ],
+        seeds=(0, 1, 2),
+        above="first row",
+    ),
+    "topk": Table(
+        "versions | outer rate | momentum | int8 up, bfloat16 down | topk64_2bit up, int4 down | above",
+        [
+            Row(f"{versions} | {lr:g} | {momentum:g}", [
+                replace(CHOSEN, tokens=tokens, outer_lr=lr, momentum=momentum, push=push, pull=pull)
+                for push, pull in (("int8", "bfloat16"), ("topk64_2bit", "int4"))
+            ])
+            for versions, tokens, lr, momentum in [
+                (40, MIDDLE, 0.7, 0.0), (40, MIDDLE, 0.7, 0.5), (40, MIDDLE, 1.0, 0.5), (40, MIDDLE, 0.7, 0.9),
+                (80, LONG, 0.7, 0.5), (80, LONG, 0.7, 0.9),
+            ]
+        ],
+        above="first column",
     ),
     "speeds": Table(
         "learners | quorum | loss | contributions a round | versions | duration, inner steps | million tokens trained",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.manifest import Piece
 from diloco_common.settings import Settings
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import Workspace, merge_pieces, piece_norms
 from diloco_server.core.rounds import Contribution
 
 
@@ -35,6 +36,14 @@ def decoded(payload: Payload) -> Tensor:
     return out
 
 
+def merge(
+    contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str, workspace: Workspace | None = None
+) -> Tensor:
+    """The merged pseudo-gradient of all pieces: float32 [num_elements]."""
+    parts = merge_pieces(contributions, pieces, rule, workspace or Workspace())
+    return torch.cat([values.clone() for _, values in parts])
+
+
 def one_piece(num_elements: int, *, mean_merge: bool = False) -> tuple[Piece, ...]:
     return (Piece("w", 0, num_elements, 0, mean_merge),)
 
@@ -52,7 +61,7 @@ def make_contribution(
 ) -> Contribution:
     """A contribution as a shard holds it: compressed, with the norms of its pieces."""
     payload = encode_payload(values.clone(), encoding, chunk_elements=chunk_elements)
-    norms = piece_norms(payload, pieces or one_piece(values.numel()), Workspace())
+    norms = piece_norms(payload, pieces or one_piece(values.numel()))
     return Contribution(learner_id, 1, 0, round_number, round_number - 1, tokens, steps, payload, norms)
 
 

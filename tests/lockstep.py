@@ -12,15 +12,15 @@ everything that can be said is said, unless a learner's pushes are held back, or
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from builders import decoded
 from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec.change import decode_version
 from diloco_common.errors import Refusal
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
@@ -88,7 +88,7 @@ class ShardShell:
         answer = self.shard.admit(member, header)
         if answer is None:
             try:
-                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces, self._workspace)
+                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
             except Refusal as refusal:
                 answer = self.shard.reject(member, header, refusal)
             else:
@@ -103,7 +103,7 @@ class ShardShell:
             state.values, state.fragment, job.contributions, outer_step=job.version, rule=self.settings.sync.merge,
             optimizer=self._outer, workspace=self._workspace,
         )  # fmt: skip
-        published = arithmetic.publish(state.values, self.settings.sync.pull)
+        published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
         self.shard.committed(job.fragment_id, published, self.now)
 
 
@@ -122,6 +122,10 @@ class LockstepLearner:
     held: bool = False
     """Whether its pushes stay in the outbox."""
     encoded: dict[int, tuple[Pending, Payload]] = field(default_factory=dict)
+    versions: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """Fragment -> version and values pulled last."""
+    pulled: Counter[str] = field(default_factory=Counter)
+    """Pulls by the encoding that came."""
 
 
 class Lockstep:
@@ -173,7 +177,10 @@ class Lockstep:
             for learner_id in order or sorted(self.learners):
                 learner = self.learners[learner_id]
                 moved |= self._hear(learner)
-                learner.outbox += learner.core.snapshots()
+                taken = learner.core.snapshots()
+                for pending in taken:
+                    pending.take_snapshot()
+                learner.outbox += taken
                 if not learner.held:
                     moved |= self.send(learner_id)
 
@@ -219,8 +226,15 @@ class Lockstep:
 
     def _pull(self, learner: LockstepLearner, shell: ShardShell, fragment_id: int) -> None:
         version, payload = shell.shard.published(fragment_id)
+        had, anchor = learner.versions.get(fragment_id, (None, None))
+        change = shell.shard.change_since(fragment_id, shell.shard.epoch, had)
+        payload, base = (payload, None) if change is None else (change, anchor)
+        values = torch.empty(payload.header.num_elements)
+        decode_version(payload, base, values)
+        learner.versions[fragment_id] = version, values
+        learner.pulled[payload.header.encoding] += 1
         merged = shell.shard.fragments[fragment_id].merged_versions.get(learner.learner_id, 0)
-        learner.core.arrived(fragment_id, version, shell.shard.epoch, decoded(payload), min(merged, version))
+        learner.core.arrived(fragment_id, version, shell.shard.epoch, values, min(merged, version))
 
     def _encode(self, learner: LockstepLearner, pending: Pending) -> Payload:
         """Once per contribution: encoding leaves in it what was lost."""

@@ -251,20 +251,22 @@ class PullResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment_id", "version", "epoch", "payload", "merged_version", "tokens_merged")
+    __slots__ = ("fragment_id", "version", "epoch", "payload", "merged_version", "tokens_merged", "base_version")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     epoch: int
     payload: Payload
     merged_version: int
     tokens_merged: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., merged_version: _Optional[int] = ..., tokens_merged: _Optional[int] = ...) -> None: ...
+    base_version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., merged_version: _Optional[int] = ..., tokens_merged: _Optional[int] = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from diloco_common.codec import Payload
+from diloco_common.codec import Payload, encode_payload
 from diloco_common.logs import Log
 from diloco_common.messages import Directive, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
@@ -28,6 +28,8 @@ from diloco_server.store import Store, StoredVersion
 
 TICK_S = 0.02
 """How often time passes for the core; the resolution of grace windows and leases."""
+DECISION_WAIT = 4.0
+"""How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
 BACKLOG_MAX = 4096
 """Directives that wait for a learner that does not read; more, and its stream is ended so that it comes back."""
 SAVE_RETRY_S = 1.0
@@ -84,6 +86,8 @@ class ShardHost:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="diloco-compute")
         self._streams: dict[str, ControlStream] = {}
         self._jobs: set[asyncio.Task[None]] = set()
+        self._soon: asyncio.TimerHandle | None = None  # the decision that events wait for
+        self._decision_s = 0.0  # how long the last decision took
 
     # ------------------------------------------------------------ life
 
@@ -109,6 +113,8 @@ class ShardHost:
 
     def close(self) -> None:
         """End every control stream and the compute thread."""
+        if self._soon is not None:
+            self._soon.cancel()
         for stream in self._streams.values():
             stream.end()
         self._compute.shutdown(wait=False, cancel_futures=True)
@@ -121,10 +127,25 @@ class ShardHost:
 
     def advance(self) -> None:
         """Let the core decide, and carry out what it asks for. After every event."""
+        began = time.perf_counter()
         self.shard.tick(self.clock())
+        self._decision_s = time.perf_counter() - began
         while effects := self.shard.take_effects():
             for effect in effects:
                 self._carry_out(effect)
+
+    def advance_soon(self) -> None:
+        """The same in a moment, once for all events until then: for events that come from every learner, all the time.
+
+        A decision looks at every learner and fragment, so one per event would cost the square of the learners.
+        """
+        if self._soon is None:
+            wait_s = DECISION_WAIT * self._decision_s
+            self._soon = asyncio.get_running_loop().call_later(wait_s, self._advance_now)
+
+    def _advance_now(self) -> None:
+        self._soon = None
+        self.advance()
 
     def open_stream(self, member: Member) -> ControlStream:
         """The control stream of a generation; replaces an older one of the same learner."""
@@ -152,7 +173,7 @@ class ShardHost:
     async def inspect(self, header: PushHeader, payload: Payload) -> tuple[float, ...]:
         """Norms of the pieces that a payload holds. Raises BadEncoding."""
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
-        return await self.compute("inspect", lambda: piece_norms(payload, pieces, self._workspace))
+        return await self.compute("inspect", lambda: piece_norms(payload, pieces))
 
     async def encode(self, fragment_id: int, encoding: str) -> tuple[int, Payload]:
         """The latest version in an encoding other than the run's: encoded for this caller alone."""
@@ -161,7 +182,7 @@ class ShardHost:
             await asyncio.sleep(TICK_S)
         values, version = state.values, state.version
         assert values is not None
-        return version, await self.compute("encode", lambda: arithmetic.publish(values, encoding))
+        return version, await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic on the compute thread, in the order of the calls."""
@@ -178,7 +199,7 @@ class ShardHost:
     def answered(self, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         """Note the outcome of a push, and let the core go on."""
         self.observer.answered(header, answer)
-        self.advance()
+        self.advance_soon()
         return answer
 
     # ------------------------------------------------------------ effects
@@ -211,7 +232,7 @@ class ShardHost:
         encoding = self.settings.sync.pull
         state = self.shard.fragments[effect.fragment_id]
 
-        def work() -> tuple[arithmetic.Values, Payload]:
+        def work() -> tuple[arithmetic.Values, arithmetic.Published]:
             values = arithmetic.seed(effect.payload, self._outer)
             return values, arithmetic.publish(values, encoding)
 
@@ -229,17 +250,17 @@ class ShardHost:
         """Make the next version of a fragment from a closed round."""
         state = self.shard.fragments[effect.fragment_id]
         sync = self.settings.sync
-        values = state.values
+        values, before = state.values, state.published
         assert values is not None
 
-        def work() -> tuple[Payload, float]:
+        def work() -> tuple[arithmetic.Published, float]:
             began = time.perf_counter()
             arithmetic.step(
                 values, state.fragment, effect.contributions,
                 outer_step=effect.version, rule=sync.merge, optimizer=self._outer, workspace=self._workspace,
             )  # fmt: skip
             merged_s = time.perf_counter() - began
-            return arithmetic.publish(values, sync.pull), merged_s
+            return arithmetic.publish(values, sync.pull, before), merged_s
 
         published, merged_s = await self.compute("merge", work)
         self.metrics.merged(merged_s)

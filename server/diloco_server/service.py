@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
 from diloco_common import rpc
 from diloco_common.codec import PayloadReceiver
+from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadRequest, Busy, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
 from diloco_common.messages import Evicted, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
@@ -100,11 +101,14 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             caller = self._identify(context)
             if caller.generation:
                 host.shard.check(caller.learner_id, caller.generation, caller.epoch)
-            version, payload = host.shard.published(request.fragment_id)
-            encoding = self._choose_encoding(request.encodings)
+            version, values = host.shard.published(request.fragment_id)
             theirs = request.epoch, request.have_version if request.HasField("have_version") else None
             has_it = theirs == (host.shard.epoch, version)
-            is_bespoke = not has_it and encoding != payload.header.encoding
+            change = host.shard.change_since(request.fragment_id, *theirs)
+            made = {p.header.encoding: p for p in (change, values) if p is not None}
+            encoding = self._choose_encoding(request.encodings, made)
+            payload = made.get(encoding, values)
+            is_bespoke = not has_it and encoding not in made
             if is_bespoke and self._observers >= OBSERVERS_AT_ONCE:
                 raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again in a moment")
         except Refusal as refusal:
@@ -122,6 +126,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                     payload=None if has_it else rpc.payload_to_pb(payload.header),
                     merged_version=min(state.merged_versions.get(caller.learner_id, 0), version),
                     tokens_merged=state.tokens_merged,
+                    base_version=request.have_version if payload is change else None,
                 )
             )
             for chunk in () if has_it else payload.chunks:
@@ -169,14 +174,16 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         )
 
     def _check_decodes(self, decodes: Any) -> None:
-        pull = self._host.settings.sync.pull
-        if pull not in decodes:
+        needed = pull_encodings(self._host.settings.sync.pull)
+        if not set(needed) <= set(decodes):
             raise UnknownEncoding(
-                f"versions are sent as {pull} (sync.pull), the learner decodes {', '.join(decodes) or 'nothing'}"
+                f"versions are sent as {' and '.join(needed)} (sync.pull), "
+                f"the learner decodes {', '.join(decodes) or 'nothing'}"
             )
 
-    def _choose_encoding(self, wanted: Any) -> str:
-        offered = (self._host.settings.sync.pull, *OBSERVER_ENCODINGS)
+    def _choose_encoding(self, wanted: Any, made: Iterable[str]) -> str:
+        """What a caller gets: the first that it takes of those that are made, best first, or can be made for it."""
+        offered = tuple(dict.fromkeys((*made, *OBSERVER_ENCODINGS)))
         for encoding in wanted or offered[:1]:
             if encoding in offered:
                 return str(encoding)
@@ -191,7 +198,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             async for message in requests:
                 member = self._member(context)
                 shard.progress(member, rpc.progress_from_pb(message), self._host.clock())
-                self._host.advance()
+                self._host.advance_soon()
         except Refusal as refusal:
             stream.send(Evicted(refusal.code, str(refusal)))
         finally:

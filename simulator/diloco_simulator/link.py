@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec.change import decode_version
 from diloco_common.errors import (
+    BadRequest,
     LeaseExpired,
     NotJoined,
     Refusal,
@@ -90,6 +92,7 @@ class ShardLink:
         self._manifest: Manifest | None = None
         self._announced: dict[int, int] = {}
         self._fetched: dict[int, tuple[int, int]] = {}
+        self._anchors: dict[int, Tensor] = {}
         self._news = Signal()
         self._stepped = Signal()
         self._encoded: dict[int, tuple[Pending, Payload]] = {}
@@ -235,23 +238,29 @@ class ShardLink:
                 try:
                     await self._pull(fragment_id)
                     attempt = 0
-                except (Unavailable, TimeoutError, Refusal):
+                except (Unavailable, TimeoutError, Refusal) as error:
+                    if isinstance(error, Refusal):
+                        self._fetched.pop(fragment_id, None)
+                        self._anchors.pop(fragment_id, None)
                     self._news.set()
                     await self._backoff(attempt)
                     attempt += 1
 
     async def _pull(self, fragment_id: int) -> None:
         assert self._manifest is not None
-        known = self._fetched.get(fragment_id)
+        known, anchor = self._fetched.get(fragment_id), self._anchors.get(fragment_id)
         have_version = known[1] if known is not None and known[0] == self.epoch else None
         request = PullRequest(self._c.learner_id, self.generation, self.epoch, fragment_id, have_version)
         pulled: PullAnswer | None = await self._call("Pull", request)
         if pulled is None:
             return
+        if pulled.base_version is not None and (pulled.epoch, pulled.base_version) != (request.epoch, have_version):
+            raise BadRequest("a change since another version than was asked for")
         values = torch.empty(self._manifest.fragments[fragment_id].num_elements)
-        decode_payload(pulled.payload, values)
+        decode_version(pulled.payload, anchor if pulled.base_version is not None else None, values)
         await self._codec()
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._anchors[fragment_id] = values
         self._tokens_merged[fragment_id] = pulled.tokens_merged
         self._forget(fragment_id, pulled.version)
         self._c.inbox.put(Arrived(fragment_id, pulled.version, pulled.epoch, values, pulled.merged_version))

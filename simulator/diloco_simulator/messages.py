@@ -48,6 +48,8 @@ class PullAnswer:
     payload: Payload
     merged_version: int
     tokens_merged: int
+    base_version: int | None
+    """The payload is the change since this version; None: the values themselves."""
 
 
 @dataclass(frozen=True, slots=True)

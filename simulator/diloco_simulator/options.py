@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco_common.settings import (
@@ -36,8 +36,8 @@ class Options:
     staleness_max: int
     merge: Literal["rda", "mean"]
     on_commit: Literal["carry", "overwrite", "blend"]
-    push: Literal["float32", "bfloat16", "int8", "int4", "e3m0"]
-    pull: Literal["float32", "bfloat16"]
+    push: Literal["float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit"]
+    pull: Literal["float32", "bfloat16", "int8", "int4"]
     error_feedback: bool
     norm_factor: float
     budget: int
@@ -94,7 +94,7 @@ def draw_options(seed: int) -> Options:
     lease_s = r.uniform(2.5, 6.0)
     pace_s = r.uniform(0.4, 1.0)
     norm_factor = r.choice((1000.0, 1000.0, 1000.0, 3.0))
-    return Options(
+    drawn = Options(
         seed=seed,
         shards=shards,
         learners=learners,
@@ -124,3 +124,5 @@ def draw_options(seed: int) -> Options:
         fault_every_s=r.uniform(0.6, 3.0),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
     )
+    changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
+    return replace(drawn, pull=changes) if changes else drawn  # drawn apart: the rest of a seed stays what it was

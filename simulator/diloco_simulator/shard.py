@@ -121,7 +121,7 @@ class SimulatedShard:
         """Make version 0 of a fragment."""
         values = arithmetic.seed(effect.payload, self._outer)
         published = arithmetic.publish(values, self.settings.sync.pull)
-        self._truth.publish(self.core.epoch, effect.fragment_id, 0, published)
+        self._truth.publish(self.core.epoch, effect.fragment_id, 0, published.values)
         self.core.seeded(effect.fragment_id, values, published)
         self.advance()
 
@@ -139,9 +139,9 @@ class SimulatedShard:
             state.values, state.fragment, effect.contributions,
             outer_step=effect.version, rule=self.settings.sync.merge, optimizer=self._outer, workspace=self._workspace,
         )  # fmt: skip
-        published = arithmetic.publish(state.values, self.settings.sync.pull)
+        published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
         truth, before = self._truth, state.version
-        truth.publish(self.core.epoch, effect.fragment_id, effect.version, published)
+        truth.publish(self.core.epoch, effect.fragment_id, effect.version, published.values)
         origins = [truth.origin(c.payload) for c in effect.contributions]
         invariants.nothing_carried_is_merged(origins)
         invariants.merged_at_most_once(truth, origins, gapless=self.settings.sync.on_commit == "carry")
@@ -234,7 +234,10 @@ class SimulatedShard:
         if (request.have_version, request.epoch) == (version, shard.epoch):
             return None
         tokens_merged = shard.owned(request.fragment_id).tokens_merged
-        return PullAnswer(version, shard.epoch, payload, merged_version, tokens_merged)
+        change = shard.change_since(request.fragment_id, request.epoch, request.have_version)
+        base_version = None if change is None else request.have_version
+        self._truth.counts["pulled as values" if change is None else "pulled as changes"] += 1
+        return PullAnswer(version, shard.epoch, change or payload, merged_version, tokens_merged, base_version)
 
     def _push(self, request: PushRequest, respond: Respond) -> None:
         """The header is looked at, then the bytes come and are inspected, then the core decides again."""
@@ -250,7 +253,7 @@ class SimulatedShard:
     def _take_bytes(self, request: PushRequest, respond: Respond) -> None:
         try:
             pieces = self.core.owned(request.header.fragment_id).fragment.pieces
-            norms = piece_norms(request.payload, pieces, self._workspace)
+            norms = piece_norms(request.payload, pieces)
             member = self._member(request)  # the lease may have ended while the bytes came
             answer = self.core.contribute(member, request.header, request.payload, norms, self.process.timeline.now)
         except Refusal as refusal:

@@ -28,7 +28,7 @@ class OneTensor(nn.Module):
 
 
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
-@pytest.mark.parametrize("encoding", ["int8", "int4", "e3m0", "bfloat16"])
+@pytest.mark.parametrize("encoding", ["int8", "int4", "e3m0", "bfloat16", "topk64_2bit"])
 @pytest.mark.parametrize(
     "fates", [["merged"], ["merged", "late", "refused", "dropped", "asked twice"]], ids=["good", "bad"]
 )
@@ -61,7 +61,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
         (pending,) = core.snapshots()
         anchor = core.fragments[0].anchor
         assert anchor is not None
-        progress = (anchor - pending.snapshot).double()
+        progress = (anchor - pending.take_snapshot()).double()
         tokens = pending.tokens
         payload = pending.encode(encoding)
         if fate == "asked twice":

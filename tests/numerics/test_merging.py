@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from builders import make_contribution, one_piece, random_values
+from builders import make_contribution, merge, one_piece, random_values
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import Piece
-from diloco_server.core.merge import Workspace, merge, piece_norms
+from diloco_server.core.merge import Workspace, piece_norms
 from diloco_server.core.rounds import Contribution
 
 LEARNERS = "abcdefgh"
@@ -40,7 +40,7 @@ def merged(
     pieces: tuple[Piece, ...] | None = None,
 ) -> Tensor:
     pieces = pieces or one_piece(vectors[0].numel())
-    return merge(contributions(vectors, weights, pieces), pieces, rule, Workspace()).clone()
+    return merge(contributions(vectors, weights, pieces), pieces, rule)
 
 
 def rda_by_formula(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -177,7 +177,7 @@ def test_the_order_of_contributions_changes_no_bit(rule: str, encoding: str) -> 
         make_contribution(LEARNERS[i], v, tokens=t, steps=s, encoding=encoding)
         for i, (v, (t, s)) in enumerate(zip(randoms(4), weights, strict=True))
     ]
-    results = [merge(p, one_piece(SIZE), rule, Workspace()).clone() for p in itertools.permutations(four)]
+    results = [merge(p, one_piece(SIZE), rule) for p in itertools.permutations(four)]
     assert len(results) == 24
     assert all(torch.equal(r, results[0]) for r in results)
     assert bool(results[0].abs().sum() > 0)
@@ -191,7 +191,7 @@ def test_contributions_may_be_chunked_differently(rule: str) -> None:
         make_contribution("a", a, pieces=pieces, chunk_elements=256),
         make_contribution("b", b, pieces=pieces, chunk_elements=512),
     ]
-    assert_close(merge(mixed, pieces, rule, Workspace()), merged([a, b], rule, pieces=pieces))
+    assert_close(merge(mixed, pieces, rule), merged([a, b], rule, pieces=pieces))
 
 
 def test_a_workspace_remembers_nothing() -> None:
@@ -205,5 +205,5 @@ def test_a_workspace_remembers_nothing() -> None:
 def test_norms_are_those_of_the_pieces_across_chunks() -> None:
     pieces = (Piece("a", 0, 250, 0, False), Piece("b", 0, 300, 250, False), Piece("c", 0, 150, 550, False))
     v = random_values(SIZE, 0)
-    norms = piece_norms(encode_payload(v.clone(), "float32", chunk_elements=256), pieces, Workspace())
+    norms = piece_norms(encode_payload(v.clone(), "float32", chunk_elements=256), pieces)
     assert norms == pytest.approx([float(v[s].norm()) for s in (slice(0, 250), slice(250, 550), slice(550, 700))])

@@ -206,6 +206,19 @@ def mix_up_epochs(original: Any) -> Any:
     return property(lambda self: (0, self.generation))
 
 
+def add_changes_to_anything(original: Any) -> Any:
+    """Whoever asks gets the change since the version before, whatever version it has."""
+
+    def change_since(self: Shard, fragment_id: int, epoch: int, version: int | None) -> Any:
+        return (
+            None
+            if version is None
+            else original(self, fragment_id, self.epoch, self.fragments[fragment_id].version - 1)
+        )
+
+    return change_since
+
+
 Mutant = tuple[type, str, Callable[[Any], Any]]
 MUTANTS: dict[str, Mutant] = {
     make.__name__: (owner, name, make)
@@ -229,5 +242,6 @@ MUTANTS: dict[str, Mutant] = {
         (Membership, "welcome", let_the_replaced_return),
         (Shard, "_forget_merges", inherit_merges),
         (ShardLink, "_lease", mix_up_epochs),
+        (Shard, "change_since", add_changes_to_anything),
     )
 }

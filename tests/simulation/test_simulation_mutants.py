@@ -34,6 +34,7 @@ KILLED = [
     ("let_the_replaced_return", range(500, 520), {"belief_is_true"}),
     ("inherit_merges", range(2650, 2655), {"belief_is_true"}),
     ("mix_up_epochs", range(105, 125), {WELL}),
+    ("add_changes_to_anything", range(30), {"anchors_are_published_values"}),
 ]
 
 

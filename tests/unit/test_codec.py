@@ -65,6 +65,8 @@ def error_bound(values: Tensor, encoding: str) -> Tensor:
         case "int8" | "int4":
             levels = 127 if encoding == "int8" else 7
             return torch.full_like(x, max(0.5001 * float(absmax) / levels, levels * 2.0**-126))
+        case "topk64_2bit":
+            return torch.full_like(x, float(absmax))
         case _:
             return torch.clamp(1.0001 * torch.maximum(x / 3, absmax / 128), min=2.0**-120)
 
@@ -94,7 +96,7 @@ def test_gaussian_blocks_are_within_the_bound_at_every_magnitude(encoding: str, 
 
 @pytest.mark.parametrize(
     ("encoding", "relative_error"),
-    [("float32", 0.0), ("bfloat16", 0.002), ("int8", 0.008), ("int4", 0.14), ("e3m0", 0.21)],
+    [("float32", 0.0), ("bfloat16", 0.002), ("int8", 0.008), ("int4", 0.14), ("e3m0", 0.21), ("topk64_2bit", 0.94)],
 )
 def test_a_gaussian_fragment_loses_this_share_of_its_norm(encoding: str, relative_error: float) -> None:
     x = gaussian(100_000)
@@ -154,12 +156,14 @@ def test_a_block_too_small_for_a_scale_becomes_zeros_and_all_of_it_is_residual(e
 @pytest.mark.parametrize("num_elements", [1, 2, 255, 256, 257, 1023, SLICE_ELEMENTS, SLICE_ELEMENTS + 1])
 def test_a_chunk_takes_the_bytes_it_should(encoding: str, num_elements: int) -> None:
     num_blocks = -(-num_elements // 256)
+    num_kept = -(-num_elements // 64)
     expected = {
         "float32": 4 * num_elements,
         "bfloat16": 2 * num_elements,
         "int8": 4 * num_blocks + num_elements,
         "int4": 4 * num_blocks + (num_elements + 1) // 2,
         "e3m0": 4 * num_blocks + (num_elements + 1) // 2,
+        "topk64_2bit": 8 * -(-num_elements // 4096) + -(-3 * num_kept // 2) + -(-num_kept // 4),
     }[encoding]
     assert get_codec(encoding).num_bytes(num_elements) == expected
     assert num_payload_bytes(encoding, num_elements) == expected
@@ -172,11 +176,11 @@ def test_results_depend_on_neither_slicing_nor_chunks_nor_earlier_calls(encoding
     first = encode_payload(x, encoding)
     encode_payload(gaussian(777, seed=5), encoding)
     assert encode_payload(x, encoding) == first
-    chunked = encode_payload(x, encoding, chunk_elements=1024)
-    assert chunked.header.num_chunks == len(chunked.chunks) == 257
+    chunked = encode_payload(x, encoding, chunk_elements=4096)  # whole blocks of every encoding
+    assert chunked.header.num_chunks == len(chunked.chunks) == 65
     assert torch.equal(decoded(chunked), decoded(first))
-    beginning = encode_payload(x[:512], encoding)
-    assert torch.equal(decoded(beginning), decoded(first)[:512])
+    beginning = encode_payload(x[:8192], encoding)
+    assert torch.equal(decoded(beginning), decoded(first)[:8192])
 
 
 @each_encoding
@@ -287,10 +291,10 @@ def test_values_are_left_alone_unless_the_loss_is_asked_for(encoding: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("encoding", "tolerance"),
-    [("float32", 1e-4), ("bfloat16", 1e-4), ("int8", 1e-4), ("int4", 1e-4), ("e3m0", 1e-4)],
+    ("encoding", "most"),
+    [("float32", 0.5), ("bfloat16", 0.5), ("int8", 0.5), ("int4", 0.5), ("e3m0", 0.5), ("topk64_2bit", 8.0)],
 )
-def test_over_many_rounds_nothing_that_was_meant_is_lost(encoding: str, tolerance: float) -> None:
+def test_over_many_rounds_nothing_that_was_meant_is_lost(encoding: str, most: float) -> None:
     num_elements = 1500
     meant, arrived = (torch.zeros(num_elements, dtype=torch.float64) for _ in range(2))
     residual = torch.zeros(num_elements)
@@ -299,9 +303,10 @@ def test_over_many_rounds_nothing_that_was_meant_is_lost(encoding: str, toleranc
         meant += delta
         residual += delta
         arrived += decoded(encode_payload(residual, encoding, chunk_elements=512, loss=residual))
-    torch.testing.assert_close(arrived + residual, meant, rtol=0, atol=tolerance)
-    # The residual does not grow with the rounds: it stays in the order of one contribution's error.
-    assert residual.norm() <= 0.5 * 7 * gaussian(num_elements).norm()
+    torch.testing.assert_close(arrived + residual, meant, rtol=0, atol=1e-4)
+    # The residual does not grow with the rounds: it stays in the order of one contribution's error, or of those
+    # contributions that a sparse encoding takes until it has sent every element.
+    assert residual.norm() <= most * 7 * gaussian(num_elements).norm()
 
 
 # ------------------------------------------------------------------ refusals
@@ -402,7 +407,7 @@ def test_only_a_flat_float32_tensor_is_encoded_or_decoded_into(values: Tensor) -
 
 
 def test_an_unknown_encoding_is_refused_with_the_names_that_are_known() -> None:
-    with pytest.raises(UnknownEncoding, match="'int3'; choose one of float32, bfloat16, int8, int4, e3m0"):
+    with pytest.raises(UnknownEncoding, match="'int3'; choose one of float32, bfloat16, int8, int4, e3m0, topk64_2bit"):
         get_codec("int3")
 
 

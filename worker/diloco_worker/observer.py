@@ -78,7 +78,7 @@ async def _pull(
     """Lay the fragment's latest version into the tensors; returns its number."""
     request = pb.PullRequest(fragment_id=fragment.fragment_id, encodings=["float32"])
     call = stub.Pull(request, metadata=metadata, timeout=CALL_S)
-    header, payload = await read_version(call, fragment.num_elements)
+    header, payload = await read_version(call, request, fragment.num_elements)
     assert payload is not None, "an observer has no version yet"
     values = torch.empty(fragment.num_elements)
     decode_payload(payload, values)

@@ -7,7 +7,9 @@ import random
 from collections.abc import Callable
 
 import grpc
+from torch import Tensor
 
+from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import Refusal
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -24,6 +26,7 @@ class Puller:
         self._pulled = pulled
         self._announced: dict[int, int] = {}  # fragment -> version to pull, in this epoch
         self._fetched: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) handed to the inbox
+        self._anchors: dict[int, Tensor] = {}  # fragment -> its values, where changes are added to them; only read
         self._news = asyncio.Event()
 
     def announce(self, fragment_id: int, version: int) -> None:
@@ -58,6 +61,8 @@ class Puller:
                     await self._pull(stub, fragment_id)
                     attempt = 0
                 except (grpc.aio.AioRpcError, Refusal) as error:
+                    if isinstance(error, Refusal):  # bytes that are of no use: ask for the values themselves
+                        self._forget(fragment_id)
                     session.context.log.debug("pull failed", shard=session.address, fragment=fragment_id, why=error)
                     self._news.set()
                     await asyncio.sleep(backoff_s(attempt, random.random()))
@@ -67,17 +72,24 @@ class Puller:
         session = self._session
         assert session.manifest is not None
         assert session.policy is not None
-        request = pb.PullRequest(fragment_id=fragment_id, encodings=[session.policy.pull_encoding], epoch=session.epoch)
-        known = self._fetched.get(fragment_id)
+        encodings = pull_encodings(session.policy.pull_encoding)
+        request = pb.PullRequest(fragment_id=fragment_id, encodings=encodings, epoch=session.epoch)
+        known, anchor = self._fetched.get(fragment_id), self._anchors.get(fragment_id)
         if known is not None and known[0] == session.epoch:
             request.have_version = known[1]
         num_elements = session.manifest.fragments[fragment_id].num_elements
-        pulled = await session.context.transfer.pull(stub, request, session.metadata(), num_elements)
+        pulled = await session.context.transfer.pull(stub, request, session.metadata(), num_elements, anchor)
         if pulled is None:
             return
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        if len(encodings) > 1:
+            self._anchors[fragment_id] = pulled.values
         session.tokens_merged[fragment_id] = pulled.tokens_merged
         self._pulled(fragment_id, pulled.version)
         session.context.inbox.put(
             Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version, pulled.shift)
         )
+
+    def _forget(self, fragment_id: int) -> None:
+        self._fetched.pop(fragment_id, None)
+        self._anchors.pop(fragment_id, None)

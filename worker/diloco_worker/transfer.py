@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from diloco_common import rpc
-from diloco_common.codec import Payload, PayloadReceiver, decode_payload
+from diloco_common.codec import Payload, PayloadReceiver
+from diloco_common.codec.change import decode_version
 from diloco_common.errors import BadRequest
 from diloco_common.messages import PushAnswer, PushHeader
 from diloco_common.metrics import WorkerMetrics
@@ -73,19 +74,25 @@ class Transfer:
         self._metrics.pushed(answer.outcome.value, header.payload.num_bytes)
         return answer
 
-    async def pull(self, stub: Any, request: pb.PullRequest, metadata: Any, num_elements: int) -> Pulled | None:
-        """One attempt; None if the caller has the latest version. Raises AioRpcError or a Refusal of the bytes."""
+    async def pull(
+        self, stub: Any, request: pb.PullRequest, metadata: Any, num_elements: int, base: Tensor | None = None
+    ) -> Pulled | None:
+        """One attempt; None if the caller has the latest version. Raises AioRpcError or a Refusal of the bytes.
+
+        `base` is the anchor of the version that the request says the caller has; it is only read.
+        """
         timeout_s = CALL_S + 4 * num_elements / rpc.SLOWEST_BYTES_PER_S
         call = stub.Pull(request, metadata=metadata, timeout=timeout_s)
         try:
-            header, payload = await read_version(call, num_elements)
+            header, payload = await read_version(call, request, num_elements)
         finally:
             call.cancel()
         if payload is None:
             return None
         self.bytes_pulled += payload.header.num_bytes
         self._metrics.pulled(payload.header.num_bytes)
-        values, shift = await self._on_codec_thread(lambda: self._decode(header, payload))
+        base = base if header.HasField("base_version") else None
+        values, shift = await self._on_codec_thread(lambda: self._decode(header, payload, base))
         return Pulled(header, values, shift)
 
     @torch.no_grad()
@@ -95,10 +102,10 @@ class Transfer:
         self._metrics.computed("snapshot", time.thread_time() - began)
 
     @torch.no_grad()
-    def _decode(self, header: pb.PullHeader, payload: Payload) -> tuple[Tensor, Shift | None]:
+    def _decode(self, header: pb.PullHeader, payload: Payload, base: Tensor | None) -> tuple[Tensor, Shift | None]:
         began = time.thread_time()
         values = torch.empty(payload.header.num_elements, device=self._device)
-        decode_payload(payload, values)
+        decode_version(payload, base, values)
         shift = self.shift_to(header.fragment_id, values, header.version, header.merged_version)
         wait_for_device(values)
         self._metrics.computed("decode", time.thread_time() - began)
@@ -108,7 +115,7 @@ class Transfer:
         return await asyncio.get_running_loop().run_in_executor(self._codec, work)
 
 
-async def read_version(call: Any, num_elements: int) -> tuple[pb.PullHeader, Payload | None]:
+async def read_version(call: Any, request: pb.PullRequest, num_elements: int) -> tuple[pb.PullHeader, Payload | None]:
     """Read the answer to a Pull; no payload if the caller has that version. Raises AioRpcError or a Refusal."""
     first = await call.read()
     if first is rpc.EOF or first.WhichOneof("part") != "header":
@@ -119,6 +126,12 @@ async def read_version(call: Any, num_elements: int) -> tuple[pb.PullHeader, Pay
     if header.payload.num_elements != num_elements:
         raise BadRequest(
             f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
+        )
+    asked_from = request.epoch, request.have_version if request.HasField("have_version") else None
+    if header.HasField("base_version") and (header.epoch, header.base_version) != asked_from:
+        raise BadRequest(
+            f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
+            "which is not what was asked for"
         )
     receiver = PayloadReceiver(rpc.payload_from_pb(header.payload))
     while (part := await call.read()) is not rpc.EOF:

@@ -1,6 +1,6 @@
 """Encodings of fragments: values to payloads and back. The format is written down in docs/wire-format.md.
 
-`base.py` says what an encoding is, `plain.py`, `int8.py` and `nibbles.py` are the encodings, `registry.py`
+`base.py` says what an encoding is, `plain.py`, `int8.py`, `nibbles.py` and `topk.py` are the encodings, `registry.py`
 finds one by its name. `payload.py` cuts a fragment into chunks and describes them, `receiver.py` takes them
 in. Pure: torch and arithmetic; no sockets, no files.
 """
@@ -11,6 +11,8 @@ from diloco_common.codec.payload import (
     CHUNK_ELEMENTS_MAX,
     Payload,
     PayloadHeader,
+    as_tensor,
+    check_chunk,
     check_header,
     decode_chunk,
     decode_payload,
@@ -28,6 +30,8 @@ __all__ = [
     "Payload",
     "PayloadHeader",
     "PayloadReceiver",
+    "as_tensor",
+    "check_chunk",
     "check_header",
     "decode_chunk",
     "decode_payload",

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco_common.codec.scratch import scratch, slices
+from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices
 from diloco_common.errors import BadSize, NotFinite
 
 BLOCK_ELEMENTS = 256
@@ -65,18 +65,7 @@ class Codec(ABC):
 
         `loss` (n,) float32 is set to x - decoded; it may be `values` itself. Raises NotFinite.
         """
-        if loss is not None:
-            x = loss
-        elif minus is not None or plus is not None:
-            x = scratch("difference", torch.float32, values.numel(), values.device)
-        else:
-            x = values
-        if minus is not None:
-            torch.sub(values, minus, out=x)
-        elif x.data_ptr() != values.data_ptr():
-            x.copy_(values)
-        if plus is not None:
-            x.add_(plus)
+        x = difference(values, minus, plus, loss)
         self.encode_values(x, out)
         if loss is not None:
             self.accumulate(out, loss, weight=-1.0)
@@ -99,14 +88,51 @@ class Codec(ABC):
         num_elements = out.numel()
         self.check(data, num_elements)
         for part in slices(num_elements):
-            decoded = scratch("decoded", torch.float32, part.stop - part.start, out.device)
-            self.decode_range(data, num_elements, part.start, decoded)
-            out[part].add_(decoded, alpha=weight)
+            self.accumulate_range(data, num_elements, part.start, out[part], weight)
+
+    def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
+        """out += weight * elements start..start+m of a chunk of `num_elements` that was checked; `out` (m,) float32.
+
+        Any `start`; m at most SLICE_ELEMENTS - BLOCK_ELEMENTS, or SLICE_ELEMENTS where it is a multiple of
+        BLOCK_ELEMENTS.
+        """
+        out.add_(self._decoded(data, num_elements, start, out.numel()), alpha=weight)
+
+    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
+        """Sum of squares of elements start..stop of a chunk of `num_elements` that was checked; any start and stop.
+
+        NaN or infinite where an element is, and where a sum leaves the range of float32.
+        """
+        total, step = 0.0, SLICE_ELEMENTS - BLOCK_ELEMENTS
+        for first in range(start, stop, step):
+            part = self._decoded(data, num_elements, first, min(step, stop - first))
+            total += float(torch.linalg.vector_norm(part)) ** 2
+        return total
+
+    def _decoded(self, data: Tensor, num_elements: int, start: int, count: int) -> Tensor:
+        """Elements start..start+count, in scratch."""
+        before = start % BLOCK_ELEMENTS
+        decoded = scratch("decoded", torch.float32, before + count, data.device)
+        self.decode_range(data, num_elements, start - before, decoded)
+        return decoded[before:]
 
     def _check_size(self, data: Tensor, num_elements: int) -> None:
         expected = self.num_bytes(num_elements)
         if data.numel() != expected:
             raise BadSize(f"{self.name}: {num_elements} elements take {expected} bytes, got {data.numel()}")
+
+
+def difference(values: Tensor, minus: Tensor | None, plus: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """`values - minus + plus`, in `out` if there is one, else in `values` itself or in scratch; `values` stays."""
+    if out is None:
+        if minus is None and plus is None:
+            return values
+        out = scratch("difference", torch.float32, values.numel(), values.device)
+    if minus is not None:
+        torch.sub(values, minus, out=out)
+    elif out.data_ptr() != values.data_ptr():
+        out.copy_(values)
+    return out if plus is None else out.add_(plus)
 
 
 def refuse_non_finite(values: Tensor) -> None:

@@ -16,7 +16,8 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import BLOCK_ELEMENTS, Codec, refuse_non_finite
+from diloco_common.codec.base import BLOCK_ELEMENTS, Codec, difference, refuse_non_finite
+from diloco_common.codec.native import Kernels, kernels
 from diloco_common.codec.scratch import scratch, slices
 from diloco_common.errors import BadEncoding
 
@@ -30,6 +31,8 @@ class BlockCodec(Codec):
     """What `absmax` becomes when it is divided by the scale."""
     scale_min: ClassVar[float]
     scale_max: ClassVar[float]
+    native_bits: ClassVar[int] = 0
+    """Bits per code, where kernels.c knows the encoding."""
 
     @abstractmethod
     def num_code_bytes(self, num_elements: int) -> int:
@@ -53,6 +56,24 @@ class BlockCodec(Codec):
 
     def num_bytes(self, num_elements: int) -> int:
         return 4 * num_blocks(num_elements) + self.num_code_bytes(num_elements)
+
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        minus: Tensor | None = None,
+        plus: Tensor | None = None,
+        loss: Tensor | None = None,
+    ) -> None:
+        native = self._native(out)
+        if native is None:
+            super().encode(values, out, minus=minus, plus=plus, loss=loss)
+            return
+        self._check_size(out, values.numel())
+        limits = (self.code_max, self.scale_min, self.scale_max)
+        if not native.encode(self.native_bits, values, minus, plus, loss, limits, out):
+            refuse_non_finite(difference(values, minus, plus))
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         num_elements, device = values.numel(), values.device
@@ -92,7 +113,27 @@ class BlockCodec(Codec):
             f"which is not in {self.scale_min:g}..{self.scale_max:g}; the sender's encoder is at fault"
         )
 
+    def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
+        native = self._native(data)
+        if native is None:
+            super().accumulate_range(data, num_elements, start, out, weight)
+        else:
+            native.accumulate(self.native_bits, data, num_elements, start, out, weight)
+
+    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
+        native = self._native(data)
+        if native is None:
+            return super().sum_squares(data, num_elements, start, stop)
+        return native.sum_squares(self.native_bits, data, num_elements, start, stop)
+
+    def _native(self, data: Tensor) -> Kernels | None:
+        return kernels() if self.native_bits and data.device.type == "cpu" else None
+
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
+        native = self._native(data)
+        if native is not None:
+            native.decode(self.native_bits, data, num_elements, start, out)
+            return
         scales, codes = _split(data, num_elements)
         stop = start + out.numel()
         unscaled = self.decode_codes(codes[self.num_code_bytes(start) : self.num_code_bytes(stop)], out)

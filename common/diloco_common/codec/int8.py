@@ -21,6 +21,7 @@ class Int8(BlockCodec):
 
     name = "int8"
     code_max = 127.0
+    native_bits = 8
     scale_min = FLOAT32_TINY
     scale_max = float.fromhex("0x1.020406p+121")  # the largest float32 that 127 times does not overflow
 

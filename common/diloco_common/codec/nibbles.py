@@ -80,6 +80,7 @@ class Int4(NibbleCodec):
 
     name = "int4"
     code_max = 7.0
+    native_bits = 4
     scale_min = FLOAT32_TINY
     scale_max = float.fromhex("0x1.249248p+125")  # the largest float32 that 7 times does not overflow
     levels = tuple(float(nibble - 16 if nibble > 7 else nibble) for nibble in range(16))

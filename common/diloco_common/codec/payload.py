@@ -177,7 +177,16 @@ def decode_chunk(header: PayloadHeader, index: int, data: bytes, out_slice: Tens
         raise BadSize(f"chunk {index} has {bounds.stop - bounds.start} elements, `out_slice` {out_slice.numel()}")
     check_chunk_size(header, index, data)
     try:
-        get_codec(header.encoding).decode(_as_tensor(data, out_slice.device), out_slice)
+        get_codec(header.encoding).decode(as_tensor(data, out_slice.device), out_slice)
+    except BadEncoding as error:
+        raise BadEncoding(f"chunk {index}: {error}") from None
+
+
+def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
+    """Look whether chunk `index`, as uint8, can be decoded. Raises BadSize, and BadEncoding with chunk and block."""
+    bounds = header.chunk_slice(index)
+    try:
+        get_codec(header.encoding).check(data, bounds.stop - bounds.start)
     except BadEncoding as error:
         raise BadEncoding(f"chunk {index}: {error}") from None
 
@@ -212,7 +221,7 @@ def _check_flat(values: Tensor) -> None:
         )
 
 
-def _as_tensor(data: bytes, device: torch.device) -> Tensor:
+def as_tensor(data: bytes, device: torch.device | str = "cpu") -> Tensor:
     """View bytes as a uint8 tensor, without a copy on a CPU. Only ever read from."""
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 

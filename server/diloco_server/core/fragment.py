@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
-from diloco_server.core.merge import Workspace, merge
+from diloco_server.core.merge import Workspace, merge_pieces
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.core.rounds import Contribution, Round
 
@@ -32,6 +33,16 @@ class Values:
     """float32 [num_elements]."""
     buffers: list[Tensor]
     """State of the outer optimizer, float32 [num_elements] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version as it is sent: encoded once, the same bytes for all."""
+
+    values: Payload
+    """What every learner that has this version holds as its anchor."""
+    change: Payload | None = None
+    """Leads there from the version before; None for a first version, and where `sync.pull` sends values."""
 
 
 @dataclass
@@ -61,8 +72,8 @@ class FragmentState:
     tokens_merged: int = 0
     """Grows; never reset within an epoch."""
     values: Values | None = None
-    published: Payload | None = None
-    """The announced version in the run's pull encoding: encoded once, served to all."""
+    published: Published | None = None
+    """The announced version."""
 
     def typical_norm(self) -> float:
         """Running median of merged norms, unless it is tiny; the norm of version 0 until there are enough of them."""
@@ -90,10 +101,15 @@ def step(
     workspace: Workspace,
 ) -> None:
     """Merge a closed round and take one outer step, in place."""
-    gradient = merge(contributions, fragment.pieces, rule, workspace)
-    optimizer.step(values.theta, gradient, values.buffers, outer_step)
+    for piece, gradient in merge_pieces(contributions, fragment.pieces, rule, workspace):
+        part = slice(piece.offset, piece.offset + piece.num_elements)
+        optimizer.step(values.theta[part], gradient, [b[part] for b in values.buffers], outer_step)
 
 
-def publish(values: Values, encoding: str) -> Payload:
-    """Encode the current values for learners."""
-    return encode_payload(values.theta, encoding)
+def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
+    """Encode the current values for learners, who hold `before` (None: nothing, or another epoch's)."""
+    whole = pull_encodings(encoding)[-1]
+    if before is None or encoding == whole:
+        return Published(encode_payload(values.theta, whole))
+    change, anchor = encode_change(values.theta, before.values, encoding)
+    return Published(anchor, change)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco_common.settings import OuterSettings
 
-SLICE = 1 << 18
+SLICE = 1 << 17
 """Elements that one pass works on: small enough to stay in cache between the operations of a step."""
 
 

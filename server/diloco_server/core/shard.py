@@ -59,7 +59,7 @@ from diloco_server.core.effects import (
     Tell,
     VersionCommitted,
 )
-from diloco_server.core.fragment import FragmentState, Values
+from diloco_server.core.fragment import FragmentState, Published, Values
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership, superseded
@@ -275,7 +275,7 @@ class Shard:
 
     # ------------------------------------------------------------ versions
 
-    def seeded(self, fragment_id: int, values: Values, published: Payload) -> None:
+    def seeded(self, fragment_id: int, values: Values, published: Published) -> None:
         """Version 0 is computed and durable: announce it."""
         state = self.fragments[fragment_id]
         state.values, state.published = values, published
@@ -287,7 +287,7 @@ class Shard:
         """The seed could not be used; another learner may seed."""
         self.fragments[fragment_id].computing = False
 
-    def committed(self, fragment_id: int, published: Payload, now: float) -> None:
+    def committed(self, fragment_id: int, published: Published, now: float) -> None:
         """The next version is computed and durable: announce it."""
         state = self.fragments[fragment_id]
         closed, closed_at = self._closed.pop(fragment_id)
@@ -375,11 +375,18 @@ class Shard:
         return state
 
     def published(self, fragment_id: int) -> tuple[int, Payload]:
-        """The latest announced version and its bytes. Raises UnknownFragment or NotSeeded."""
+        """The latest announced version and its values. Raises UnknownFragment or NotSeeded."""
         state = self.owned(fragment_id)
         if not state.seeded or state.published is None:
             raise NotSeeded(f"fragment {fragment_id} has no version yet; wait for Committed")
-        return state.version, state.published
+        return state.version, state.published.values
+
+    def change_since(self, fragment_id: int, epoch: int, version: int | None) -> Payload | None:
+        """What leads to the latest announced version from the one that a caller has, if that is the one before."""
+        state = self.owned(fragment_id)
+        if state.published is None or (epoch, version) != (self.epoch, state.version - 1):
+            return None
+        return state.published.change
 
     def fragment_statuses(self, learner_id: str) -> list[FragmentStatus]:
         return [

@@ -44,7 +44,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A version was pulled and decoded: float32 [num_elements] on the model's device."""
+    """A version was pulled and decoded: float32 [num_elements] on the model's device.
+
+    Nobody writes to `values` any more: the learner keeps them as its anchor, the link adds the next change to them.
+    """
 
     fragment_id: int
     version: int

@@ -1,0 +1,297 @@
+"""What a shard costs as learners, fragments and parameters grow, the law behind it, and what more shards help.
+
+    python benchmarks/growth.py                                # all sweeps: about six minutes
+    python benchmarks/growth.py --only learners,fragments --json growth.json
+    python benchmarks/growth.py --draw growth.json             # docs/growth.png again, without measuring
+
+Shards are real processes; learners are light ones (light_learners.py) in this process. A round here: every learner
+reports H inner steps, so all fragments are due; all contribute int8 to all of them and pull every version as bfloat16.
+CPU seconds and memory of a shard are the kernel's (/proc/PID). Then, of all cases together, by least squares:
+
+    CPU seconds = a per version + b per contribution + c per million parameters + d per MB received or sent
+    memory      = idle shard + contributions of open rounds
+                  + bytes per parameter + bytes per parameter of one fragment + bytes per learner + a constant
+
+Exits with 1 if a shard of a large model took more than 12 bytes per parameter, beside what it takes idle and the
+contributions. Needs Linux, and about 3 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import growth_plot
+from diloco_common.manifest import Manifest, cut
+from growth_law import CpuLaw, MemoryLaw, fit_cpu, fit_memory
+from light_learners import Accepted, LightLearner, ShardProcess, noise_of, running_shard, tensors_of
+
+BYTES_PER_PARAMETER_MAX = 12.0
+LARGE = 50_000_000
+"""Parameters from which that is asked: below, what libraries and connections take is more."""
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+SYNC_EVERY = 24
+REPORTS = 20
+"""Of each learner, to see what one costs."""
+SETTLE_S, SETTLES_MAX = 0.25, 20
+"""How shards are watched until they have read them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    learners: int
+    fragments: int
+    parameters: int
+    shards: int = 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the shards of one case took; means over the measured rounds, of all fragments."""
+
+    sweep: str
+    learners: int
+    fragments: int
+    parameters: int
+    shards: int
+    seconds: float
+    """Of a round, with the learners' own work on the same cores."""
+    shard_cpu_s: list[float]
+    """Of a round, one per shard."""
+    client_cpu_s: float
+    """Of a round: what all learners took, together."""
+    moved_bytes: float
+    """Received and sent by all shards in a round."""
+    idle_bytes: list[int]
+    """Resident memory of each shard before anybody joined."""
+    peak_bytes: list[int]
+    """The most there was, ever (VmHWM)."""
+    open_bytes: list[int]
+    """Most bytes of contributions that were accepted and not yet merged, per shard."""
+    busy: int
+    """Pushes that were answered BUSY and made again."""
+    report_cpu_s: float
+    """CPU seconds of all shards for one report of an inner step."""
+
+    @property
+    def contributions(self) -> int:
+        """Of one round."""
+        return self.learners * self.fragments
+
+    @property
+    def own_bytes(self) -> int:
+        """What the first shard took at most, beside what it takes idle and the contributions."""
+        return self.peak_bytes[0] - self.idle_bytes[0] - self.open_bytes[0]
+
+
+# "mixed" has what the others do not, so that the law can tell bytes from contributions and from parameters.
+SWEEPS = {
+    "learners": [Case(n, 8, 1_000_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)],
+    "fragments": [Case(4, n, 8_000_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)],
+    "parameters": [Case(4, 24, int(n * 1e6)) for n in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)],
+    "shards": [Case(n, 8, 1_000_000, shards) for n in (16, 64, 128) for shards in (2, 4)],
+    "mixed": [Case(1, 8, 32_000_000), Case(16, 8, 8_000_000), Case(32, 8, 4_000_000), Case(2, 128, 16_000_000)],
+}
+
+
+async def measure(sweep: str, case: Case, rounds: int, at_least_s: float) -> Cost:
+    """Run one case: its shards, its learners, one round that is not measured, then `rounds` or more, then reports."""
+    manifest = cut(tensors_of(case.parameters), case.fragments, case.shards)
+    with ExitStack() as stack:
+        shards = [
+            stack.enter_context(
+                running_shard(
+                    f"sync.fragments={case.fragments}", f"sync.sync_every={SYNC_EVERY}", "sync.quorum=all",
+                    f"shard.index={index}", f"shard.count={case.shards}", f"shard.max_pushes={4 * case.learners + 64}",
+                    "lease.lease_s=300", "lease.heartbeat_s=1",
+                )
+            )
+            for index in range(case.shards)
+        ]  # fmt: skip
+        idle = [shard.rss_bytes() for shard in shards]
+        load = _Load(case.learners, manifest, shards)
+        await load.begin()
+        before, done = load.used(), 0
+        while done < rounds or load.used().seconds - before.seconds < at_least_s:
+            await load.round()
+            done += 1
+        used = load.used()
+        report_cpu_s = await load.reports()
+        await load.end()
+        return Cost(
+            sweep=sweep, learners=case.learners, fragments=len(manifest.fragments), parameters=manifest.num_elements,
+            shards=case.shards, seconds=(used.seconds - before.seconds) / done,
+            shard_cpu_s=[(b - a) / done for a, b in zip(before.shard_cpu_s, used.shard_cpu_s, strict=True)],
+            client_cpu_s=(used.client_cpu_s - before.client_cpu_s) / done,
+            moved_bytes=(used.moved_bytes - before.moved_bytes) / done,
+            idle_bytes=idle, peak_bytes=[shard.rss_bytes("VmHWM") for shard in shards],
+            open_bytes=[accepted.most for accepted in load.accepted], busy=load.busy, report_cpu_s=report_cpu_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Used:
+    """Since the beginning."""
+
+    seconds: float
+    shard_cpu_s: list[float]
+    client_cpu_s: float
+    moved_bytes: int
+
+
+def _cpu_rate(a: _Used, b: _Used) -> float:
+    """CPU seconds per second of all shards together."""
+    return (sum(b.shard_cpu_s) - sum(a.shard_cpu_s)) / (b.seconds - a.seconds)
+
+
+class _Load:
+    """All learners of one case. A learner that has several shards is a light one to each of them."""
+
+    def __init__(self, learners: int, manifest: Manifest, shards: Sequence[ShardProcess]) -> None:
+        self.accepted = [Accepted() for _ in shards]
+        contributions = noise_of(manifest.fragments, 0.001, "int8")
+        self._learners = [
+            LightLearner(f"learner-{i}", shard, manifest, manifest.owned_by(index), contributions, self.accepted[index])
+            for i in range(learners)
+            for index, shard in enumerate(shards)
+        ]
+        self._shards = shards
+        self._version = 0
+
+    @property
+    def busy(self) -> int:
+        return sum(learner.busy for learner in self._learners)
+
+    def used(self) -> _Used:
+        moved = sum(learner.bytes_pushed + learner.bytes_pulled for learner in self._learners)
+        return _Used(time.monotonic(), [shard.cpu_s() for shard in self._shards], time.process_time(), moved)
+
+    async def begin(self) -> None:
+        """Join, seed, and the first round, which nobody measures."""
+        for learner in self._learners:
+            await learner.join()
+        for learner in self._learners[: len(self._shards)]:
+            for fragment in learner.fragments:  # one after the other: all at once would be memory of this process
+                await learner.seed(noise_of([fragment], 0.02, "float32"))
+        await asyncio.gather(*(learner.pulled(0) for learner in self._learners))
+        await self.round()
+
+    async def round(self) -> None:
+        """Everybody trains H steps and contributes to every fragment; then everybody has pulled every version."""
+        self._version += 1
+        await asyncio.gather(*(learner.step(self._version * SYNC_EVERY) for learner in self._learners))
+        await asyncio.gather(*(learner.contribute_to(len(learner.fragments)) for learner in self._learners))
+        await asyncio.gather(*(learner.pulled(self._version) for learner in self._learners))
+
+    async def reports(self) -> float:
+        """CPU seconds of the shards for one report, when everybody makes some; less what they take otherwise."""
+        before = self.used()
+        await asyncio.sleep(SETTLE_S)
+        begun = self.used()
+        resting = _cpu_rate(before, begun)
+        for _ in range(REPORTS):
+            await asyncio.gather(*(learner.report() for learner in self._learners))
+        for _ in range(SETTLES_MAX):  # what was written may not have been read yet
+            last = self.used()
+            await asyncio.sleep(SETTLE_S)
+            now = self.used()
+            if _cpu_rate(last, now) < 1.5 * resting:
+                break
+        used_s = (_cpu_rate(begun, now) - resting) * (now.seconds - begun.seconds)
+        return max(0.0, used_s) / (REPORTS * len(self._learners) / len(self._shards))
+
+    async def end(self) -> None:
+        await asyncio.gather(*(learner.leave() for learner in self._learners))
+
+
+# ------------------------------------------------------------ what is shown
+
+HEAD = (
+    f"{'learners':>8} {'fragments':>9} {'M params':>8} {'shards':>6} {'s/round':>8} {'shard CPU s':>11} {'law':>7} "
+    f"{'ms/contribution':>15} {'us/report':>9} {'peak MB':>8} {'open MB':>8}"
+)
+
+
+def line_of(cost: Cost, law: CpuLaw | None = None) -> str:
+    """One line of the table; of several shards, the busiest."""
+    cpu = max(cost.shard_cpu_s)
+    each = 1000 * sum(cost.shard_cpu_s) / cost.contributions
+    expected = f"{law.seconds(cost) / cost.shards:7.3f}" if law else f"{'':>7}"
+    size, peak, most = cost.parameters / 1e6, max(cost.peak_bytes) / 1e6, max(cost.open_bytes) / 1e6
+    return (
+        f"{cost.learners:>8} {cost.fragments:>9} {size:>8.2f} {cost.shards:>6} {cost.seconds:>8.3f} {cpu:>11.3f} "
+        f"{expected} {each:>15.2f} {1e6 * cost.report_cpu_s:>9.0f} {peak:>8.0f} {most:>8.1f}"
+    )
+
+
+def report(costs: Sequence[Cost]) -> tuple[CpuLaw, MemoryLaw]:
+    """Print the laws and the table."""
+    single = [cost for cost in costs if cost.shards == 1]
+    cpu, memory = fit_cpu(single), fit_memory(single)
+    print(f"\n{HEAD}")
+    for cost in costs:
+        print(line_of(cost, cpu))
+    print(f"\n{cpu.words()}\n\n{memory.words()}")
+    return cpu, memory
+
+
+def save(costs: Sequence[Cost], cpu: CpuLaw, memory: MemoryLaw, path: Path) -> None:
+    found = {"cpu_law": asdict(cpu), "memory_law": asdict(memory), "costs": [asdict(cost) for cost in costs]}
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def load(path: Path) -> list[Cost]:
+    return [Cost(**cost) for cost in json.loads(path.read_text())["costs"]]
+
+
+async def sweeps(args: argparse.Namespace) -> list[Cost]:
+    """Measure case by case, in one event loop: gRPC does not like to change it."""
+    costs = []
+    print(HEAD)
+    for sweep in args.only:
+        for case in SWEEPS[sweep][: max(1, round(args.largest * len(SWEEPS[sweep])))]:
+            costs.append(await measure(sweep, case, args.rounds, args.seconds))
+            print(line_of(costs[-1]), flush=True)
+    return costs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what a shard costs as learners, fragments, parameters grow.")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SWEEPS), help=",".join(SWEEPS))
+    parser.add_argument("--rounds", type=int, default=3, help="measured in each case, after one that is not")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of more rounds, where those take less")
+    parser.add_argument("--largest", type=float, default=1.0, help="share of each sweep's cases, smallest first")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, beside those of other sweeps there")
+    parser.add_argument("--draw", type=Path, help="measure nothing: draw the figures of this file")
+    parser.add_argument("--plot", type=Path, default=DOCS / "growth.png")
+    args = parser.parse_args()
+    if unknown := set(args.only) - set(SWEEPS):
+        parser.error(f"no such sweep: {', '.join(sorted(unknown))}; there are {', '.join(SWEEPS)}")
+    torch.set_num_threads(1)
+
+    if args.draw:
+        costs = load(args.draw)
+    else:
+        kept = load(args.json) if args.json is not None and args.json.exists() else []
+        costs = [cost for cost in kept if cost.sweep not in args.only] + asyncio.run(sweeps(args))
+        costs.sort(key=lambda cost: list(SWEEPS).index(cost.sweep))
+    cpu, memory = report(costs)
+    if args.json:
+        save(costs, cpu, memory, args.json)
+    if {cost.sweep for cost in costs} == set(SWEEPS):
+        growth_plot.draw(costs, cpu, memory, args.plot)
+    large = [c for c in costs if c.sweep == "parameters" and c.parameters >= LARGE]
+    return 0 if all(c.own_bytes / c.parameters < BYTES_PER_PARAMETER_MAX for c in large) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+/* The inner loops of the block encodings, int8 and int4, on a CPU: one pass over the values each.
+
+   A chunk of n elements is the float32 scales of its blocks of 256, then the codes (docs/wire-format.md). Encoding gives
+   the same bytes as the torch code in codec/, bit for bit: no operation may be fused or reordered there, so compile with
+   -ffp-contract=off and without -ffast-math. Pointers may be unaligned; nothing is allocated; safe from any thread. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 256
+
+static int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+
+static float load_scale(const uint8_t *data, int64_t block) {
+    float scale;
+    memcpy(&scale, data + 4 * block, 4);
+    return scale;
+}
+
+/* x <- values - minus + plus for one block; the bits of its largest magnitude. NaN and infinity are the largest bits. */
+static uint32_t load_block(const float *values, const float *minus, const float *plus, int count, float *x) {
+    if (minus)
+        for (int i = 0; i < count; i++) x[i] = values[i] - minus[i];
+    else
+        memcpy(x, values, 4 * (size_t)count);
+    if (plus)
+        for (int i = 0; i < count; i++) x[i] += plus[i];
+    for (int i = count; i < BLOCK; i++) x[i] = 0;
+    uint32_t largest = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t bits;
+        memcpy(&bits, &x[i], 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+/* Codes of one block with its scale stored; 0 if an element is not finite. */
+static int encode_block(const float *values, const float *minus, const float *plus, float *loss, int count,
+                        float code_max, float scale_min, float scale_max, uint8_t *scale_out, int8_t *codes) {
+    float x[BLOCK], absmax;
+    uint32_t largest = load_block(values, minus, plus, count, x);
+    if (largest >= 0x7f800000) return 0;
+    memcpy(&absmax, &largest, 4);
+    float scale = absmax / code_max;
+    if (scale > scale_max) scale = scale_max;
+    if (scale < scale_min) scale = 1.0f;
+    memcpy(scale_out, &scale, 4);
+    for (int i = 0; i < BLOCK; i++) codes[i] = (int8_t)(int32_t)rintf(x[i] / scale);
+    if (loss) {
+        for (int i = 0; i < BLOCK; i++) x[i] -= (float)codes[i] * scale;
+        memcpy(loss, x, 4 * (size_t)count);
+    }
+    return 1;
+}
+
+static void pack_nibbles(const int8_t *codes, int count, uint8_t *out) {
+    for (int i = 0; i < (count + 1) / 2; i++) out[i] = (uint8_t)((codes[2 * i] & 0x0f) | (codes[2 * i + 1] << 4));
+}
+
+static void unpack_nibbles(const uint8_t *packed, int count, int8_t *codes) {
+    for (int i = 0; i < (count + 1) / 2; i++) {
+        codes[2 * i] = (int8_t)(packed[i] << 4) >> 4;
+        codes[2 * i + 1] = (int8_t)packed[i] >> 4;
+    }
+}
+
+/* Encode values - minus + plus (minus and plus may be null) of n elements into out, as int8 (bits = 8) or int4 (bits = 4);
+   loss (may be null, may be values) is what was lost. Returns -1, or the first block with an element that is not finite. */
+int64_t diloco_encode(int bits, const float *values, const float *minus, const float *plus, float *loss, int64_t n,
+                      float code_max, float scale_min, float scale_max, uint8_t *out) {
+    uint8_t *codes = out + 4 * blocks_of(n);
+    int8_t block_codes[BLOCK];
+    for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
+        int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
+        if (!encode_block(values + start, minus ? minus + start : 0, plus ? plus + start : 0, loss ? loss + start : 0,
+                          count, code_max, scale_min, scale_max, out + 4 * block, block_codes))
+            return block;
+        if (bits == 8)
+            memcpy(codes + start, block_codes, (size_t)count);
+        else
+            pack_nibbles(block_codes, count, codes + start / 2);
+    }
+    return -1;
+}
+
+/* The codes of one block; where they take no unpacking, in place. */
+static const int8_t *block_codes_of(int bits, const uint8_t *codes, int64_t first, int count, int8_t *unpacked) {
+    if (bits == 8) return (const int8_t *)(codes + first);
+    unpack_nibbles(codes + first / 2, count, unpacked);
+    return unpacked;
+}
+
+#define FOR_BLOCKS(BODY)                                                                    \
+    const uint8_t *codes = data + 4 * blocks_of(n);                                         \
+    int8_t unpacked[BLOCK];                                                                 \
+    for (int64_t at = start; at < stop;) {                                                  \
+        int64_t block = at / BLOCK, first = block * BLOCK;                                  \
+        int64_t end = first + BLOCK < stop ? first + BLOCK : stop;                          \
+        int held = n - first < BLOCK ? (int)(n - first) : BLOCK;                            \
+        const int8_t *code = block_codes_of(bits, codes, first, held, unpacked) + (at - first); \
+        int count = (int)(end - at);                                                        \
+        float scale = load_scale(data, block);                                              \
+        BODY at = end;                                                                      \
+    }
+
+/* out <- elements start..stop of a chunk of n elements that was checked. */
+void diloco_decode(int bits, const uint8_t *data, int64_t n, int64_t start, int64_t stop, float *out) {
+    FOR_BLOCKS({
+        for (int i = 0; i < count; i++) out[i] = (float)code[i] * scale;
+        out += count;
+    })
+}
+
+/* out <- out + weight * elements start..stop. */
+void diloco_accumulate(int bits, const uint8_t *data, int64_t n, int64_t start, int64_t stop, float weight, float *out) {
+    FOR_BLOCKS({
+        for (int i = 0; i < count; i++) out[i] = fmaf(weight, (float)code[i] * scale, out[i]);
+        out += count;
+    })
+}
+
+/* The sum of squares of elements start..stop. */
+double diloco_sum_squares(int bits, const uint8_t *data, int64_t n, int64_t start, int64_t stop) {
+    double sum = 0;
+    FOR_BLOCKS({
+        int32_t squares = 0;
+        for (int i = 0; i < count; i++) squares += code[i] * code[i];
+        sum += (double)scale * (double)scale * squares;
+    })
+    return sum;
+}

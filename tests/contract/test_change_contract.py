@@ -1,0 +1,247 @@
+"""Versions that are pulled as changes, over loopback: who gets one, who gets the values, and that all end up equal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from front import Front
+from in_process import NUM_ELEMENTS, Caller, InProcessShard, contribution, eventually, refusal, settings_with
+from torch import Tensor
+
+from diloco_common import rpc
+from diloco_common.codec import Payload, decode_payload
+from diloco_common.codec.change import decode_version
+from diloco_common.messages import Collect, Committed
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_worker.observer import pull_global_model
+
+
+def made_version(shard: InProcessShard, callers: list[Caller], version: int, value: float = 0.01) -> None:
+    """All callers contribute to the round of a version."""
+    for caller in callers:
+        stream = caller.attend()
+        for inner_step in (version - 1, version):  # H counts from the first report
+            stream.say(inner_step)
+        while stream.hear(Collect).round != version:
+            pass
+        payload = contribution(value * version)
+        header = caller.header(payload, round=version, base_version=version - 1)
+        assert caller.push(header, payload).outcome == pb.PushResponse.ACCEPTED
+        while stream.hear(Committed).version != version:
+            pass
+        stream.cancel()
+
+
+def decoded(payload: Payload) -> Tensor:
+    values = torch.empty(payload.header.num_elements)
+    decode_payload(payload, values)
+    return values
+
+
+def values_of(header: pb.PullHeader, chunks: list[bytes], base: Tensor | None = None) -> Tensor:
+    values = torch.empty(NUM_ELEMENTS)
+    decode_version(Payload(rpc.payload_from_pb(header.payload), tuple(chunks)), base, values)
+    return values
+
+
+@pytest.fixture
+def at_version_2(serve: Callable[..., InProcessShard]) -> Caller:
+    """A caller whose shard has made two versions, in changes of int8."""
+    shard = serve(settings_with(sync={"pull": "int8"}, lease={"lease_s": 20.0}))
+    caller = shard.caller()
+    caller.join()
+    caller.seed()
+    for version in (1, 2):
+        made_version(shard, [caller], version)
+    return caller
+
+
+@pytest.mark.parametrize(
+    ("have_version", "encodings", "came", "base_version"),
+    [
+        (1, ["int8", "bfloat16"], "int8", 1),
+        (1, [], "int8", 1),
+        (1, ["bfloat16"], "bfloat16", None),
+        (1, ["float32"], "float32", None),
+        (0, ["int8", "bfloat16"], "bfloat16", None),
+        (None, ["int8", "bfloat16"], "bfloat16", None),
+        (None, [], "bfloat16", None),
+        (7, ["int8", "bfloat16"], "bfloat16", None),
+    ],
+)
+def test_a_change_is_for_those_who_have_the_version_before(at_version_2, have_version, encodings, came, base_version):
+    header, chunks = at_version_2.pull(have_version=have_version, encodings=encodings)
+
+    assert (header.version, header.payload.encoding) == (2, came)
+    assert (header.base_version if header.HasField("base_version") else None) == base_version
+    assert sum(map(len, chunks)) == header.payload.num_bytes
+
+
+def test_who_has_the_version_gets_a_header_alone(at_version_2):
+    header, chunks = at_version_2.pull(have_version=2, encodings=["int8", "bfloat16"])
+    assert (header.HasField("payload"), header.HasField("base_version"), chunks) == (False, False, [])
+
+
+def test_a_version_of_another_epoch_is_no_base(at_version_2):
+    epoch = at_version_2.identity.epoch
+    at_version_2.identity = replace(at_version_2.identity, generation=0, epoch=epoch + 1)
+    header, _ = at_version_2.pull(have_version=1, encodings=["int8", "bfloat16"])
+    assert (header.payload.encoding, header.HasField("base_version")) == ("bfloat16", False)
+
+
+def test_who_takes_changes_only_is_told_what_else_is_needed(at_version_2):
+    found = refusal(lambda: at_version_2.pull(have_version=0, encodings=["int8"]))
+    assert (found.code, "bfloat16 or float32" in found.words) == ("UNKNOWN_ENCODING", True)
+
+
+def test_a_learner_must_decode_the_values_too(serve):
+    shard = serve(settings_with(sync={"pull": "int8"}))
+    found = refusal(lambda: shard.caller().join(decodes=["int8", "float32"]))
+    assert (found.code, "int8 and bfloat16" in found.words) == ("UNKNOWN_ENCODING", True)
+
+
+def test_the_change_leads_to_the_values(at_version_2):
+    shard = at_version_2.shard
+    base = values_of(*at_version_2.pull())
+    made_version(shard, [at_version_2], 3, value=0.3)
+
+    by_change = values_of(*at_version_2.pull(have_version=2), base)
+    values = values_of(*at_version_2.pull(encodings=["bfloat16"]))
+
+    assert not torch.equal(by_change, base)
+    assert torch.equal(by_change.view(torch.int32), values.view(torch.int32))
+
+
+# ---------------------------------------------------------------- real learners
+
+
+class Watched(Front):
+    """A front that notes how versions come, holds them back, and can name a wrong base."""
+
+    def __init__(self, shard: InProcessShard) -> None:
+        super().__init__(shard)
+        self.came: list[str] = []
+        """Encodings of the payloads that went through."""
+        self.holds = False
+        """Pulls wait before the shard hears of them."""
+        self.lies = 0
+        """Changes that will be sent as if they began at another version."""
+
+    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
+        while self.holds:  # noqa: ASYNC110 - a switch
+            await asyncio.sleep(0.01)
+        async for response in super().Pull(request, context):
+            if response.WhichOneof("part") == "header" and response.header.HasField("payload"):
+                self.came.append(response.header.payload.encoding)
+                if self.lies and response.header.HasField("base_version"):
+                    self.lies -= 1
+                    response.header.base_version += 5
+            yield response
+
+
+@pytest.fixture
+def watch(loop: Any) -> Iterator[Callable[[InProcessShard], Watched]]:
+    started: list[Watched] = []
+
+    def start(shard: InProcessShard) -> Watched:
+        made = loop.look(lambda: Watched(shard))
+        loop.run(made.start())
+        started.append(made)
+        return made
+
+    yield start
+    for made in started:
+        made.holds = False
+        loop.run(made.stop())
+
+
+Anchors = dict[tuple[int, int], bytes]
+
+
+def note_anchors(training: Any, seen: Anchors) -> None:
+    """Fragment, version -> bytes of the anchor."""
+    for i, fragment in training.learner.core.fragments.items():
+        seen[i, fragment.version] = fragment.anchor.numpy().tobytes()
+
+
+def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
+    """Whether a learner has the latest version of every fragment; then its anchors must be the shard's, bit for bit."""
+    training.learner.poll()
+    latest = shard.loop.look(lambda: {i: (f.version, f.published.values) for i, f in shard.core.fragments.items()})
+    fragments = training.learner.core.fragments
+    if any(fragments[i].version != version for i, (version, _) in latest.items()):
+        return False
+    for i, (_, payload) in latest.items():
+        assert fragments[i].anchor.numpy().tobytes() == decoded(payload).numpy().tobytes()
+    return True
+
+
+@pytest.mark.parametrize("encoding", ["int8", "int4"])
+def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, watch, encoding):
+    """One pulls every version, one is held back now and then and misses some, one joins late."""
+    shard = serve(settings_with(sync={"pull": encoding, "quorum": 1, "fragments": 2}))
+    steady, lagging = watch(shard), watch(shard)
+    a, b = train(steady.address, "a"), train(lagging.address, "b", seed=1)
+    learners = {a: {}, b: {}}
+
+    def reach(version: int, *, who: Any) -> None:
+        """Train until `who` holds this version of everything."""
+
+        def reached() -> bool:
+            for training, seen in learners.items():
+                training.step()
+                note_anchors(training, seen)
+            return all(f.version >= version for f in who.learner.core.fragments.values())
+
+        eventually(reached, f"version {version}")
+
+    for pause in (6, 12, 18):
+        lagging.holds = True
+        reach(pause, who=a)
+        lagging.holds = False
+        reach(pause, who=b)
+    c = train(shard.address, "c", seed=2)
+    learners[c] = {}
+    reach(24, who=c)
+
+    eventually(lambda: all(has_what_is_published(t, shard) for t in learners), "everybody has the latest version")
+
+    for seen in learners.values():
+        assert all(anchor == learners[a].get(key, anchor) for key, anchor in seen.items())
+    common = learners[a].keys() & learners[b].keys() & learners[c].keys()
+    assert len(common) >= 2
+    assert steady.came.count(encoding) > 24
+    assert lagging.came.count(encoding) > 10
+    assert lagging.came.count("bfloat16") >= 2 + 3, "two versions at first, then those that it missed"
+
+
+def test_a_change_since_another_version_is_not_taken_and_the_values_are_asked_for(serve, train, watch):
+    shard = serve(settings_with(sync={"pull": "int8"}))
+    front = watch(shard)
+    a = train(front.address, "a")
+    a.until(lambda: shard.version() >= 3, "versions that came as changes")
+
+    front.lies, said = 1, len(front.came)
+    a.until(lambda: not front.lies and a.learner.core.fragments[0].version > shard.version() - 1, "it goes on")
+
+    eventually(lambda: has_what_is_published(a, shard), "the latest version is there")
+    assert "bfloat16" in front.came[said:]
+
+
+def test_an_observer_gets_the_model_in_float32_whatever_learners_pull(serve, train):
+    shard = serve(settings_with(sync={"pull": "int4"}))
+    a = train(shard.address, "a")
+    a.until(lambda: shard.version() >= 2, "two versions")
+    a.learner.close()
+    eventually(lambda: not (shard.core.fragments[0].round or shard.core.fragments[0].computing), "rest")
+
+    model = pull_global_model([shard.address])
+
+    state = shard.core.fragments[0]
+    flat = torch.cat([model.tensors[piece.tensor].flatten() for piece in state.fragment.pieces])
+    assert torch.equal(flat, state.values.theta)

@@ -1,0 +1,61 @@
+"""The benchmarks run from the command line, at tiny sizes, and write down what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+LIMIT_S = 100.0
+
+
+def run(script: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, options)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_growth_measures_the_first_case_of_every_sweep_and_draws_them(tmp_path: Path) -> None:
+    json_path, plot = tmp_path / "growth.json", tmp_path / "growth.png"
+    run("growth.py", "--rounds=1", "--seconds=0", "--largest=0.01", f"--json={json_path}", f"--plot={plot}")
+    costs = read(json_path)["costs"]
+    assert [cost["sweep"] for cost in costs] == ["learners", "fragments", "parameters", "shards", "mixed"]
+    for cost in costs:
+        assert len(cost["shard_cpu_s"]) == cost["shards"]
+        assert min(cost["shard_cpu_s"]) > 0
+        # A round moves int8 (1 byte and a scale) up and bfloat16 down, for every learner.
+        assert 3.0 < cost["moved_bytes"] / (cost["learners"] * cost["parameters"]) < 3.2
+        assert all(a < b for a, b in zip(cost["idle_bytes"], cost["peak_bytes"], strict=True))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    again = run("growth.py", f"--draw={json_path}", f"--plot={plot}")
+    assert "per contribution" in again.stdout
+
+
+def test_the_memory_of_a_shard_is_measured(tmp_path: Path) -> None:
+    """The bound is for large models: a tiny one exceeds it by what libraries take."""
+    options = ("--parameters=100000", "--fragments=4", "--learners=2", "--rounds=1", "--json")
+    command = [sys.executable, str(BENCHMARKS / "shard_memory.py"), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    found = json.loads(ended.stdout)
+    assert found["open_contribution_bytes"] > found["parameters"]  # two learners, a byte per parameter each
+    assert found["peak_bytes"] > found["idle_bytes"]
+
+
+def test_peers_measures_what_is_installed_and_names_what_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    options = ("--params=1e4", "--learners=2", "--rounds=2", "--peers=gloo,torchft", f"--json={path}")
+    printed = run("peers.py", *options, f"--venvs={tmp_path}").stdout
+    gloo, torchft = read(path)["peers"]
+    assert gloo["state"] == "measured"
+    assert len(gloo["seconds"]) == 2
+    if torchft["state"] == "not installed":
+        assert "pip install torchft" in printed

@@ -1,0 +1,153 @@
+"""Changes of versions a second time, in plain Python: code, vectors and docs/wire-format.md must agree with it.
+
+`python tests/unit/test_change_vectors.py` writes tests/data/change-vectors.json and the table of the page anew, from
+the reference here and in test_codec_vectors.py.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_codec_vectors import (
+    floats,
+    reference_bfloat16,
+    reference_chunk,
+    reference_crc32c,
+    reference_decode,
+    same_bits,
+    to_float32,
+    words,
+)
+
+from diloco_common.codec import Payload, PayloadHeader, decode_payload, encode_payload, verify_checksum
+from diloco_common.codec.change import decode_version, encode_change
+
+ROOT = Path(__file__).parents[2]
+VECTORS = ROOT / "tests/data/change-vectors.json"
+PAGE = ROOT / "docs/wire-format.md"
+BEGIN, END = "<!-- change vectors: begin -->\n", "<!-- change vectors: end -->\n"
+CHANGES = ("int8", "int4", "e3m0")
+
+ANCHOR = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.369140625, 1.0]
+VALUES = [1e-3, 1.01, -1.0, 0.498, -3.01, 100.4, -0.37, 1.00390625]
+"""The last is half way between two numbers of bfloat16."""
+
+# ------------------------------------------------------------------ the reference
+
+
+def reference_change(values: list[float], anchor: list[float], encoding: str) -> tuple[bytes, list[float], bytes]:
+    """One chunk: the change, what it decodes to, and the next anchor as bfloat16. Sums of float32 come out right."""
+    change = reference_chunk([to_float32(v - a) for v, a in zip(values, anchor, strict=True)], encoding)
+    decoded = reference_decode(change, len(values), encoding)
+    after = b"".join(reference_bfloat16(to_float32(a + d)) for a, d in zip(anchor, decoded, strict=True))
+    return change, decoded, after
+
+
+def reference_vectors() -> list[dict[str, Any]]:
+    values = [to_float32(x) for x in VALUES]
+    vectors = []
+    for encoding in CHANGES:
+        change, decoded, after = reference_change(values, ANCHOR, encoding)
+        vectors.append(
+            {
+                "name": f"change as {encoding}",
+                "encoding": encoding,
+                "num_elements": len(values),
+                "chunk_elements": 256,
+                "crc32c": f"{reference_crc32c(change):08x}",
+                "values": struct.pack("<8f", *values).hex(),
+                "anchor": b"".join(map(reference_bfloat16, ANCHOR)).hex(),
+                "change": change.hex(),
+                "decoded": struct.pack("<8f", *decoded).hex(),
+                "next_anchor": after.hex(),
+            }
+        )
+    return vectors
+
+
+def rendered(vectors: list[dict[str, Any]]) -> str:
+    """The vectors as the page shows them."""
+    return "\n".join(
+        f"**{v['name']}** ({v['num_elements']} elements, {len(v['change']) // 2} bytes, crc32c `{v['crc32c']}`)\n\n"
+        f"```text\nvalues       {words(v['values'])}\nanchor       {halves(v['anchor'])}\nchange       {v['change']}\n"
+        f"decoded      {words(v['decoded'])}\nnext anchor  {halves(v['next_anchor'])}\n```\n"
+        for v in vectors
+    )
+
+
+def halves(digits: str) -> str:
+    return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
+
+
+# ------------------------------------------------------------------ the code agrees
+
+VECTORS_IN_FILE: list[dict[str, Any]] = json.loads(VECTORS.read_text()) if VECTORS.exists() else []
+
+
+def anchor_of(digits: str) -> Payload:
+    data = bytes.fromhex(digits)
+    header = PayloadHeader("bfloat16", len(data) // 2, 256, len(data), reference_crc32c(data))
+    return Payload(header, (data,))
+
+
+def decoded_anchor(payload: Payload) -> torch.Tensor:
+    out = torch.empty(payload.header.num_elements)
+    decode_payload(payload, out)
+    return out
+
+
+@pytest.mark.parametrize("vector", VECTORS_IN_FILE, ids=lambda v: v["name"])
+def test_a_vector_is_what_shard_and_learner_make(vector: dict[str, Any]) -> None:
+    anchor = anchor_of(vector["anchor"])
+    change, after = encode_change(floats(vector["values"]), anchor, vector["encoding"])
+    assert [chunk.hex() for chunk in change.chunks] == [vector["change"]]
+    assert f"{change.header.crc32c:08x}" == vector["crc32c"]
+    verify_checksum(change)
+    assert after == anchor_of(vector["next_anchor"])
+
+    decoded = torch.empty(vector["num_elements"])
+    decode_payload(change, decoded)
+    assert same_bits(decoded, floats(vector["decoded"]))
+    decode_version(change, decoded_anchor(anchor), decoded)
+    assert same_bits(decoded, decoded_anchor(after))
+
+
+def test_the_vectors_are_those_of_the_reference_and_of_the_page() -> None:
+    assert reference_vectors() == VECTORS_IN_FILE
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0] == rendered(VECTORS_IN_FILE)
+
+
+def test_the_vectors_show_a_rounding_that_matters() -> None:
+    """In each, some next anchor is not what anchor + decoded is in float32."""
+    for v in VECTORS_IN_FILE:
+        exact = decoded_anchor(anchor_of(v["anchor"])) + floats(v["decoded"])
+        assert not same_bits(exact, decoded_anchor(anchor_of(v["next_anchor"])))
+
+
+numbers = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
+alike = st.floats(min_value=-2.0, max_value=2.0, width=32)
+
+
+@pytest.mark.parametrize("encoding", CHANGES)
+@settings(max_examples=60, deadline=None)
+@given(pairs=st.one_of(*(st.lists(st.tuples(kind, kind), min_size=1, max_size=40) for kind in (numbers, alike))))
+def test_the_code_equals_the_reference_bit_for_bit(encoding: str, pairs: list[tuple[float, float]]) -> None:
+    values, anchors = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    anchor = encode_payload(anchors, "bfloat16", chunk_elements=256)
+    change, after = encode_change(values, anchor, encoding)
+    before = decoded_anchor(anchor).tolist()
+    expected_change, _, expected_after = reference_change(values.tolist(), before, encoding)
+    assert (change.chunks, after.chunks) == ((expected_change,), (expected_after,))
+
+
+if __name__ == "__main__":
+    VECTORS.write_text(json.dumps(reference_vectors(), indent=1) + "\n")
+    head, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(head + BEGIN + rendered(reference_vectors()) + END + rest.split(END)[1])

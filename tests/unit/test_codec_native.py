@@ -1,0 +1,153 @@
+"""The C kernels and the torch code are one encoding: the same bytes, the same values, the same refusals.
+
+What the other codec tests prove of whichever runs, holds for both by this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import random_values
+from diloco_common.codec import native
+from diloco_common.codec.base import Codec
+from diloco_common.codec.blocks import BlockCodec
+from diloco_common.codec.registry import get_codec
+from diloco_common.errors import NotFinite
+
+SIZE = 3 * 256 + 77
+each_encoding = pytest.mark.parametrize("encoding", ["int8", "int4"])
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    if native.kernels() is None:
+        pytest.skip("this machine has no C compiler, or DILOCO_NATIVE=0")
+
+
+def encoded(codec: Codec, values: torch.Tensor, **others: torch.Tensor | None) -> torch.Tensor:
+    out = torch.zeros(codec.num_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, out, **others)
+    return out
+
+
+def in_both(monkeypatch: pytest.MonkeyPatch, codec: Codec, values: torch.Tensor, **others: torch.Tensor) -> None:
+    """Encode with error feedback both ways, and compare bytes and loss."""
+    losses = torch.empty_like(values), torch.empty_like(values)
+    by_kernels = encoded(codec, values, loss=losses[0], **others)
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockCodec, "_native", lambda self, data: None)
+        by_torch = encoded(codec, values, loss=losses[1], **others)
+    assert torch.equal(by_kernels, by_torch)
+    assert torch.equal(*losses)
+
+
+@each_encoding
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(floats, min_size=1, max_size=600))
+def test_any_values_become_the_same_bytes(encoding: str, values: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        in_both(monkeypatch, get_codec(encoding), torch.tensor(values))
+
+
+@each_encoding
+@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-130, 2.0**-126, 1e-3, 1.0, 1e30, 3.4e38])
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, SIZE])
+def test_any_size_and_magnitude_become_the_same_bytes(
+    encoding: str, scale: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_both(monkeypatch, get_codec(encoding), random_values(size, 1).clamp(-1, 1).mul_(scale))
+
+
+@each_encoding
+def test_a_difference_and_its_residual_become_the_same_bytes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, minus, plus = (random_values(SIZE, seed) for seed in range(3))
+    in_both(monkeypatch, get_codec(encoding), values, minus=minus, plus=plus)
+
+
+@each_encoding
+def test_the_loss_may_take_the_place_of_the_values(encoding: str) -> None:
+    codec, values, loss = get_codec(encoding), random_values(SIZE, 0), torch.empty(SIZE)
+    apart = encoded(codec, values, loss=loss)
+    assert torch.equal(encoded(codec, values, loss=values), apart)
+    assert torch.equal(values, loss)
+
+
+@each_encoding
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["values", "minus", "plus"])
+def test_what_is_not_finite_is_refused_by_its_index(encoding: str, value: float, where: str) -> None:
+    parts = {name: random_values(SIZE, seed) for seed, name in enumerate(("values", "minus", "plus"))}
+    parts[where][700] = value
+    with pytest.raises(NotFinite, match=f"element 700 of {SIZE}"):
+        encoded(get_codec(encoding), parts["values"], minus=parts["minus"], plus=parts["plus"])
+
+
+@each_encoding
+@pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (0, 1), (255, 257), (256, 512), (3, 700), (769, SIZE)])
+def test_any_range_decodes_adds_and_measures_alike(
+    encoding: str, start: int, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = get_codec(encoding)
+    data, before = encoded(codec, random_values(SIZE, 4)), random_values(stop - start, 5)
+    whole = torch.empty(SIZE)
+    codec.decode(data, whole)
+    sums, squares = [], []
+    for by_torch in (False, True):
+        with monkeypatch.context() as patched:
+            if by_torch:
+                patched.setattr(BlockCodec, "_native", lambda self, data: None)
+                again = torch.empty(SIZE)
+                codec.decode(data, again)
+                assert torch.equal(again, whole)
+            out = before.clone()
+            codec.accumulate_range(data, SIZE, start, out, 0.3)
+            sums.append(out)
+            squares.append(codec.sum_squares(data, SIZE, start, stop))
+    torch.testing.assert_close(sums[0], before + 0.3 * whole[start:stop])
+    torch.testing.assert_close(sums[0], sums[1])
+    assert squares[0] == pytest.approx(float(whole[start:stop].double().square().sum()), rel=1e-6)
+    assert squares[1] == pytest.approx(squares[0], rel=1e-5)
+
+
+# ------------------------------------------------------------------ where they cannot be had
+
+
+@pytest.fixture
+def _asked_anew() -> Iterator[None]:
+    native.kernels.cache_clear()
+    yield
+    native.kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.parametrize(
+    "environment",
+    [{"DILOCO_NATIVE": "0"}, {"CC": "no-such-compiler"}, {"CC": "false"}],
+    ids=["switched off", "no compiler", "a compiler that fails"],
+)
+def test_without_them_torch_does_it(environment: dict[str, str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert native.kernels() is None
+    assert encoded(get_codec("int8"), torch.ones(3)).numel() == 7
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_they_are_compiled_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = native.kernels()
+    assert first is not None
+    native.kernels.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    again = native.kernels()
+    assert again is not None
+    assert again.path == first.path
+    assert list(tmp_path.rglob("*.so")) == [first.path]
