@@ -22,7 +22,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -144,6 +144,7 @@ class Learner:
         self._stopped: set[int] = set()
         self._asked_early: dict[int, Asked] = {}  # fragment -> round that asked before the model was cut
         self._stop_requested = False
+        self._acts: list[Callable[[], None]] = []  # for the network thread, at the end of the boundary
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
         self._progress = Progress(inner_step, tokens)
@@ -175,12 +176,13 @@ class Learner:
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss, began)
         self.core.stepped(tokens)
-        self._boundary(max(APPLY_S, APPLY_SHARE * self.step_time_s))
+        self._take_part(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         self._progress = Progress(self.core.inner_step, self.core.tokens, self.loss, self.step_time_s)
         stall_s = time.monotonic() - began
         self.sync_stall_s += stall_s
         self.sync_stall_max_s = max(self.sync_stall_max_s, stall_s)
-        self.network.soon(partial(self._stepped, tokens, step_s, stall_s))
+        self._acts.append(partial(self._stepped, tokens, step_s, stall_s))
+        self._hand_over()
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Take part between two steps: lay arrived versions under the local progress, and send what rounds ask for.
@@ -190,7 +192,8 @@ class Learner:
         """
         if wait_s > 0:
             self._inbox.wait(wait_s)
-        self._boundary()
+        self._take_part(math.inf)
+        self._hand_over()
 
     @property
     def done(self) -> bool:
@@ -266,7 +269,7 @@ class Learner:
 
     # ------------------------------------------------------------ a step boundary
 
-    def _boundary(self, apply_s: float = math.inf) -> None:
+    def _take_part(self, apply_s: float) -> None:
         """Take in what came, in order, and send what rounds ask for.
 
         Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
@@ -281,7 +284,12 @@ class Learner:
             if isinstance(event, Arrived) and time.perf_counter() - began > apply_s:
                 break
         if self.core is not None and (taken := self.core.snapshots()):
-            self.network.soon(partial(self._push, taken))
+            self._acts.append(partial(self._push, taken))
+
+    def _hand_over(self) -> None:
+        """To the network thread, all at once: each time that it is woken, it may take the processor away."""
+        self.network.soon(*self._acts)
+        self._acts.clear()
 
     def _take_in(self, event: Event) -> None:
         match event:
@@ -348,7 +356,7 @@ class Learner:
         self.core.inner_step, self.core.tokens = self._first
         self.transfer.shift_to = self.core.shift_to
         for link in self.network.links:
-            self.network.soon(partial(link.know, manifest))
+            self._acts.append(partial(link.know, manifest))
 
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
@@ -358,19 +366,20 @@ class Learner:
             if not status.seeded:
                 fragment = self._core.fragments[status.fragment_id]
                 hold_s = SEED_HOLD_S if under_way and not fragment.adopted else 0.0
-                seed = partial(link.seed, status.fragment_id, fragment.values(), hold_s)
-                self.network.soon(seed)
+                self._acts.append(partial(link.seed, status.fragment_id, fragment.values(), hold_s))
 
     @torch.no_grad()
     def _arrived(self, event: Arrived) -> None:
         began, cpu_began = time.perf_counter(), time.thread_time()
-        before = self._core.tokens_carried
+        before, fragment = self._core.tokens_carried, self._core.fragments[event.fragment_id]
+        replaced = fragment.anchor, fragment.pending, event.shift
         if self._core.arrived(
             event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.shift
         ):
             seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
             carried = (self._core.tokens_carried - before) / len(self._core.fragments)
-            self.network.soon(partial(self._applied, event.fragment_id, event.version, seconds, cpu_seconds, carried))
+            applied = partial(self._applied, event.fragment_id, event.version, seconds, cpu_seconds, carried, replaced)
+            self._acts.append(applied)
 
     # ------------------------------------------------------------ in the network thread
 
@@ -378,7 +387,10 @@ class Learner:
         for pending in taken:
             self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index).push(pending)
 
-    def _applied(self, fragment_id: int, version: int, seconds: float, cpu_seconds: float, carried: float) -> None:
+    def _applied(
+        self, fragment_id: int, version: int, seconds: float, cpu_seconds: float, carried: float, replaced: object
+    ) -> None:
+        """`replaced`: freed here, as giving so much memory back can take longer than the apply did."""
         self.metrics.applied(fragment_id, version, seconds)
         self.metrics.computed("apply", cpu_seconds)
         self.metrics.carried(carried)

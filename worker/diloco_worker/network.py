@@ -33,7 +33,7 @@ class Network:
         self._http = http
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-network", daemon=True)
-        self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # its `put` keeps the interpreter lock
+        self._acts: SimpleQueue[tuple[Callable[[], None], ...]] = SimpleQueue()  # its `put` keeps the interpreter lock
         self._waker = threading.Thread(target=self._wake, name="diloco-waker", daemon=True)
         self._stopping = False
         self._linking: list[asyncio.Task[None]] = []
@@ -44,10 +44,10 @@ class Network:
         self._waker.start()
         return self._wait_for(self._start)
 
-    def soon(self, act: Callable[[], None]) -> None:
+    def soon(self, *acts: Callable[[], None]) -> None:
         """Do something in the network thread, in the order of the calls. Never waits."""
-        if not self._stopping:
-            self._acts.put(act)
+        if acts and not self._stopping:
+            self._acts.put(acts)
 
     def link_to(self, shard_index: int) -> ShardLink:
         """The link to a shard that was joined."""
@@ -58,7 +58,7 @@ class Network:
         if self._stopping or not self._thread.is_alive():
             return
         self._stopping = True
-        self._acts.put(None)
+        self._acts.put(())
         self._waker.join(STOP_S)
         try:
             self._wait_for(self._stop)
@@ -68,8 +68,10 @@ class Network:
             self._transfer.close()
 
     def _wake(self) -> None:
-        while (act := self._acts.get()) is not None:
-            self._loop.call_soon_threadsafe(act)
+        while acts := self._acts.get():
+            for act in acts:
+                self._loop.call_soon_threadsafe(act)
+            del acts, act  # what they hold is freed once they are done, not with the next ones
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

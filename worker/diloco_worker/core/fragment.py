@@ -8,11 +8,12 @@
 A contribution is pending until a version tells whether it was merged. Merged: its loss becomes the residual. Not
 merged: the fragment is as if it had not been pushed, and the work is in the next contribution.
 
-The snapshot is copied by whoever encodes, in its own thread, while the training goes on. Each of its elements is then a
-value that the parameter had, some from before and some from after an optimizer step that ran meanwhile. That is right
-for any such mixture: what is not in the snapshot stays in  theta - snapshot  and goes into the next contribution. Only a
-version must not be laid under the fragment meanwhile: that would move elements by what no training did. So versions
-wait until the snapshot is read (`LearnerFragment.rebasable`); the training never does.
+On a CPU the snapshot is copied by whoever encodes, in its own thread, while the training goes on. Each of its elements is
+then a value that the parameter had (aligned reads of 2 and 4 bytes are whole), some from before and some from after an
+optimizer step that ran meanwhile. Any such mixture is right: what is not in the snapshot stays in  theta - snapshot  and
+goes into the next contribution. Only a version must not be laid under the fragment meanwhile: that would move elements
+by what no training did. So versions wait until the snapshot is read (`LearnerFragment.rebasable`); the training never
+does. On an accelerator the copy is queued at the step boundary: that takes no time, and it runs before the next step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import Fragment
-from diloco_worker.core.replica import Replica, wait_for_device
+from diloco_worker.core.replica import Replica, queued_until, wait_for_device
 
 
 @dataclass
@@ -50,6 +51,8 @@ class Pending:
     """Whether the snapshot is still to be taken, or being taken."""
     snapshot: Tensor | None = None
     """float32 [num_elements], once it is taken."""
+    copied: Callable[[], None] | None = None
+    """Waits until the snapshot is there, where a device copies it."""
     loss: Tensor | None = None
     """float32 [num_elements]: set by `encode`, where there is error feedback."""
     reference: Tensor | None = None
@@ -60,12 +63,15 @@ class Pending:
     """Whether a shard has taken it: then only a version can tell that it was not merged."""
 
     def take_snapshot(self) -> Tensor:
-        """Copy theta, unless that is done: float32 [num_elements]. In any thread, but one at a time."""
+        """Copy theta, or have the device do it, unless that is done: float32 [num_elements].
+
+        In any thread, but one at a time.
+        """
         if self.snapshot is None:
             try:
                 snapshot = torch.empty_like(self.anchor)
                 self.read(snapshot)
-                wait_for_device(snapshot)
+                self.copied = queued_until(snapshot)
                 self.snapshot = snapshot
             finally:
                 self.reading = False
@@ -82,7 +88,7 @@ class Pending:
 
     def delta(self) -> Tensor:
         """What is meant to be sent, anchor - snapshot + residual: float32 [num_elements]. Takes the snapshot."""
-        delta = torch.sub(self.anchor, self.take_snapshot())
+        delta = torch.sub(self.anchor, self._whole_snapshot())
         return delta if self.residual is None else delta.add_(self.residual)
 
     def encode(self, encoding: str) -> Payload:
@@ -90,10 +96,17 @@ class Pending:
 
         Takes the snapshot. Raises NotFinite.
         """
-        snapshot = self.take_snapshot()
+        snapshot = self._whole_snapshot()
         if self.error_feedback and self.loss is None:
             self.loss = torch.empty_like(self.anchor)
         return encode_payload(self.anchor, encoding, minus=snapshot, plus=self.residual, loss=self.loss)
+
+    def _whole_snapshot(self) -> Tensor:
+        """For other threads and streams than the one that has taken it."""
+        snapshot = self.take_snapshot()
+        if self.copied is not None:
+            self.copied()
+        return snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +156,7 @@ class LearnerFragment:
             return self.anchor
         out = torch.empty(self.fragment.num_elements, device=self._replica.device)
         self._replica.read(self.fragment, out)
+        wait_for_device(out)
         return out
 
     @property
@@ -151,7 +165,10 @@ class LearnerFragment:
         return self.pending is None or not self.pending.reading
 
     def take(self, round_number: int, tokens: int, steps: int) -> Pending:
-        """A contribution for a round, its snapshot still to be taken. `tokens` and `steps`: the learner's totals now."""
+        """A contribution for a round. `tokens` and `steps`: the learner's totals now.
+
+        On a CPU its snapshot is still to be taken.
+        """
         assert self.anchor is not None
         assert self.pending is None
         self.wanted = None
@@ -160,6 +177,8 @@ class LearnerFragment:
             tokens - self._base_tokens, steps - self._base_steps, self.anchor, self._residual, self._error_feedback,
             partial(self._replica.read, self.fragment),
         )  # fmt: skip
+        if self._replica.device.type != "cpu":
+            self.pending.take_snapshot()
         return self.pending
 
     def shift_to(self, values: Tensor, version: int, merged_version: int) -> Shift | None:
@@ -197,6 +216,7 @@ class LearnerFragment:
         elif pending is not None:  # of a later round: its snapshot moves along
             assert pending.progress_since is not None
             pending.reference = torch.add(pending.progress_since, shift.difference)
+            wait_for_device(pending.reference)  # others compute with it
         self._advance(values, version, epoch)
 
     def overwrite(

@@ -50,8 +50,8 @@ class LearnerCore:
     def snapshots(self) -> list[Pending]:
         """The contributions that rounds ask for, where there is something to contribute.
 
-        Their snapshots are still to be taken (`Pending.take_snapshot`), soon and in any thread: until then `rebasable`
-        says that no version can be applied to the fragment. A round that asks again for the contribution that is under
+        On a CPU their snapshots are still to be taken (`Pending.take_snapshot`), soon and in any thread: until then
+        `rebasable` says that no version can be applied to the fragment. A round that asks again for the contribution that is under
         way gets the same one.
         """
         taken = []

@@ -7,7 +7,7 @@ local. Tied parameters count once, under the first of their names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +63,19 @@ class Replica:
 
     def write(self, fragment: Fragment, values: Tensor) -> None:
         """theta <- values, rounded to the parameter's dtype."""
+        _used_here(values)
         for piece, theta in self.views(fragment):
             theta.copy_(values[piece.offset : piece.offset + piece.num_elements])
 
     def add(self, fragment: Fragment, difference: Tensor) -> None:
         """theta <- theta + difference, computed in float32."""
+        _used_here(difference)
         for piece, theta in self.views(fragment):
             theta.add_(difference[piece.offset : piece.offset + piece.num_elements])
 
     def blend(self, fragment: Fragment, new: Tensor, alpha: float) -> None:
         """theta <- alpha * theta + (1 - alpha) * new, computed in float32."""
+        _used_here(new)
         for piece, theta in self.views(fragment):
             part = new[piece.offset : piece.offset + piece.num_elements]
             if theta.dtype == torch.float32:
@@ -85,6 +88,21 @@ def wait_for_device(values: Tensor) -> None:
     """Until what was put into `values` is there, for every thread and stream."""
     if values.is_cuda:
         torch.cuda.current_stream(values.device).synchronize()
+
+
+def queued_until(values: Tensor) -> Callable[[], None] | None:
+    """What waits until that which was queued so far is in `values`; None: it is."""
+    if not values.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(values.device))
+    return event.synchronize
+
+
+def _used_here(values: Tensor) -> None:
+    """Another thread has allocated them, perhaps for another stream: the memory is not to be reused before this one is done."""
+    if values.is_cuda:
+        values.record_stream(torch.cuda.current_stream(values.device))
 
 
 def plain_name(name: str) -> str:
