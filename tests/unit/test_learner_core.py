@@ -620,6 +620,7 @@ def test_fragments_go_their_own_ways() -> None:
             core.stepped(8)
             core.collect(Collect(step % 3, 1 + (step - 1) // 3), EPOCH)
             for pending in core.snapshots():
+                pending.take_snapshot()
                 taken.append((pending.fragment_id, pending.steps))
                 i = pending.fragment_id
                 core.arrived(i, pending.round, EPOCH, values[i].clone(), pending.round)

@@ -1,7 +1,8 @@
 """The network thread of a learner: one event loop that runs a link per shard, and the HTTP server.
 
-The loop is woken through a socket. Writing to it lets go of the interpreter lock, and whoever does so gets it back once the
-network thread, just woken, has done its work: up to 5 ms. So a thread of its own does the waking, not the training thread.
+The loop is woken through a socket. Writing to it lets go of the interpreter lock, and whoever does so gets it back once
+the network thread, just woken, has done its work: up to 5 ms. So a thread of its own does the waking, not the training
+thread.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@
 A contribution is pending until a version tells whether it was merged. Merged: its loss becomes the residual. Not
 merged: the fragment is as if it had not been pushed, and the work is in the next contribution.
 
-On a CPU the snapshot is copied by whoever encodes, in its own thread, while the training goes on. Each of its elements is
-then a value that the parameter had (aligned reads of 2 and 4 bytes are whole), some from before and some from after an
-optimizer step that ran meanwhile. Any such mixture is right: what is not in the snapshot stays in  theta - snapshot  and
-goes into the next contribution. Only a version must not be laid under the fragment meanwhile: that would move elements
-by what no training did. So versions wait until the snapshot is read (`LearnerFragment.rebasable`); the training never
-does. On an accelerator the copy is queued at the step boundary: that takes no time, and it runs before the next step.
+On a CPU the snapshot is copied by whoever encodes, in its own thread, while the training goes on. Each of its elements
+is then a value that the parameter had (aligned reads of 2 and 4 bytes are whole), some from before and some from after
+an optimizer step that ran meanwhile. Any such mixture is right: what is not in the snapshot stays in  theta - snapshot
+and goes into the next contribution. Only a version must not be laid under the fragment meanwhile: that would move
+elements by what no training did. So versions wait until the snapshot is read (`LearnerFragment.rebasable`); the
+training never does. On an accelerator the copy is queued at the step boundary: that takes no time, and it runs before
+the next step.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class LearnerFragment:
         return self.anchor is not None
 
     def values(self) -> Tensor:
-        """What this learner believes the global values are, not to be written to: the anchor, else a copy of its own."""
+        """What this learner believes the global values are: the anchor, else its own. Do not write to it."""
         if self.anchor is not None:
             return self.anchor
         out = torch.empty(self.fragment.num_elements, device=self._replica.device)
@@ -189,7 +190,7 @@ class LearnerFragment:
         return None if reference is None else Shift(reference, torch.sub(values, reference))
 
     def give_back(self) -> None:
-        """The pending contribution was not merged: as if it had not been taken. What still reads it reads for nobody."""
+        """The pending contribution was not merged: as if it had not been taken. Who still reads it, does so in vain."""
         self.pending = None
 
     def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:

@@ -51,8 +51,8 @@ class LearnerCore:
         """The contributions that rounds ask for, where there is something to contribute.
 
         On a CPU their snapshots are still to be taken (`Pending.take_snapshot`), soon and in any thread: until then
-        `rebasable` says that no version can be applied to the fragment. A round that asks again for the contribution that is under
-        way gets the same one.
+        `rebasable` says that no version can be applied to the fragment. A round that asks again for the contribution
+        that is under way gets the same one.
         """
         taken = []
         for fragment in self.fragments.values():
@@ -101,9 +101,9 @@ class LearnerCore:
         return self.fragments[fragment_id].rebasable
 
     def shift_to(self, fragment_id: int, values: Tensor, version: int, merged_version: int) -> Shift | None:
-        """Compute ahead what `arrived` will need of a version; None where it needs nothing. May be called in any thread.
+        """Compute ahead what `arrived` will need of a version; None where it needs nothing.
 
-        Takes a tensor as large as the fragment.
+        May be called in any thread. Takes a tensor as large as the fragment.
         """
         if self.policy.on_commit != "carry":
             return None

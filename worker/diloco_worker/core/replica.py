@@ -94,13 +94,13 @@ def queued_until(values: Tensor) -> Callable[[], None] | None:
     """What waits until that which was queued so far is in `values`; None: it is."""
     if not values.is_cuda:
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(values.device))
     return event.synchronize
 
 
 def _used_here(values: Tensor) -> None:
-    """Another thread has allocated them, perhaps for another stream: the memory is not to be reused before this one is done."""
+    """Another thread has allocated them, perhaps for another stream: keep the memory until this one is done with it."""
     if values.is_cuda:
         values.record_stream(torch.cuda.current_stream(values.device))
 
