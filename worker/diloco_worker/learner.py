@@ -11,8 +11,8 @@
 Everything here runs in the training thread; the network has its own (network.py). Between two steps `step` says which
 fragments to contribute and lays arrived versions under the local progress: one addition, of what was computed ahead. It
 never waits for anybody. The snapshots are copied by another thread (transfer.py) in the moments after `step` or `poll`
-returned, so the loop should not put other values into the parameters there (averaged ones, to evaluate them): they would
-be contributed, and be taken out again only by the next contribution.
+returned, so the loop should not put other values into the parameters there (averaged ones, to evaluate them): they
+would be contributed, and be taken out again only by the next contribution.
 """
 
 from __future__ import annotations
