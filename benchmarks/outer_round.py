@@ -221,7 +221,7 @@ def free_port() -> int:
 
 
 WHAT = {
-    "snapshot": "learner: snapshot, in learner.step",
+    "snapshot": "learner: snapshot, beside the training",
     "encode": "learner: pseudo-gradient, error feedback, encode",
     "inspect": "shard:   norms of what came in",
     "merge": "shard:   merge, outer step, encode the version",

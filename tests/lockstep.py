@@ -177,7 +177,10 @@ class Lockstep:
             for learner_id in order or sorted(self.learners):
                 learner = self.learners[learner_id]
                 moved |= self._hear(learner)
-                learner.outbox += learner.core.snapshots()
+                taken = learner.core.snapshots()
+                for pending in taken:
+                    pending.take_snapshot()
+                learner.outbox += taken
                 if not learner.held:
                     moved |= self.send(learner_id)
 

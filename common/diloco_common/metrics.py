@@ -334,7 +334,7 @@ class WorkerMetrics:
 
         self._sync_seconds = Counter(
             "diloco_worker_sync_seconds_total",
-            "CPU time that synchronisation took, by what for; snapshot and apply in the training thread.",
+            "CPU time that synchronisation took, by what for; apply in the training thread.",
             ["phase"],
             registry=registry,
         )

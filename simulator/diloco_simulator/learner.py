@@ -25,6 +25,8 @@ from diloco_worker.core.learner import LearnerCore
 
 JOINING_S = 0.2
 SETTLE_S = 5.0
+APPLIES_LAST = 0.2
+"""How often a version is the last that a step applies, although more has come."""
 
 
 class SimulatedLearner:
@@ -50,6 +52,7 @@ class SimulatedLearner:
         self._model = Counting(10.0 + number)
         self._replica = replica(self._model)
         self._random = random.Random(f"learner {options.seed} {instance}")
+        self._slow = random.Random(f"applies {options.seed} {instance}")  # apart: the rest of a seed stays what it was
         self._inbox = EventQueue()
         self._shards: dict[int, Joined] = {}
         self._stopped: set[int] = set()
@@ -137,10 +140,12 @@ class SimulatedLearner:
 
     def _boundary(self) -> None:
         invariants.inbox_is_bounded(len(self._inbox), self._options.fragments, self._options.shards)
-        for event in self._inbox.take():
+        while (event := self._inbox.pop()) is not None:
             self._handle(event)
             if self.state == "failed":
                 return
+            if isinstance(event, Arrived) and self.state == "training" and self._slow.random() < APPLIES_LAST:
+                break  # applying took long: the rest waits for the next step
         if self.core is None:
             return
         for pending in self.core.snapshots():

@@ -77,3 +77,17 @@ def test_peers_measures_what_is_installed_and_names_what_is_not(tmp_path: Path) 
     assert len(gloo["seconds"]) == 2
     if torchft["state"] == "not installed":
         assert "pip install torchft" in printed
+
+
+def test_step_cost_measures_the_loop_with_and_without_the_learner(tmp_path: Path) -> None:
+    json_path = tmp_path / "cost.json"
+    command = [sys.executable, str(BENCHMARKS / "step_cost.py"), "--params=1e5", "--blocks=1", f"--json={json_path}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr  # 1: slower than promised, which is no matter here
+    assert "inside learner.step" in ended.stdout
+    found = read(json_path)
+    assert found["steps"] == 50
+    assert found["versions_applied_per_step"] > 0.5
+    assert found["contributions_merged_per_step"] > 0.5
+    assert 0 < found["step_cost_seconds"]["median"] <= found["step_cost_seconds"]["p99"]
+    assert found["step_cost_percent"]["p99"] == 100 * found["step_cost_seconds"]["p99"] / found["step_seconds"]

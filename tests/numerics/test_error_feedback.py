@@ -61,7 +61,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
         (pending,) = core.snapshots()
         anchor = core.fragments[0].anchor
         assert anchor is not None
-        progress = (anchor - pending.snapshot).double()
+        progress = (anchor - pending.take_snapshot()).double()
         tokens = pending.tokens
         payload = pending.encode(encoding)
         if fate == "asked twice":

@@ -161,12 +161,12 @@ def never_give_back(original: Any) -> Any:
 def count_the_snapshot_twice(original: Any) -> Any:
     """A version that holds the contribution is laid under all local progress, the contribution's included."""
 
-    def carry(self: LearnerFragment, values: Any, version: int, epoch: int, *, merged: bool) -> None:
+    def carry(self: LearnerFragment, values: Any, version: int, epoch: int, *, merged: bool, shift: Any) -> None:
         if merged:
             assert self.pending is not None
             assert self.anchor is not None
             self.pending.snapshot = self.anchor
-        original(self, values, version, epoch, merged=merged)
+        original(self, values, version, epoch, merged=merged, shift=shift)
 
     return carry
 

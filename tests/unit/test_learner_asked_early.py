@@ -28,9 +28,9 @@ def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> N
         link.session.shard_index = index
     learner._inbox.put(first)
     learner._inbox.put(Asked(Collect(0, 1), 5))
-    learner._boundary()
+    learner.poll()
     learner._inbox.put(second)
-    learner._boundary()
+    learner.poll()
 
     assert learner.core is not None
     assert learner.core.fragments[0].wanted == Wanted(1, 5)

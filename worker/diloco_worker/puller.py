@@ -87,7 +87,7 @@ class Puller:
         session.tokens_merged[fragment_id] = pulled.tokens_merged
         self._pulled(fragment_id, pulled.version)
         session.context.inbox.put(
-            Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version)
+            Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version, pulled.shift)
         )
 
     def _forget(self, fragment_id: int) -> None:

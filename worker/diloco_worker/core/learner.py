@@ -1,7 +1,8 @@
 """The learner: what it does at a step boundary. Owned by the training thread.
 
-The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`) and sends what `snapshots`
-returns. Versions are laid under the local progress between two steps; nothing here waits for anybody.
+The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`), and has the snapshots of
+what `snapshots` returns taken, encoded and sent. Versions are laid under the local progress between two steps;
+nothing here waits for anybody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from diloco_common.errors import WrongRound
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from diloco_worker.core.fragment import LearnerFragment, Pending, Wanted
+from diloco_worker.core.fragment import LearnerFragment, Pending, Shift, Wanted
 from diloco_worker.core.replica import Replica
 
 
@@ -47,9 +48,11 @@ class LearnerCore:
         self.tokens += tokens
 
     def snapshots(self) -> list[Pending]:
-        """Take the snapshots that rounds ask for, where there is something to contribute.
+        """The contributions that rounds ask for, where there is something to contribute.
 
-        A round that asks again for the contribution that is under way gets the same one.
+        On a CPU their snapshots are still to be taken (`Pending.take_snapshot`), soon and in any thread: until then
+        `rebasable` says that no version can be applied to the fragment. A round that asks again for the contribution
+        that is under way gets the same one.
         """
         taken = []
         for fragment in self.fragments.values():
@@ -93,12 +96,30 @@ class LearnerCore:
         if not pending.accepted and pending.pushes_open <= 0:
             self._carried(fragment)
 
-    def arrived(self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int) -> bool:
+    def rebasable(self, fragment_id: int) -> bool:
+        """Whether `arrived` may be called for this fragment: not while its snapshot is being taken. Try again later."""
+        return self.fragments[fragment_id].rebasable
+
+    def shift_to(self, fragment_id: int, values: Tensor, version: int, merged_version: int) -> Shift | None:
+        """Compute ahead what `arrived` will need of a version; None where it needs nothing.
+
+        May be called in any thread. Takes a tensor as large as the fragment.
+        """
+        if self.policy.on_commit != "carry":
+            return None
+        return self.fragments[fragment_id].shift_to(values, version, merged_version)
+
+    def arrived(
+        self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
+        shift: Shift | None = None,
+    ) -> bool:  # fmt: skip
         """Apply a version: float32 [num_elements] on the model's device, kept as the anchor.
 
-        Returns False, and changes nothing, where the learner has this version or a later one of the same epoch.
+        `shift`: what `shift_to` gave for it. Returns False, and changes nothing, where the learner has this version or
+        a later one of the same epoch.
         """
         fragment = self.fragments[fragment_id]
+        assert fragment.rebasable
         if not fragment.adopted:
             fragment.adopt(values, version, epoch, self.tokens, self.inner_step)
             return True
@@ -106,7 +127,7 @@ class LearnerCore:
             return False
         merged = self._resolve(fragment, version, epoch, merged_version)
         if self.policy.on_commit == "carry":
-            fragment.carry(values, version, epoch, merged=merged)
+            fragment.carry(values, version, epoch, merged=merged, shift=shift)
         else:
             keep = self.policy.blend_alpha if self.policy.on_commit == "blend" else 0.0
             fragment.overwrite(
@@ -132,9 +153,9 @@ class LearnerCore:
     def _resolve(self, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
         """Whether the pending contribution is in this version; gives it back if it never will be."""
         pending = fragment.pending
-        if pending is None or version < pending.round:
+        if pending is None or (version < pending.round and pending.snapshot is not None):
             return False
-        if merged_version == pending.round:
+        if pending.merged_in(version, merged_version):
             self.contributions["merged"] += 1
             return True
         self._carried(fragment)
