@@ -16,7 +16,7 @@ from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import OuterSettings
 from diloco_server.core import fragment as arithmetic
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.rounds import Contribution
 
@@ -27,7 +27,7 @@ REPEATS = 9
 def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     """Speed of merging, outer step and encoding, and its share of the copying speed; medians."""
     [fragment] = cut([TensorSpec(f"layers.{i}.weight", (ROWS, COLUMNS)) for i in range(TENSORS)], 1, 1).fragments
-    workspace, memory = Workspace(), Memory()
+    memory = Memory()
     contributions = []
     for i in range(learners):
         payload = encode_payload(torch.randn(fragment.num_elements).mul_(1e-3), push)
@@ -41,7 +41,7 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     for repeat in range(REPEATS + 1):
         began = time.perf_counter()
         arithmetic.step(
-            values, fragment, contributions, outer_step=repeat + 1, rule="rda", optimizer=optimizer, workspace=workspace
+            values, fragment, contributions, outer_step=repeat + 1, rule="rda", optimizer=optimizer
         )
         published = arithmetic.publish(values, pull, published)
         if repeat:
