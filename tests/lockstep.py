@@ -98,11 +98,10 @@ class ShardShell:
     def _merge(self, job: MergeRound) -> None:
         state = self.shard.fragments[job.fragment_id]
         assert state.values is not None
-        arithmetic.step(
+        published = arithmetic.step(
             state.values, state.fragment, job.contributions, outer_step=job.version, rule=self.settings.sync.merge,
-            optimizer=self._outer,
+            optimizer=self._outer, encoding=self.settings.sync.pull, before=state.published,
         )  # fmt: skip
-        published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
         self.shard.committed(job.fragment_id, published, self.now)
 
 

@@ -254,12 +254,11 @@ class ShardHost:
 
         def work() -> tuple[arithmetic.Published, float]:
             began = time.perf_counter()
-            arithmetic.step(
+            published = arithmetic.step(
                 values, state.fragment, effect.contributions,
-                outer_step=effect.version, rule=sync.merge, optimizer=self._outer,
+                outer_step=effect.version, rule=sync.merge, optimizer=self._outer, encoding=sync.pull, before=before,
             )  # fmt: skip
-            merged_s = time.perf_counter() - began
-            return arithmetic.publish(values, sync.pull, before), merged_s
+            return published, time.perf_counter() - began
 
         published, merged_s = await self.compute("merge", work)
         self.metrics.merged(merged_s)
