@@ -9,6 +9,10 @@
 #include <string.h>
 
 #define BLOCK 256
+#define CACHE_LINE 64
+#ifndef AHEAD
+#define AHEAD 4096
+#endif
 
 static int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 
@@ -152,6 +156,8 @@ static int sum_block(int bits, const struct source *sources, int num_sources, in
     for (int i = 0; i < BLOCK; i++) x[i] = 0;
     for (const struct source *source = sources; source < sources + num_sources; source++) {
         const int8_t *code = block_codes_of(bits, source->codes, first, to, unpacked) + from;
+        for (int i = 0; i < BLOCK * bits / 8; i += CACHE_LINE)
+            __builtin_prefetch(source->codes + (first + AHEAD) * bits / 8 + i);
         float factor = source->weight * load_scale(source->scales, block);
         for (int i = 0; i < count; i++) x[i] = fmaf(factor, (float)code[i], x[i]);
     }
