@@ -125,11 +125,11 @@ class ShardRig:
     def _merge(self, effect: MergeRound) -> None:
         state = self.shard.fragments[effect.fragment_id]
         assert state.values is not None
-        published = arithmetic.step(
+        arithmetic.step(
             state.values, state.fragment, effect.contributions,
             outer_step=effect.version, rule=self._sync.merge, optimizer=self._outer,
-            encoding=self._sync.pull, before=state.published,
         )  # fmt: skip
+        published = arithmetic.publish(state.values, self._sync.pull, state.published)
         self.shard.committed(effect.fragment_id, published, self._cluster.clock.now)
 
 

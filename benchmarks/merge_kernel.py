@@ -40,10 +40,10 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     seconds, copying = [], []
     for repeat in range(REPEATS + 1):
         began = time.perf_counter()
-        published = arithmetic.step(
-            values, fragment, contributions,
-            outer_step=repeat + 1, rule="rda", optimizer=optimizer, encoding=pull, before=published,
-        )  # fmt: skip
+        arithmetic.step(
+            values, fragment, contributions, outer_step=repeat + 1, rule="rda", optimizer=optimizer
+        )
+        published = arithmetic.publish(values, pull, published)
         if repeat:
             seconds.append(time.perf_counter() - began)
             copying.append(memory.bytes_per_s())

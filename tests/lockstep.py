@@ -98,10 +98,11 @@ class ShardShell:
     def _merge(self, job: MergeRound) -> None:
         state = self.shard.fragments[job.fragment_id]
         assert state.values is not None
-        published = arithmetic.step(
+        arithmetic.step(
             state.values, state.fragment, job.contributions, outer_step=job.version, rule=self.settings.sync.merge,
-            optimizer=self._outer, encoding=self.settings.sync.pull, before=state.published,
+            optimizer=self._outer,
         )  # fmt: skip
+        published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
         self.shard.committed(job.fragment_id, published, self.now)
 
 

@@ -107,7 +107,7 @@ class ShardMetrics:
         )
         self._merge_seconds = Histogram(
             "diloco_shard_merge_seconds",
-            "Merging contributions, taking the outer step and encoding the new version.",
+            "Merging contributions and taking the outer step.",
             buckets=_SECONDS,
             registry=registry,
         )

@@ -254,11 +254,12 @@ class ShardHost:
 
         def work() -> tuple[arithmetic.Published, float]:
             began = time.perf_counter()
-            published = arithmetic.step(
+            arithmetic.step(
                 values, state.fragment, effect.contributions,
-                outer_step=effect.version, rule=sync.merge, optimizer=self._outer, encoding=sync.pull, before=before,
+                outer_step=effect.version, rule=sync.merge, optimizer=self._outer,
             )  # fmt: skip
-            return published, time.perf_counter() - began
+            merged_s = time.perf_counter() - began
+            return arithmetic.publish(values, sync.pull, before), merged_s
 
         published, merged_s = await self.compute("merge", work)
         self.metrics.merged(merged_s)

@@ -134,11 +134,11 @@ class SimulatedShard:
         """Make the next version of a fragment from a closed round."""
         state = self.core.fragments[effect.fragment_id]
         assert state.values is not None
-        published = arithmetic.step(
+        arithmetic.step(
             state.values, state.fragment, effect.contributions,
             outer_step=effect.version, rule=self.settings.sync.merge, optimizer=self._outer,
-            encoding=self.settings.sync.pull, before=state.published,
         )  # fmt: skip
+        published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
         truth, before = self._truth, state.version
         truth.publish(self.core.epoch, effect.fragment_id, effect.version, published.values)
         origins = [truth.origin(c.payload) for c in effect.contributions]

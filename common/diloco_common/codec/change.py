@@ -41,45 +41,29 @@ def pull_encodings(pull: str) -> tuple[str, ...]:
     return (pull,) if pull in VALUES else (pull, ANCHOR)
 
 
+@torch.no_grad()
 def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload, Payload]:
     """The change from an anchor to `values` (n,) float32, and the anchor that it leads to.
 
     `base` is the anchor as bfloat16; both results are cut into chunks as it is. Raises UnknownEncoding, BadSize if
     `base` has another number of elements, and NotFinite.
     """
-    encoder = ChangeEncoder(values, base, encoding)
-    encoder.encode_until(values.numel())
-    return encoder.payloads()
-
-
-class ChangeEncoder:
-    """`encode_change` for values that become ready one after the other, while they are still in the cache."""
-
-    def __init__(self, values: Tensor, base: Payload, encoding: str) -> None:
-        header = base.header
-        if header.encoding != ANCHOR or header.num_elements != values.numel():
-            raise BadSize(f"{values.numel()} values, and {header.num_elements} of the anchor as {header.encoding}")
-        self._values, self._base, self._codec = values, base, get_codec(encoding)
-        self._changes = ChunkWriter(encoding, header.num_elements, header.chunk_elements)
-        self._anchors = ChunkWriter(ANCHOR, header.num_elements, header.chunk_elements)
-
-    @torch.no_grad()
-    def encode_until(self, stop: int) -> None:
-        """Elements up to `stop` are ready: encode what chunks they fill. Raises NotFinite."""
-        device, chunk_elements = self._values.device, self._base.header.chunk_elements
-        for bound in self._changes.due(stop):
-            before = as_tensor(self._base.chunks[bound.start // chunk_elements], device).view(torch.bfloat16)
-            change, after = self._changes.next(device), self._anchors.next(device)
-            try:
-                self._codec.encode_change(self._values[bound], before, change, after.view(torch.bfloat16))
-            except NotFinite as error:
-                raise NotFinite(f"the change of elements from {bound.start}: {error}") from None
-            self._changes.written(change)
-            self._anchors.written(after)
-
-    def payloads(self) -> tuple[Payload, Payload]:
-        """The change and the anchor, once all elements were ready."""
-        return self._changes.payload(), self._anchors.payload()
+    header, codec = base.header, get_codec(encoding)
+    if header.encoding != ANCHOR or header.num_elements != values.numel():
+        raise BadSize(f"{values.numel()} values, and {header.num_elements} of the anchor as {header.encoding}")
+    changes = ChunkWriter(encoding, header.num_elements, header.chunk_elements)
+    anchors = ChunkWriter(ANCHOR, header.num_elements, header.chunk_elements)
+    for bound, chunk in zip(changes.bounds, base.chunks, strict=True):
+        device = values.device
+        before = as_tensor(chunk, device).view(torch.bfloat16)
+        change, after = changes.next(device), anchors.next(device)
+        try:
+            codec.encode_change(values[bound], before, change, after.view(torch.bfloat16))
+        except NotFinite as error:
+            raise NotFinite(f"the change of elements from {bound.start}: {error}") from None
+        changes.written(change)
+        anchors.written(after)
+    return changes.payload(), anchors.payload()
 
 
 @torch.no_grad()

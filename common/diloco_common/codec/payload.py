@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import google_crc32c
@@ -104,6 +104,7 @@ def check_layout(header: PayloadHeader) -> None:
         )
 
 
+@torch.no_grad()
 def encode_payload(
     values: Tensor,
     encoding: str,
@@ -121,47 +122,25 @@ def encode_payload(
     Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; what `loss`
     holds is then of no use.
     """
-    encoder = PayloadEncoder(values, encoding, minus=minus, plus=plus, loss=loss, chunk_elements=chunk_elements)
-    encoder.encode_until(values.numel())
-    return encoder.payload()
-
-
-class PayloadEncoder:
-    """`encode_payload` for values that become ready one after the other, while they are still in the cache."""
-
-    def __init__(
-        self,
-        values: Tensor,
-        encoding: str,
-        *,
-        minus: Tensor | None = None,
-        plus: Tensor | None = None,
-        loss: Tensor | None = None,
-        chunk_elements: int = CHUNK_ELEMENTS,
-    ) -> None:
-        for tensor in (values, minus, plus, loss):
-            if tensor is not None:
-                _check_flat(tensor)
-        _check_chunk_elements(chunk_elements)
-        self._values, self._others = values, {"minus": minus, "plus": plus, "loss": loss}
-        self._codec = get_codec(encoding)
-        self._chunks = ChunkWriter(encoding, values.numel(), chunk_elements)
-
-    @torch.no_grad()
-    def encode_until(self, stop: int) -> None:
-        """Elements up to `stop` are ready: encode what chunks they fill. Raises NotFinite."""
-        for bound in self._chunks.due(stop):
-            others = {name: None if other is None else other[bound] for name, other in self._others.items()}
-            encoded = self._chunks.next(self._values.device)
-            try:
-                self._codec.encode(self._values[bound], encoded, **others)
-            except NotFinite as error:
-                raise NotFinite(f"elements from {bound.start}: {error}") from None
-            self._chunks.written(encoded)
-
-    def payload(self) -> Payload:
-        """All elements were ready."""
-        return self._chunks.payload()
+    for tensor in (values, minus, plus, loss):
+        if tensor is not None:
+            _check_flat(tensor)
+    _check_chunk_elements(chunk_elements)
+    codec, chunks = get_codec(encoding), ChunkWriter(encoding, values.numel(), chunk_elements)
+    for bound in chunks.bounds:
+        encoded = chunks.next(values.device)
+        try:
+            codec.encode(
+                values[bound],
+                encoded,
+                minus=None if minus is None else minus[bound],
+                plus=None if plus is None else plus[bound],
+                loss=None if loss is None else loss[bound],
+            )
+        except NotFinite as error:
+            raise NotFinite(f"elements from {bound.start}: {error}") from None
+        chunks.written(encoded)
+    return chunks.payload()
 
 
 class ChunkWriter:
@@ -170,16 +149,10 @@ class ChunkWriter:
     def __init__(self, encoding: str, num_elements: int, chunk_elements: int) -> None:
         num_bytes = num_payload_bytes(encoding, num_elements, chunk_elements)
         self._header = PayloadHeader(encoding, num_elements, chunk_elements, num_bytes, crc32c=0)
+        self.bounds = self._header.chunk_bounds()
+        """The elements of each chunk."""
         self._chunks: list[bytes] = []
         self._crc32c = 0
-
-    def due(self, stop: int) -> Iterator[slice]:
-        """The elements of each chunk that is not written yet and ends at element `stop` or before."""
-        while len(self._chunks) < self._header.num_chunks:
-            bound = self._header.chunk_slice(len(self._chunks))
-            if bound.stop > stop:
-                return
-            yield bound
 
     def next(self, device: torch.device) -> Tensor:
         """Where to encode the next chunk: uint8, on the device."""

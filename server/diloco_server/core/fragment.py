@@ -11,8 +11,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, PayloadEncoder, decode_payload
-from diloco_common.codec.change import ChangeEncoder, pull_encodings
+from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import OuterOptimizer
@@ -98,37 +98,17 @@ def step(
     outer_step: int,
     rule: str,
     optimizer: OuterOptimizer,
-    encoding: str,
-    before: Published | None,
-) -> Published:
-    """Merge a closed round, take one outer step in place, and encode the new version for learners that hold `before`.
-
-    Slice by slice through all three, so that what one leaves in the cache is there for the next.
-    """
-    encoder = _encoder(values, encoding, before)
+) -> None:
+    """Merge a closed round and take one outer step, in place."""
     for merged in merge(contributions, fragment.pieces, rule):
         part = merged.bounds
         optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)
-        encoder.encode_until(part.stop)
-    return _published(encoder)
 
 
 def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
     """Encode the current values for learners, who hold `before` (None: nothing, or another epoch's)."""
-    encoder = _encoder(values, encoding, before)
-    encoder.encode_until(values.theta.numel())
-    return _published(encoder)
-
-
-def _encoder(values: Values, encoding: str, before: Published | None) -> PayloadEncoder | ChangeEncoder:
     whole = pull_encodings(encoding)[-1]
     if before is None or encoding == whole:
-        return PayloadEncoder(values.theta, whole)
-    return ChangeEncoder(values.theta, before.values, encoding)
-
-
-def _published(encoder: PayloadEncoder | ChangeEncoder) -> Published:
-    if isinstance(encoder, PayloadEncoder):
-        return Published(encoder.payload())
-    change, anchor = encoder.payloads()
+        return Published(encode_payload(values.theta, whole))
+    change, anchor = encode_change(values.theta, before.values, encoding)
     return Published(anchor, change)
