@@ -40,9 +40,7 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     seconds, copying = [], []
     for repeat in range(REPEATS + 1):
         began = time.perf_counter()
-        arithmetic.step(
-            values, fragment, contributions, outer_step=repeat + 1, rule="rda", optimizer=optimizer
-        )
+        arithmetic.step(values, fragment, contributions, outer_step=repeat + 1, rule="rda", optimizer=optimizer)
         published = arithmetic.publish(values, pull, published)
         if repeat:
             seconds.append(time.perf_counter() - began)

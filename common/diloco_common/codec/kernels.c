@@ -10,9 +10,7 @@
 
 #define BLOCK 256
 #define CACHE_LINE 64
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
+#define AHEAD 4096 /* Elements: so early a merge asks for what it reads; with many streams the CPU does not by itself. */
 
 static int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 

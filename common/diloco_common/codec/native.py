@@ -106,9 +106,7 @@ class WeightedSum:
     def nesterov(self, theta: Tensor, velocity: Tensor, momentum: float, lr: float) -> None:
         """Take a step of Nesterov's along the sum, in place; both (m,) float32."""
         stop = self._start + theta.numel()
-        self._library.diloco_sum_nesterov(
-            *self._arguments(stop), momentum, lr, velocity.data_ptr(), theta.data_ptr()
-        )
+        self._library.diloco_sum_nesterov(*self._arguments(stop), momentum, lr, velocity.data_ptr(), theta.data_ptr())
 
     def _arguments(self, stop: int) -> tuple[Any, ...]:
         return self._bits, self._sources, len(self._sources), self._start, stop

@@ -158,7 +158,9 @@ class ChunkWriter:
         """Where to encode the next chunk: uint8, on the device."""
         num_bytes = self._header.chunk_bytes(len(self._chunks))
         self._chunks.append(_new_bytes(None, num_bytes))
-        return as_tensor(self._chunks[-1]) if device.type == "cpu" else scratch("encoded", torch.uint8, num_bytes, device)
+        return (
+            as_tensor(self._chunks[-1]) if device.type == "cpu" else scratch("encoded", torch.uint8, num_bytes, device)
+        )
 
     def written(self, encoded: Tensor) -> None:
         """The chunk that `next` gave the room for is there."""

@@ -31,7 +31,7 @@ from diloco_common.manifest import Piece
 from diloco_server.core.rounds import Contribution
 
 SLICE = 1 << 18
-"""Elements that are worked on at a time: 1 MiB of float32, which stays in the cache between one operation and the next."""
+"""Elements that are worked on at a time: 1 MiB of float32, which stays in the cache from one operation to the next."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
@@ -99,7 +99,7 @@ def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: 
     total = sum(c.weight for c in ordered)
     shares = [c.weight / total for c in ordered]  # not weights, whose squares could leave the range of float32
     for i, piece in enumerate(pieces):
-        weights = shares
+        weights: Sequence[float] = shares
         if rule == "rda" and len(ordered) > 1 and not piece.mean_merge:
             weights = _rda_weights(sources, piece, shares, [c.piece_norms[i] for c in ordered])
         yield from _slices(sources, piece, weights)

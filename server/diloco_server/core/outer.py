@@ -69,7 +69,8 @@ class Nesterov(OuterOptimizer):
         if native is None:
             super().step_merged(theta, merged, buffers, outer_step)
         else:  # in the pass that adds up, which halves the time of both
-            native.nesterov(theta, *buffers, self.settings.momentum, self.settings.lr)
+            (b,) = buffers
+            native.nesterov(theta, b, self.settings.momentum, self.settings.lr)
 
 
 class Adam(OuterOptimizer):
