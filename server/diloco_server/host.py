@@ -20,7 +20,7 @@ from diloco_common.settings import Settings
 from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.shard import Shard
 from diloco_server.observer import Observer
@@ -82,7 +82,6 @@ class ShardHost:
         self.observer = Observer(self.shard, metrics, self.log, clock)
         self._store = store
         self._outer = make_outer_optimizer(settings.outer)
-        self._workspace = Workspace()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="diloco-compute")
         self._streams: dict[str, ControlStream] = {}
         self._jobs: set[asyncio.Task[None]] = set()
@@ -257,7 +256,7 @@ class ShardHost:
             began = time.perf_counter()
             arithmetic.step(
                 values, state.fragment, effect.contributions,
-                outer_step=effect.version, rule=sync.merge, optimizer=self._outer, workspace=self._workspace,
+                outer_step=effect.version, rule=sync.merge, optimizer=self._outer,
             )  # fmt: skip
             merged_s = time.perf_counter() - began
             return arithmetic.publish(values, sync.pull, before), merged_s

@@ -11,7 +11,7 @@ from diloco_common.messages import Committed, Directive, Evicted, Progress, Push
 from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.shard import Shard
 from diloco_simulator import invariants
@@ -39,7 +39,6 @@ class SimulatedShard:
         self._truth = truth
         self._note = note
         self._outer = make_outer_optimizer(self.settings.outer)
-        self._workspace = Workspace()
         self._streams: dict[str, Stream] = {}
         self._random = random.Random(f"shard {options.seed} {epoch}")
         self._compute_free_at = 0.0
@@ -137,7 +136,7 @@ class SimulatedShard:
         assert state.values is not None
         arithmetic.step(
             state.values, state.fragment, effect.contributions,
-            outer_step=effect.version, rule=self.settings.sync.merge, optimizer=self._outer, workspace=self._workspace,
+            outer_step=effect.version, rule=self.settings.sync.merge, optimizer=self._outer,
         )  # fmt: skip
         published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
         truth, before = self._truth, state.version

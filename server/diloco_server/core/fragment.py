@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
-from diloco_server.core.merge import Workspace, merge_pieces
+from diloco_server.core.merge import merge
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.core.rounds import Contribution, Round
 
@@ -98,12 +98,11 @@ def step(
     outer_step: int,
     rule: str,
     optimizer: OuterOptimizer,
-    workspace: Workspace,
 ) -> None:
     """Merge a closed round and take one outer step, in place."""
-    for piece, gradient in merge_pieces(contributions, fragment.pieces, rule, workspace):
-        part = slice(piece.offset, piece.offset + piece.num_elements)
-        optimizer.step(values.theta[part], gradient, [b[part] for b in values.buffers], outer_step)
+    for merged in merge(contributions, fragment.pieces, rule):
+        part = merged.bounds
+        optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)
 
 
 def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
