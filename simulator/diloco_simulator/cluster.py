@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_simulator import invariants
+from diloco_simulator.arithmetic import arithmetic_of, computing_with
 from diloco_simulator.faults import Faults
 from diloco_simulator.invariants import Violation
 from diloco_simulator.learner import SimulatedLearner
@@ -54,11 +55,12 @@ def run_schedule(options: Options) -> Result:
     """Raises ScheduleFailed."""
     gc.disable()  # a tenth of the time; what a schedule leaves behind is collected at its end
     try:
-        cluster = Cluster(options)
-        try:
-            return cluster.run()
-        except Exception as error:
-            raise ScheduleFailed(error, options, cluster.tail()) from error
+        with computing_with(options.arithmetic):
+            cluster = Cluster(options)
+            try:
+                return cluster.run()
+            except Exception as error:
+                raise ScheduleFailed(error, options, cluster.tail()) from error
     finally:
         gc.enable()
 
@@ -70,7 +72,7 @@ class Cluster:
         self.options = options
         self.timeline = Timeline()
         self.network = Network(self.timeline, options)
-        self.truth = Truth()
+        self.truth = Truth(arithmetic_of(options.arithmetic))
         self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
         self.learners: list[SimulatedLearner] = []
         """Every process that was ever started."""

@@ -15,6 +15,7 @@ from diloco_common.settings import (
     ShardSettings,
     SyncSettings,
 )
+from diloco_simulator.arithmetic import ArithmeticName
 
 FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
@@ -62,6 +63,7 @@ class Options:
     """When the faults are over."""
     fault_every_s: float
     faults: tuple[str, ...]
+    arithmetic: ArithmeticName = "tensors"
 
     @property
     def well_within_s(self) -> float:
