@@ -326,7 +326,8 @@ class Shard:
         for learner_id in self.membership.forget():
             self._forget_merges(learner_id)
             self._effects.append(LearnerForgotten(learner_id))
-        grace_s = self.grace_s()
+        waits = any(s.round is not None and s.round.quorum_at is not None for s in self.fragments.values())
+        grace_s = self.grace_s() if waits else 0.0
         live = [m for m in self.membership.live() if m.first_step is not None]
         for state in self.fragments.values():
             if state.round is not None:
