@@ -19,7 +19,6 @@ from diloco_simulator.shard import SimulatedShard
 from diloco_simulator.timeline import Process, Timeline
 from diloco_simulator.truth import Truth
 
-CHECK_EVERY_S = 1.0
 TAIL = 40
 
 
@@ -87,7 +86,7 @@ class Cluster:
             self.start_shard(index)
         for learner_id in self.learner_ids:
             self.timeline.later(self._random.random() * 2, self.start_learner, learner_id)
-        self.timeline.later(CHECK_EVERY_S, self._look_after)
+        self.timeline.later(self.options.look_every_s, self._look_after)
         Faults(self)
 
     def run(self) -> Result:
@@ -214,7 +213,7 @@ class Cluster:
         return any(p.learner_id == learner_id and p.state == "done" for p in self.learners)
 
     def _look_after(self) -> None:
-        """Once a second: what ended is started again; when all is well, the schedule is over."""
+        """Every now and then: what ended is started again; when all is well, the schedule is over."""
         for learner in self.learners:
             if learner.process.alive and not learner.process.frozen and learner.state in ("failed", "done"):
                 self._bury(learner)
@@ -225,7 +224,7 @@ class Cluster:
             elif self.timeline.now > self.options.faults_s + self.options.well_within_s:
                 words = f"not after {self.options.well_within_s:.0f} s: {why}"
                 raise Violation("well_again_after_faults", words)
-        self.timeline.later(CHECK_EVERY_S, self._look_after)
+        self.timeline.later(self.options.look_every_s, self._look_after)
 
     def _bury(self, learner: SimulatedLearner) -> None:
         if learner.error is not None:

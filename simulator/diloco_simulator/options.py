@@ -21,6 +21,8 @@ FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
     "cut", "cut one way", "break stream",
 )  # fmt: skip
+TENSORS_SHARE = 0.05
+"""Of the short schedules, those that compute on tensors."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Options:
     fault_every_s: float
     faults: tuple[str, ...]
     arithmetic: ArithmeticName = "tensors"
+    """What values are made of."""
+    heartbeat_s: float = 1.0
+    look_every_s: float = 1.0
+    """How often it is looked whether a cluster is well, and what ended is started again."""
 
     @property
     def well_within_s(self) -> float:
@@ -83,9 +89,45 @@ class Options:
             ),
             outer=OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
             guard=GuardSettings(norm_factor=self.norm_factor),
-            lease=LeaseSettings(lease_s=self.lease_s, progress_timeout_s=self.progress_timeout_s),
+            lease=LeaseSettings(
+                lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
+            ),
             shard=ShardSettings(index=shard_index, count=self.shards),
         )  # fmt: skip
+
+
+def draw_short(seed: int) -> Options:
+    """A short schedule of 3 shards and 5 learners, that says little about values and much about everything else.
+
+    Times are a third of those of `draw_options`, and faults come so much the faster.
+    """
+    r = random.Random(f"short {seed}")
+    lease_s = r.uniform(0.8, 1.6)
+    pace_s = r.uniform(0.15, 0.35)
+    budget = r.choice((0, 0, 0, r.randint(30, 60)))
+    return replace(
+        draw_options(seed),
+        shards=3,
+        learners=5,
+        fragments=r.choice((3, 3, 3, 4)),
+        sync_every=r.choice((1, 1, 2, 3)),
+        quorum=r.choice((1, 1, 2, 2, "all")),
+        grace=r.choice((0.0, 0.1, 0.5, "adaptive", "adaptive")),
+        pull=r.choice(("float32", "bfloat16", "int8", "int4")),
+        norm_factor=1000.0,
+        budget=budget,
+        lease_s=lease_s,
+        heartbeat_s=0.4,
+        progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
+        step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.5), r.uniform(1.0, 3.0))) for _ in range(5)),
+        compute_s=r.choice((0.005, 0.03, 0.1)),
+        call_s=r.uniform(0.8, 1.5),
+        delay_s=r.choice((0.002, 0.01, 0.06)),
+        faults_s=r.uniform(2.0, 4.0),
+        fault_every_s=r.uniform(0.2, 0.6),
+        arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
+        look_every_s=0.25,
+    )
 
 
 def draw_options(seed: int) -> Options:
