@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_simulator import invariants
@@ -29,9 +29,14 @@ class Result:
     seed: int
     events: int
     virtual_s: float
-    trace: str
-    """sha256 over everything that happened, in order."""
     counts: dict[str, int]
+    happened: list[tuple[Any, ...]] = field(repr=False)
+    """Everything, in order."""
+
+    @property
+    def trace(self) -> str:
+        """sha256 over everything that happened."""
+        return hashlib.sha256(repr(self.happened).encode()).hexdigest()
 
 
 class ScheduleFailed(Exception):
@@ -79,7 +84,6 @@ class Cluster:
         self.healed = False
         self._random = random.Random(f"cluster {options.seed}")
         self._trace: list[tuple[Any, ...]] = []
-        self._finished = False
         self._marks: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) when all had joined again
         self._to_resolve: list[Any] = []
         for index in range(options.shards):
@@ -90,12 +94,8 @@ class Cluster:
         Faults(self)
 
     def run(self) -> Result:
-        events = 0
-        while not self._finished:
-            self.timeline.step()
-            events += 1
-        trace = hashlib.sha256(repr(self._trace).encode()).hexdigest()
-        return Result(self.options.seed, events, self.timeline.now, trace, dict(sorted(self.truth.counts.items())))
+        events = self.timeline.run()
+        return Result(self.options.seed, events, self.timeline.now, dict(sorted(self.truth.counts.items())), self._trace)
 
     def note(self, *what: Any) -> None:
         """Something happened, for the trace."""
@@ -220,7 +220,7 @@ class Cluster:
         if self.healed:
             well, why = self._is_well()
             if well:
-                self._finished = True
+                self.timeline.stop()
             elif self.timeline.now > self.options.faults_s + self.options.well_within_s:
                 words = f"not after {self.options.well_within_s:.0f} s: {why}"
                 raise Violation("well_again_after_faults", words)

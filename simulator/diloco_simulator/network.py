@@ -50,21 +50,23 @@ class Network:
         self.streams: list[Stream] = []
         self.random = random.Random(f"network {options.seed}")
         self._options = options
+        self._draw = self.random.random
+        self._delay_s, self._long_delays = options.delay_s, options.long_delays
 
     def delay_s(self) -> float:
         """One way."""
-        mean = self._options.delay_s
-        if not self.healed and self.random.random() < self._options.long_delays:
+        drawn = self._draw
+        if not self.healed and drawn() < self._long_delays:
             return self.random.uniform(0.0, 3 * self._options.lease_s)
-        return mean * (0.5 + self.random.random())
+        return self._delay_s * (0.5 + drawn())
 
     def is_cut(self, path: Path, up: bool) -> bool:
-        return self.cuts.get((path, up), 0) > 0
+        return bool(self.cuts) and self.cuts.get((path, up), 0) > 0
 
     def call(self, caller: Process, path: Path, method: str, request: Any, timeout_s: float) -> Future[Any]:
         """A unary call. Raises Unavailable, TimeoutError, or the Refusal that was answered."""
         outcome: Future[Any] = Future()
-        caller.later(timeout_s, outcome.fail, TimeoutError())
+        caller.within(outcome, timeout_s)
         copies = 2 if self._happens(self._options.duplicates) else 1
         for _ in range(copies):
             if self.is_cut(path, True) or self._happens(self._options.loss):
@@ -206,9 +208,10 @@ class Stream:
         if network.is_cut(self.path, up) or self._held[up]:
             self._held[up].append((act, args))
             return
-        arrives_at = max(self._arrives_at[up] + 1e-6, network.timeline.now + network.delay_s())
+        timeline = network.timeline
+        arrives_at = max(self._arrives_at[up] + 1e-6, timeline.now + network.delay_s())
         self._arrives_at[up] = arrives_at
-        network.timeline.later(arrives_at - network.timeline.now, self._arrive, up, act, args)
+        timeline.later(arrives_at - timeline.now, self._arrive, up, act, args)
 
     def _arrive(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
         if self._dead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from diloco_common.settings import (
@@ -78,8 +79,12 @@ class Options:
         rounds_s = 6 * (self.sync_every + 4) * slowest_s
         return 4 * self.lease_s + 4 * self.call_s + 20 + rounds_s + 2 * self.budget * slowest_s
 
-    def settings(self, shard_index: int) -> Settings:
-        """As the shard would have been given."""
+    @cached_property
+    def settings(self) -> tuple[Settings, ...]:
+        """Of each shard, as it would have been given."""
+        return tuple(self._settings(index) for index in range(self.shards))
+
+    def _settings(self, shard_index: int) -> Settings:
         return Settings.model_construct(  # each section was validated: do not do it again
             run=RunSettings(tokens=self.budget),
             sync=SyncSettings(

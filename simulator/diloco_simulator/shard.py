@@ -31,7 +31,7 @@ class SimulatedShard:
     def __init__(self, index: int, epoch: int, process: Process, options: Options, truth: Truth, note: Note) -> None:
         self.index = index
         self.process = process
-        self.settings = options.settings(index)
+        self.settings = options.settings[index]
         self.core = Shard(self.settings, epoch)
         self._options = options
         self._truth = truth
