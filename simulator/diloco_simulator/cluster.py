@@ -254,10 +254,15 @@ class Cluster:
         return self._versions_go_on()
 
     def _versions_go_on(self) -> tuple[bool, str]:
+        if not self._marks:
+            self._marks = {
+                fragment_id: (shard.core.epoch, state.version)
+                for shard in self.shards.values()
+                for fragment_id, state in shard.core.fragments.items()
+            }
         for shard in self.shards.values():
             for fragment_id, state in shard.core.fragments.items():
-                now = (shard.core.epoch, state.version)
-                epoch, marked = self._marks.setdefault(fragment_id, now)
+                epoch, marked = self._marks[fragment_id]
                 if state.version <= marked:
                     return False, f"fragment {fragment_id} stays at version {state.version} of epoch {epoch}"
                 for learner_id in self.learner_ids:

@@ -107,8 +107,8 @@ def draw_short(seed: int) -> Options:
     Times are a third of those of `draw_options`, and faults come so much the faster.
     """
     r = random.Random(f"short {seed}")
-    lease_s = r.uniform(0.8, 1.6)
-    pace_s = r.uniform(0.15, 0.35)
+    lease_s = r.uniform(1.0, 1.6)
+    pace_s = r.uniform(0.2, 0.4)
     budget = r.choice((0, 0, 0, r.randint(30, 60)))
     return replace(
         draw_options(seed),
@@ -122,14 +122,14 @@ def draw_short(seed: int) -> Options:
         norm_factor=1000.0,
         budget=budget,
         lease_s=lease_s,
-        heartbeat_s=0.4,
+        heartbeat_s=0.5,
         progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
-        step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.5), r.uniform(1.0, 3.0))) for _ in range(5)),
+        step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.4), r.uniform(1.0, 2.0))) for _ in range(5)),
         compute_s=r.choice((0.005, 0.03, 0.1)),
         call_s=r.uniform(0.8, 1.5),
         delay_s=r.choice((0.002, 0.01, 0.06)),
-        faults_s=r.uniform(2.0, 4.0),
-        fault_every_s=r.uniform(0.2, 0.6),
+        faults_s=r.uniform(1.2, 2.6),
+        fault_every_s=r.uniform(0.15, 0.4),
         arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
         look_every_s=0.25,
     )
