@@ -89,7 +89,7 @@ class Cluster:
         for index in range(options.shards):
             self.start_shard(index)
         for learner_id in self.learner_ids:
-            self.timeline.later(self._random.random() * 2, self.start_learner, learner_id)
+            self.timeline.later(self._random.random() * options.starts_s, self.start_learner, learner_id)
         self.timeline.later(self.options.look_every_s, self._look_after)
         Faults(self)
 

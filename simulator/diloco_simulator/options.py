@@ -68,6 +68,8 @@ class Options:
     faults: tuple[str, ...]
     arithmetic: ArithmeticName = "tensors"
     """What values are made of."""
+    starts_s: float = 2.0
+    """Within this time all learners are started."""
     heartbeat_s: float = 1.0
     look_every_s: float = 1.0
     """How often it is looked whether a cluster is well, and what ended is started again."""
@@ -109,7 +111,7 @@ def draw_short(seed: int) -> Options:
     r = random.Random(f"short {seed}")
     lease_s = r.uniform(1.0, 1.6)
     pace_s = r.uniform(0.2, 0.4)
-    budget = r.choice((0, 0, 0, r.randint(30, 60)))
+    budget = r.choice((0, 0, 0, 0, r.randint(20, 40)))
     return replace(
         draw_options(seed),
         shards=3,
@@ -131,7 +133,8 @@ def draw_short(seed: int) -> Options:
         faults_s=r.uniform(1.2, 2.6),
         fault_every_s=r.uniform(0.15, 0.4),
         arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
-        look_every_s=0.25,
+        starts_s=0.3,
+        look_every_s=0.2,
     )
 
 

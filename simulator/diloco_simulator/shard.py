@@ -74,9 +74,10 @@ class SimulatedShard:
         self._check(now)
 
     def _check(self, now: float) -> None:
-        if any(state.round is not None and state.round.quorum_at is not None for state in self.core.fragments.values()):
+        collecting = [state for state in self.core.fragments.values() if state.round is not None]
+        if any(state.round is not None and state.round.quorum_at is not None for state in collecting):
             self._grace_s_max = max(self._grace_s_max, self.core.grace_s())
-        for state in self.core.fragments.values():
+        for state in collecting:
             invariants.rounds_make_the_next_version(state)
             invariants.rounds_are_bounded(state, self._options.learners)
             invariants.nobody_delays_a_round_beyond_its_grace(

@@ -498,9 +498,11 @@ class Shard:
 
     def _rest_is_trained(self, state: FragmentState, live: Sequence[Member]) -> bool:
         """Whether what learners trained since the last round fills the budget: then H need not be waited for."""
+        if self.settings.run.tokens <= 0:
+            return False
         base = state.base_tokens
         trained = sum(max(0, m.progress.tokens - base.get(m.learner_id, m.progress.tokens)) for m in live)
-        return trained > 0 and 0 < self.settings.run.tokens <= state.tokens_merged + trained
+        return trained > 0 and self.settings.run.tokens <= state.tokens_merged + trained
 
     def _check_budget(self) -> None:
         if self.done or not self.all_seeded or not all(self._has_budget(s) for s in self.fragments.values()):
