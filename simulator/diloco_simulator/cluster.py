@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ class Result:
     events: int
     virtual_s: float
     counts: dict[str, int]
+    faults: dict[str, int]
+    """By kind."""
     happened: list[tuple[Any, ...]] = field(repr=False)
     """Everything, in order."""
 
@@ -44,19 +47,19 @@ class ScheduleFailed(Exception):
 
     def __init__(self, violation: Exception, options: Options, tail: list[str]) -> None:
         self.violation = violation
-        self.seed = options.seed
         lines = [
-            f"seed {options.seed}: {type(violation).__name__} {violation}",
+            f"{options.name}: {type(violation).__name__} {violation}",
             f"options: {options}",
             f"the last {len(tail)} events:",
             *tail,
-            f"replay: python -m diloco_simulator --replay {options.seed}",
+            f"replay: python -m diloco_simulator --replay {options.name}",
         ]
         super().__init__("\n".join(lines))
 
 
 def run_schedule(options: Options) -> Result:
     """Raises ScheduleFailed."""
+    collects = gc.isenabled()
     gc.disable()  # a tenth of the time; what a schedule leaves behind is collected at its end
     try:
         with computing_with(options.arithmetic):
@@ -66,7 +69,8 @@ def run_schedule(options: Options) -> Result:
             except Exception as error:
                 raise ScheduleFailed(error, options, cluster.tail()) from error
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 class Cluster:
@@ -75,7 +79,8 @@ class Cluster:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.timeline = Timeline()
-        self.network = Network(self.timeline, options)
+        self.faults: Counter[str] = Counter()
+        self.network = Network(self.timeline, options, self.faults)
         self.truth = Truth(arithmetic_of(options.arithmetic))
         self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
         self.learners: list[SimulatedLearner] = []
@@ -95,7 +100,8 @@ class Cluster:
 
     def run(self) -> Result:
         events = self.timeline.run()
-        return Result(self.options.seed, events, self.timeline.now, dict(sorted(self.truth.counts.items())), self._trace)
+        counts, faults = (dict(sorted(c.items())) for c in (self.truth.counts, self.faults))
+        return Result(self.options.seed, events, self.timeline.now, counts, faults, self._trace)
 
     def note(self, *what: Any) -> None:
         """Something happened, for the trace."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -66,6 +67,8 @@ class Options:
     """When the faults are over."""
     fault_every_s: float
     faults: tuple[str, ...]
+    family: str = "long"
+    """How it was drawn."""
     arithmetic: ArithmeticName = "tensors"
     """What values are made of."""
     starts_s: float = 2.0
@@ -73,6 +76,11 @@ class Options:
     heartbeat_s: float = 1.0
     look_every_s: float = 1.0
     """How often it is looked whether a cluster is well, and what ended is started again."""
+
+    @property
+    def name(self) -> str:
+        """Draws it again: FAMILY:SEED."""
+        return f"{self.family}:{self.seed}"
 
     @property
     def well_within_s(self) -> float:
@@ -111,9 +119,10 @@ def draw_short(seed: int) -> Options:
     r = random.Random(f"short {seed}")
     lease_s = r.uniform(1.0, 1.6)
     pace_s = r.uniform(0.2, 0.4)
-    budget = r.choice((0, 0, 0, 0, r.randint(20, 40)))
+    budget = r.choice((0, 0, 0, 0, 0, r.randint(20, 40)))
     return replace(
         draw_options(seed),
+        family="short",
         shards=3,
         learners=5,
         fragments=r.choice((3, 3, 3, 4)),
@@ -178,3 +187,14 @@ def draw_options(seed: int) -> Options:
     )
     changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
     return replace(drawn, pull=changes) if changes else drawn  # drawn apart: the rest of a seed stays what it was
+
+
+FAMILIES: dict[str, Callable[[int], Options]] = {"short": draw_short, "long": draw_options}
+
+
+def draw(name: str) -> Options:
+    """Of a schedule's name, FAMILY:SEED. Raises ValueError."""
+    family, _, seed = name.partition(":")
+    if family not in FAMILIES or not seed.isdecimal():
+        raise ValueError(f"{name!r} names no schedule; say {' or '.join(f'{f}:SEED' for f in sorted(FAMILIES))}")
+    return FAMILIES[family](int(seed))
