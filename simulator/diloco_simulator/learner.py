@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import lru_cache
 
 from diloco_common.codec import Payload
 from diloco_common.errors import DilocoError
@@ -20,6 +21,7 @@ from diloco_worker.core.events import Answered, Arrived, Asked, Event, EventQueu
 from diloco_worker.core.fragment import LearnerFragment, Pending
 from diloco_worker.core.learner import LearnerCore
 
+_cut = lru_cache(64)(cut)
 JOINING_S = 0.2
 SETTLE_S = 5.0
 
@@ -186,7 +188,7 @@ class SimulatedLearner:
                 self._resolve(status.fragment_id)
             self._seed(answer)
         elif len(self._shards) == len(self.links):
-            manifest = cut(self._replica.specs, answer.num_fragments, answer.num_shards)
+            manifest = _cut(tuple(self._replica.specs), answer.num_fragments, answer.num_shards)
             assert manifest.digest == answer.manifest_digest
             self.core = LearnerCore(self._replica, manifest, answer.policy)
             self._patterns = {i: self._arithmetic.pattern(f.fragment) for i, f in self.core.fragments.items()}

@@ -23,7 +23,8 @@ FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
     "cut", "cut one way", "break stream",
 )  # fmt: skip
-TENSORS_SHARE = 0.05
+_DEFAULTS = Settings()
+TENSORS_SHARE = 0.02
 """Of the short schedules, those that compute on tensors."""
 
 
@@ -95,7 +96,7 @@ class Options:
         return tuple(self._settings(index) for index in range(self.shards))
 
     def _settings(self, shard_index: int) -> Settings:
-        return Settings.model_construct(  # each section was validated: do not do it again
+        sections = dict(
             run=RunSettings(tokens=self.budget),
             sync=SyncSettings(
                 fragments=self.fragments, sync_every=self.sync_every, quorum=self.quorum, grace=self.grace,
@@ -109,6 +110,7 @@ class Options:
             ),
             shard=ShardSettings(index=shard_index, count=self.shards),
         )  # fmt: skip
+        return _DEFAULTS.model_copy(update=sections)  # each section was validated: do not do it again
 
 
 def draw_short(seed: int) -> Options:
@@ -139,7 +141,7 @@ def draw_short(seed: int) -> Options:
         compute_s=r.choice((0.005, 0.03, 0.1)),
         call_s=r.uniform(0.8, 1.5),
         delay_s=r.choice((0.002, 0.01, 0.06)),
-        faults_s=r.uniform(1.2, 2.6),
+        faults_s=r.uniform(1.2, 2.2),
         fault_every_s=r.uniform(0.15, 0.4),
         arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
         starts_s=0.3,
