@@ -1,9 +1,9 @@
 """What the values of a simulated model are: tensors, as in production, or one number per fragment.
 
-The promises are about ids, versions and tokens, and most of a schedule's time would go into arithmetic on 23 elements. So
-most schedules count: a fragment is the number of tokens in it, and a payload carries that number. What decides stays
-production code; in `LearnerFragment` and `Pending` only the names `torch` and `encode_payload` stand for numbers, while
-such a schedule runs (`numbers.py`). Encodings still lose something, on a grid on which sums are exact.
+The promises are about ids, versions and tokens, and most of a schedule's time would go into arithmetic on 23 elements.
+So most short schedules count: a fragment is the number of tokens in it, and a payload carries that number. What decides
+stays production code; in `LearnerFragment` and `Pending` only the names `torch` and `encode_payload` stand for numbers,
+while such a schedule runs (`numbers.py`). Encodings still lose something, on a grid on which sums are exact.
 """
 
 from __future__ import annotations
@@ -189,7 +189,6 @@ class Numbers:
 @cache
 def arithmetic_of(name: ArithmeticName) -> Arithmetic:
     return Tensors() if name == "tensors" else Numbers()
-
 
 
 @contextmanager

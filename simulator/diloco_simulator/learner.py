@@ -266,6 +266,4 @@ class SimulatedLearner:
         invariants.belief_is_true(self._truth, origin)
         if origin.belief == "merged" and core.policy.error_feedback:
             assert origin.payload is not None
-            self._truth.residuals[self.instance, fragment_id] = self._arithmetic.lost(
-                origin.meant, origin.payload
-            )
+            self._truth.residuals[self.instance, fragment_id] = self._arithmetic.lost(origin.meant, origin.payload)

@@ -1,7 +1,7 @@
 """A fragment as one number: the tokens in it. It behaves as the tensor that a learner's core would have there.
 
-What is lossy in production loses here as well: values are rounded to a `GRID` that whole tokens do not lie on, and whose
-multiples, and their differences from whole numbers, binary floating point adds exactly.
+What is lossy in production loses here as well: values are rounded to a `GRID` that whole tokens do not lie on, and
+whose multiples, and their differences from whole numbers, binary floating point adds exactly.
 """
 
 from __future__ import annotations

@@ -96,20 +96,20 @@ class Options:
         return tuple(self._settings(index) for index in range(self.shards))
 
     def _settings(self, shard_index: int) -> Settings:
-        sections = dict(
-            run=RunSettings(tokens=self.budget),
-            sync=SyncSettings(
+        sections = {
+            "run": RunSettings(tokens=self.budget),
+            "sync": SyncSettings(
                 fragments=self.fragments, sync_every=self.sync_every, quorum=self.quorum, grace=self.grace,
                 staleness_max=self.staleness_max, merge=self.merge, on_commit=self.on_commit, push=self.push,
                 pull=self.pull, error_feedback=self.error_feedback,
             ),
-            outer=OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
-            guard=GuardSettings(norm_factor=self.norm_factor),
-            lease=LeaseSettings(
+            "outer": OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
+            "guard": GuardSettings(norm_factor=self.norm_factor),
+            "lease": LeaseSettings(
                 lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
             ),
-            shard=ShardSettings(index=shard_index, count=self.shards),
-        )  # fmt: skip
+            "shard": ShardSettings(index=shard_index, count=self.shards),
+        }  # fmt: skip
         return _DEFAULTS.model_copy(update=sections)  # each section was validated: do not do it again
 
 

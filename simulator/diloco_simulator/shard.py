@@ -133,9 +133,7 @@ class SimulatedShard:
         """Make the next version of a fragment from a closed round."""
         state = self.core.fragments[effect.fragment_id]
         assert state.values is not None
-        self._arithmetic.step(
-            state.values, state.fragment, effect.contributions, effect.version, self._options.merge
-        )
+        self._arithmetic.step(state.values, state.fragment, effect.contributions, effect.version, self._options.merge)
         published = self._arithmetic.publish(state.values, self._options.pull, state.published)
         truth, before = self._truth, state.version
         truth.publish(self.core.epoch, effect.fragment_id, effect.version, published.values)
