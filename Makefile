@@ -54,6 +54,15 @@ demo: $(INSTALLED) ## Train a small GPT on 2 shards and 3 workers; ends by itsel
 test: $(INSTALLED) ## Run all tests; some of them: make test TESTS="tests/unit -k round"
 	$(BIN)/python -m pytest $(TESTS)
 
+SIMULATE ?= --schedules 10000 --jobs 2
+
+.PHONY: simulate mutants
+simulate: $(INSTALLED) ## Run 10 000 random schedules of 3 shards and 5 learners in virtual time
+	OMP_NUM_THREADS=1 $(BIN)/python -m diloco_simulator $(SIMULATE)
+
+mutants: $(INSTALLED) ## Break one guard at a time: the simulation has to find each
+	$(BIN)/python -m pytest -q tests/simulation/test_simulation_mutants.py
+
 .PHONY: check
 check: check-format check-types check-proto check-metrics check-layers check-wheel ## Check style, types, protocol, metrics, layers and wheel
 

@@ -219,6 +219,9 @@ def add_changes_to_anything(original: Any) -> Any:
     return change_since
 
 
+# Mutants of the disk (announce before sync, ...) belong here once the simulation has one: a simulated `FileSystem`
+# under the store of diloco_server.storage, that loses or tears what was not synced when its shard crashes.
+
 Mutant = tuple[type, str, Callable[[Any], Any]]
 MUTANTS: dict[str, Mutant] = {
     make.__name__: (owner, name, make)

@@ -326,7 +326,8 @@ class Shard:
         for learner_id in self.membership.forget():
             self._forget_merges(learner_id)
             self._effects.append(LearnerForgotten(learner_id))
-        grace_s = self.grace_s()
+        waits = any(s.round is not None and s.round.quorum_at is not None for s in self.fragments.values())
+        grace_s = self.grace_s() if waits else 0.0
         live = [m for m in self.membership.live() if m.first_step is not None]
         for state in self.fragments.values():
             if state.round is not None:
@@ -497,9 +498,11 @@ class Shard:
 
     def _rest_is_trained(self, state: FragmentState, live: Sequence[Member]) -> bool:
         """Whether what learners trained since the last round fills the budget: then H need not be waited for."""
+        if self.settings.run.tokens <= 0:
+            return False
         base = state.base_tokens
         trained = sum(max(0, m.progress.tokens - base.get(m.learner_id, m.progress.tokens)) for m in live)
-        return trained > 0 and 0 < self.settings.run.tokens <= state.tokens_merged + trained
+        return trained > 0 and self.settings.run.tokens <= state.tokens_merged + trained
 
     def _check_budget(self) -> None:
         if self.done or not self.all_seeded or not all(self._has_budget(s) for s in self.fragments.values()):
