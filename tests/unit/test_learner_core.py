@@ -56,7 +56,7 @@ class Rig:
             return self.core.arrived(0, version, epoch, torch.full((2,), value), merged)
 
     def asked(self, round_number: int, epoch: int = EPOCH) -> list[Pending]:
-        self.core.collect(Collect(0, round_number), epoch)
+        self.core.collect(Collect(0, round_number, epoch), epoch)
         return self.core.snapshots()
 
     def answered(self, round_number: int, answer: PushAnswer) -> None:
@@ -80,7 +80,7 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     replica = Replica(nn.Linear(2, 1))
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
     core.stepped(5)
-    core.collect(Collect(0, 1), EPOCH)
+    core.collect(Collect(0, 1, EPOCH), EPOCH)
     assert core.snapshots() == []
     fragment = core.fragments[0]
     expected = torch.empty(3)
@@ -141,7 +141,7 @@ def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
     """The push would be LATE, and the bytes wasted."""
     rig = Rig()
     rig.trains(by=1.0)
-    rig.core.collect(Collect(0, 1), EPOCH)
+    rig.core.collect(Collect(0, 1, EPOCH), EPOCH)
     rig.arrives(1, 9.0)
     assert rig.core.snapshots() == []
     assert [p.round for p in rig.asked(2)] == [2]
@@ -271,7 +271,7 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
         core.arrived(0, 0, EPOCH, torch.ones(3), 0)
         model.weight.add_(1.0)
         core.stepped(1)
-        core.collect(Collect(0, 1), EPOCH)
+        core.collect(Collect(0, 1, EPOCH), EPOCH)
         (pending,) = core.snapshots()
         assert pending.delta().dtype == torch.float32
         core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
@@ -394,7 +394,7 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
 
 
 def status(version: int, merged_version: int, *, seeded: bool = True) -> list[FragmentStatus]:
-    return [FragmentStatus(0, seeded, version, merged_version)]
+    return [FragmentStatus(0, seeded, version, merged_version, EPOCH)]
 
 
 def test_joining_again_in_the_same_epoch_leaves_the_fate_of_a_contribution_open() -> None:
@@ -433,7 +433,7 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
 
 def test_a_round_of_the_old_epoch_is_forgotten() -> None:
     rig = Rig(version=3)
-    rig.core.collect(Collect(0, 4), EPOCH)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH)
     rig.core.rejoined(status(3, 0), EPOCH + 1)
     rig.trains(by=1.0)
     rig.arrives(3, 10.0, epoch=EPOCH + 1)
@@ -455,7 +455,7 @@ def test_fragments_go_their_own_ways() -> None:
         taken: list[tuple[int, int]] = []
         for step in range(1, 10):
             core.stepped(8)
-            core.collect(Collect(step % 3, 1 + (step - 1) // 3), EPOCH)
+            core.collect(Collect(step % 3, 1 + (step - 1) // 3, EPOCH), EPOCH)
             for pending in core.snapshots():
                 taken.append((pending.fragment_id, pending.steps))
                 i = pending.fragment_id

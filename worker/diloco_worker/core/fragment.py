@@ -27,7 +27,10 @@ class Pending:
 
     fragment_id: int
     round: int
+    shard_epoch: int
+    """Of the shard that asked for it: it dies with that life of the shard, unless a version holds it by then."""
     epoch: int
+    """That the base version was made in."""
     base_version: int
     tokens: int
     steps: int
@@ -69,7 +72,9 @@ class Wanted:
     """A round that asked for the fragment."""
 
     round: int
+    shard_epoch: int
     epoch: int
+    """That the base version was made in."""
 
 
 class LearnerFragment:
@@ -79,7 +84,7 @@ class LearnerFragment:
         self.fragment = fragment
         self.anchor: Tensor | None = None
         self.version = 0
-        """Version of the anchor; compares only inside `epoch`."""
+        """Version of the anchor; compares only inside `epoch`, in which it was made."""
         self.epoch = -1
         self.pending: Pending | None = None
         self.wanted: Wanted | None = None
@@ -103,15 +108,16 @@ class LearnerFragment:
         self._replica.read(self.fragment, out)
         return out
 
-    def take(self, round_number: int, tokens: int, steps: int) -> Pending:
-        """Snapshot the fragment for a round. `tokens` and `steps` are the learner's totals now."""
+    def take(self, tokens: int, steps: int) -> Pending:
+        """Snapshot the fragment for the round that is wanted. `tokens` and `steps` are the learner's totals now."""
         assert self.anchor is not None
+        assert self.wanted is not None
         assert self.pending is None
         snapshot = self._empty()
         self._replica.read(self.fragment, snapshot)
-        self.wanted = None
+        wanted, self.wanted = self.wanted, None
         self.pending = Pending(
-            self.fragment.fragment_id, round_number, self.epoch, self.version,
+            self.fragment.fragment_id, wanted.round, wanted.shard_epoch, self.epoch, self.version,
             tokens - self._base_tokens, steps - self._base_steps, self.anchor, snapshot, self._residual,
             self._empty() if self._error_feedback else None,
         )  # fmt: skip
