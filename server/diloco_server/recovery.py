@@ -20,7 +20,7 @@ def recover(
     """
     recovered = store.recover()
     for words in recovered.damage:
-        log.error("version damaged or missing, the one before is used", code="VERSION_DAMAGED", what=words)
+        log.error("version damaged or missing, the one before is used", code="VERSION_DAMAGED", why=words)
     if recovered.manifest is None:
         return None
     restored = [_restored(found, settings, optimizer) for found in recovered.versions]

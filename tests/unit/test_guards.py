@@ -67,9 +67,31 @@ def test_what_is_right_passes() -> None:
 def test_another_model_or_another_life_of_the_shard(
     changes: dict[str, object], error: type[Refusal], words: str
 ) -> None:
+    header = replace(HEADER, **changes)  # type: ignore[arg-type]
+
+    def check() -> None:
+        guards.check_origin(header, MANIFEST)
+        guards.check_epoch(header, make_state(), 3)
+
     with pytest.raises(error, match=words):
-        guards.check_origin(replace(HEADER, **changes), MANIFEST)  # type: ignore[arg-type]
-        guards.check_epoch(replace(HEADER, **changes), make_state(), 3)  # type: ignore[arg-type]
+        check()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "base_version", "in_line"),
+    [
+        (7, 5, True),  # the latest version
+        (3, 4, True),  # what this life began with
+        (3, 2, True),  # before it
+        (3, 5, False),  # announced by the earlier life, and lost: its number was given again
+        (5, 4, False),  # of no life that this version came from
+    ],
+)
+def test_a_base_version_is_one_that_the_latest_version_came_from(epoch: int, base_version: int, in_line: bool) -> None:
+    """P4: the shard came back with version 4 of epoch 3, and has made version 5 in epoch 7."""
+    state = make_state()
+    state.epoch, state.recovered = 7, (3, 4)
+    assert guards.is_in_line(replace(HEADER, epoch=epoch, base_version=base_version), state, 7) is in_line
 
 
 @pytest.mark.parametrize(

@@ -165,10 +165,10 @@ class FileStore:
                 damage.append(str(error))
                 worse.append(name)
                 continue
-            # The version before the previous one was taken away only when this one was followed by another.
+            # The one before is taken away only when a later one is there: so where it is missing, that one may be, too.
             is_missing = header.previous is not None and header.previous not in versions
             if is_missing and not worse and not self._was_restored:
-                damage.append(f"{name} was followed by a version that is missing")
+                damage.append(f"version {header.previous}, written before {name}, is missing; so may be later ones")
             self._damaged[fragment_id] = worse
             self._intact[fragment_id] = versions[: versions.index(version) + 1]
             return header, Found(stored, header.origin.pull, bool(worse) or is_missing)

@@ -268,7 +268,7 @@ def _extend(crc32c: int, data: memoryview) -> int:
     """The checksum with more bytes, which are not copied: google_crc32c takes nothing that could be written to."""
     view: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(data, np.uint8)
     view.flags.writeable = False
-    return int(google_crc32c.extend(crc32c, view))  # type: ignore[arg-type]
+    return int(google_crc32c.extend(crc32c, view))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
