@@ -1,8 +1,8 @@
 """A disk that fails as disks do: what was not synced is lost or torn at a crash, bytes rot, calls are refused.
 
-Stands in for `diloco_server.storage.filesystem.Disk`, so that the store that runs in production runs on it. Contents and
-names are volatile until they are synced; a crash keeps a random prefix of the renames and removals since the last
-`sync_names`, in their order, and of each file what was synced plus a random, possibly garbled, part of the rest.
+Stands in for `diloco_server.storage.filesystem.Disk`, under the store that runs in production. Contents and names are
+volatile until they are synced; a crash keeps a random prefix of the renames and removals since the last `sync_names`,
+in their order, and of each file what was synced plus a random, possibly garbled, part of the rest.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def test_a_killed_shard_comes_back_with_every_announced_version_bit_for_bit(tmp_
             assert back["epoch"] == life
             for fragment_id, stored in kept.items():
                 assert identities(back)[fragment_id] >= (stored.record.epoch, stored.record.version)
-            until(lambda: min(versions(shard.status()).values()) > min(v for _, v in announced.values()), "rounds")
+            least = min(version for _, version in announced.values())
+            until(lambda least=least: min(versions(shard.status()).values()) > least, "rounds")  # type: ignore[misc]
             assert all(w.status()["inner_step"] > s for w, s in zip(workers, steps, strict=True))
             assert [w.alive for w in workers] == [True, True]
         assert shard.said().count("fragment seeded") == 4, "only its first life was seeded"
@@ -99,7 +100,9 @@ def test_folders_that_cannot_be_used_are_refused_in_words(tmp_path: Path) -> Non
             process.kill()
         folder = cluster.data(0)
 
-        other_run = run_module("diloco_server", *sets({"shard.data_dir": folder, "run.id": "other", "sync.fragments": 4}))
+        other_run = run_module(
+            "diloco_server", *sets({"shard.data_dir": folder, "run.id": "other", "sync.fragments": 4})
+        )
         assert (other_run.returncode, "Traceback" in other_run.stderr) == (3, False)
         assert "run: local <-> other" in other_run.stderr
 
@@ -154,7 +157,11 @@ def test_interval_durability_reports_what_a_crash_lost_and_goes_on(tmp_path: Pat
         until(lambda: min(versions(shard.status()).values()) >= 2, "versions after the crash")
         assert {epoch for epoch, _ in identities(shard.status()).values()} == {2}
         assert shard.said().count("versions lost") == 4
-        lost = [line for line in http_get(shard.endpoints.http, "/metrics")[1].splitlines() if "versions_lost_total " in line]
+        lost = [
+            line
+            for line in http_get(shard.endpoints.http, "/metrics")[1].splitlines()
+            if "versions_lost_total " in line
+        ]
         assert float(lost[-1].split()[-1]) >= 8
         events = [event for event in shard.status()["events"] if event["event"] == "versions lost"]
         assert all(event["seen"] > event["recovered"] == 0 for event in events), json.dumps(events)
