@@ -464,3 +464,46 @@ def test_fragments_go_their_own_ways() -> None:
     assert [steps for _, steps in taken] == [1, 2, 3, 3, 3, 3, 3, 3, 3]
     assert core.contributions["merged"] == 9
     assert all(b[0] != a[0] for a, b in pairwise(taken))
+
+
+# ------------------------------------------------------------------ a shard that came back with its versions
+
+
+def test_a_version_of_a_later_epoch_follows_one_that_was_kept() -> None:
+    """The shard has restarted and goes on from (EPOCH, 3): its next version is (EPOCH + 1, 4)."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    assert (pending.shard_epoch, pending.epoch, pending.base_version) == (EPOCH + 1, EPOCH, 3)
+    rig.trains(by=1.0)
+    assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
+    assert (rig.theta, rig.fragment.epoch, rig.core.unmerged) == (21.0, EPOCH + 1, 0)
+
+
+def test_a_new_name_for_the_version_that_it_holds_leaves_a_contribution_pending() -> None:
+    """Another learner held a version that is lost; ours is relative to what came back, and is still in the round."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    rig.core.snapshots()
+    assert rig.arrives(3, 10.0, epoch=EPOCH + 1)
+    assert (rig.theta, rig.core.unmerged) == (12.0, 1)
+    assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
+    assert (rig.theta, rig.core.unmerged) == (20.0, 0)
+
+
+def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
+    """It holds (EPOCH, 5) and has contributed to round 6; the shard came back with version 3 under a new name."""
+    rig = Rig(version=5)
+    rig.trains(by=2.0)
+    rig.asked(6)
+    rig.core.rejoined([FragmentStatus(0, True, 3, 3, EPOCH + 1)], EPOCH + 1)
+    assert rig.core.unmerged == 0
+    rig.core.collect(Collect(0, 4, EPOCH + 1), EPOCH + 1)
+    assert rig.core.snapshots() == [], "not before the version that the round is relative to is there"
+    assert rig.arrives(3, 7.0, merged=3, epoch=EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    assert (rig.theta, pending.round, pending.epoch, pending.base_version) == (9.0, 4, EPOCH + 1, 3)

@@ -480,6 +480,7 @@ class Shard:
             if state.epoch == epoch:
                 state.epoch, state.before = self.epoch, None
                 self._announce(state)
+                self._ask_again(state)
 
     def _lose(self, member: Member, code: str, words: str) -> None:
         """A generation ends: tell it, and fence off what it has in open rounds."""
@@ -493,6 +494,13 @@ class Shard:
             member.missed["FENCED" if fenced else code] += 1
             if fenced:
                 self.ledger.tokens_fenced += fenced.tokens
+
+    def _ask_again(self, state: FragmentState) -> None:
+        """Who was asked under the version's old name may have pulled the new one before it could answer."""
+        for learner_id in state.round.missing if state.round else ():
+            member = self.membership.get(learner_id)
+            if member is not None:
+                self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
 
     def _forget_merges(self, state: FragmentState, learner_id: str) -> None:
         state.merged_versions.pop(learner_id, None)
