@@ -270,11 +270,13 @@ def test_another_pull_encoding_is_no_other_run() -> None:
 # ------------------------------------------------------------------ restoring
 
 
-def test_versions_put_into_an_empty_folder_begin_a_later_epoch() -> None:
+@pytest.mark.parametrize("before", [(6, 7), (0,)])
+def test_versions_put_into_an_empty_folder_begin_a_later_epoch(before: tuple[int, ...]) -> None:
     """A restore: the epochs that the run had since are not known, so a number is taken that none can have had."""
     source, target = FakeDisk(), FakeDisk()
-    store_with(source, 6, 7, 8)
-    target.create(version_name(0, 7)).write(memoryview(source.content(version_name(0, 7))))
+    store_with(source, *before)
+    name = version_name(0, before[-1])
+    target.create(name).write(memoryview(source.content(name)))
 
     store = open_store(target)
     recovered = store.recover()

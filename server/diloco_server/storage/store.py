@@ -171,7 +171,8 @@ class FileStore:
                 damage.append(f"version {header.previous}, written before {name}, is missing; so may be later ones")
             self._damaged[fragment_id] = worse
             self._intact[fragment_id] = versions[: versions.index(version) + 1]
-            return header, Found(stored, header.origin.pull, bool(worse) or is_missing)
+            is_behind = bool(worse) or is_missing or self._was_restored
+            return header, Found(stored, header.origin.pull, is_behind)
         files = ", ".join(worse)
         raise NothingIntact(
             f"fragment {fragment_id} has no intact version ({'; '.join(damage[-len(worse) :])}). Restore a checkpoint, "
