@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,12 @@ def recover(folder: Path, settings: Settings) -> dict[str, float]:
         process.terminate()
         said = process.communicate()[1]
     (recovered,) = [line for line in said.splitlines() if " recovered " in line and "took_s=" in line]
-    return {"start_to_serving_s": served_s, "of_that_recovery_s": float(recovered.split("took_s=")[1].split()[0])}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of one child, up to its end
+    return {
+        "start_to_serving_s": served_s,
+        "of_that_recovery_s": float(recovered.split("took_s=")[1].split()[0]),
+        "cpu_s": used.ru_utime + used.ru_stime,
+    }
 
 
 if __name__ == "__main__":
