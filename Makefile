@@ -16,7 +16,7 @@ GRPCIO_TOOLS := grpcio-tools==1.71.2
 SOURCES := protos/diloco_protos common server worker simulator deploy tests tools benchmarks examples
 
 # Overridable: make demo DEMO="--workers 4 --tokens 4_000_000"; make test TESTS="tests/unit -k round"
-DEMO ?= --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
+DEMO ?= --fresh --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
 UP ?= --shards 2 --workers 3
 TESTS ?=
 # The interpreter that .venv is made with; without it, the first of these that is new enough.

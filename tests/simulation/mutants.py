@@ -198,7 +198,7 @@ def let_the_replaced_return(original: Any) -> Any:
 
 def inherit_merges(original: Any) -> Any:
     """What one process contributed is told to the next of its learner id as its own."""
-    return lambda self, learner_id: None
+    return lambda self, state, learner_id: None
 
 
 def mix_up_epochs(original: Any) -> Any:

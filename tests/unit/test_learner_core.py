@@ -58,7 +58,7 @@ class Rig:
 
     def asked(self, round_number: int, epoch: int = EPOCH) -> list[Pending]:
         """What the learner contributes, with its snapshots."""
-        self.core.collect(Collect(0, round_number), epoch)
+        self.core.collect(Collect(0, round_number, epoch), epoch)
         taken = self.core.snapshots()
         for pending in taken:
             pending.take_snapshot()
@@ -85,7 +85,7 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     replica = Replica(nn.Linear(2, 1))
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
     core.stepped(5)
-    core.collect(Collect(0, 1), EPOCH)
+    core.collect(Collect(0, 1, EPOCH), EPOCH)
     assert core.snapshots() == []
     fragment = core.fragments[0]
     expected = torch.empty(3)
@@ -146,7 +146,7 @@ def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
     """The push would be LATE, and the bytes wasted."""
     rig = Rig()
     rig.trains(by=1.0)
-    rig.core.collect(Collect(0, 1), EPOCH)
+    rig.core.collect(Collect(0, 1, EPOCH), EPOCH)
     rig.arrives(1, 9.0)
     assert rig.core.snapshots() == []
     assert [p.round for p in rig.asked(2)] == [2]
@@ -276,7 +276,7 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
         core.arrived(0, 0, EPOCH, torch.ones(3), 0)
         model.weight.add_(1.0)
         core.stepped(1)
-        core.collect(Collect(0, 1), EPOCH)
+        core.collect(Collect(0, 1, EPOCH), EPOCH)
         (pending,) = core.snapshots()
         assert pending.delta().dtype == torch.float32
         core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
@@ -301,7 +301,7 @@ def trained_meanwhile(rig: Rig, pending: Pending, before: float, after: float) -
 
 def asked_to_read(rig: Rig, round_number: int = 1) -> Pending:
     """A contribution whose snapshot is still to be taken."""
-    rig.core.collect(Collect(0, round_number), EPOCH)
+    rig.core.collect(Collect(0, round_number, EPOCH), EPOCH)
     (pending,) = rig.core.snapshots()
     return pending
 
@@ -557,7 +557,7 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
 
 
 def status(version: int, merged_version: int, *, seeded: bool = True) -> list[FragmentStatus]:
-    return [FragmentStatus(0, seeded, version, merged_version)]
+    return [FragmentStatus(0, seeded, version, merged_version, EPOCH)]
 
 
 def test_joining_again_in_the_same_epoch_leaves_the_fate_of_a_contribution_open() -> None:
@@ -596,7 +596,7 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
 
 def test_a_round_of_the_old_epoch_is_forgotten() -> None:
     rig = Rig(version=3)
-    rig.core.collect(Collect(0, 4), EPOCH)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH)
     rig.core.rejoined(status(3, 0), EPOCH + 1)
     rig.trains(by=1.0)
     rig.arrives(3, 10.0, epoch=EPOCH + 1)
@@ -618,7 +618,7 @@ def test_fragments_go_their_own_ways() -> None:
         taken: list[tuple[int, int]] = []
         for step in range(1, 10):
             core.stepped(8)
-            core.collect(Collect(step % 3, 1 + (step - 1) // 3), EPOCH)
+            core.collect(Collect(step % 3, 1 + (step - 1) // 3, EPOCH), EPOCH)
             for pending in core.snapshots():
                 pending.take_snapshot()
                 taken.append((pending.fragment_id, pending.steps))
@@ -628,3 +628,48 @@ def test_fragments_go_their_own_ways() -> None:
     assert [steps for _, steps in taken] == [1, 2, 3, 3, 3, 3, 3, 3, 3]
     assert core.contributions["merged"] == 9
     assert all(b[0] != a[0] for a, b in pairwise(taken))
+
+
+# ------------------------------------------------------------------ a shard that came back with its versions
+
+
+def test_a_version_of_a_later_epoch_follows_one_that_was_kept() -> None:
+    """The shard has restarted and goes on from (EPOCH, 3): its next version is (EPOCH + 1, 4)."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    pending.take_snapshot()
+    assert (pending.shard_epoch, pending.epoch, pending.base_version) == (EPOCH + 1, EPOCH, 3)
+    rig.trains(by=1.0)
+    assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
+    assert (rig.theta, rig.fragment.epoch, rig.core.unmerged) == (21.0, EPOCH + 1, 0)
+
+
+def test_a_new_name_for_the_version_that_it_holds_leaves_a_contribution_pending() -> None:
+    """Another learner held a version that is lost; ours is relative to what came back, and is still in the round."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    pending.take_snapshot()
+    assert rig.arrives(3, 10.0, epoch=EPOCH + 1)
+    assert (rig.theta, rig.core.unmerged) == (12.0, 1)
+    assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
+    assert (rig.theta, rig.core.unmerged) == (20.0, 0)
+
+
+def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
+    """It holds (EPOCH, 5) and has contributed to round 6; the shard came back with version 3 under a new name."""
+    rig = Rig(version=5)
+    rig.trains(by=2.0)
+    rig.asked(6)
+    rig.core.rejoined([FragmentStatus(0, True, 3, 3, EPOCH + 1)], EPOCH + 1)
+    assert rig.core.unmerged == 0
+    rig.core.collect(Collect(0, 4, EPOCH + 1), EPOCH + 1)
+    assert rig.core.snapshots() == [], "not before the version that the round is relative to is there"
+    assert rig.arrives(3, 7.0, merged=3, epoch=EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    assert (rig.theta, pending.round, pending.epoch, pending.base_version) == (9.0, 4, EPOCH + 1, 3)

@@ -27,7 +27,7 @@ def learner():
         setattr(model, f"w{i}", nn.Parameter(torch.full((1,), 10.0)))
     learner = Learner(Replica(model), ["127.0.0.1:1"], "local", "cat", None, 0, 0, None)
     digest = cut(Replica(model).specs, FRAGMENTS, 1).digest
-    statuses = tuple(FragmentStatus(i, True, 0, 0) for i in range(FRAGMENTS))
+    statuses = tuple(FragmentStatus(i, True, 0, 0, EPOCH) for i in range(FRAGMENTS))
     learner.network.links[0].session.shard_index = 0
     learner._inbox.put(Joined("127.0.0.1:1", 0, 1, FRAGMENTS, digest, POLICY, EPOCH, statuses))
     for i in range(FRAGMENTS):
@@ -92,7 +92,7 @@ def test_a_newer_version_replaces_one_that_waits_for_its_turn(learner, monkeypat
 
 def taken(learner: Learner):
     """The contribution of fragment 0 that a step takes; its snapshot is still to be taken, as no thread is there."""
-    learner._inbox.put(Asked(Collect(0, 2), EPOCH))
+    learner._inbox.put(Asked(Collect(0, 2, EPOCH), EPOCH))
     learner.step(1)
     assert learner.core is not None
     return learner.core.fragments[0].pending
@@ -142,7 +142,7 @@ def test_a_step_wakes_the_network_thread_once(learner):
     """However much happened in it: contributions, applied versions, progress."""
     handed: list[int] = []
     learner.network.soon = lambda *acts: handed.append(len(acts))
-    learner._inbox.put(Asked(Collect(2, 1), EPOCH))
+    learner._inbox.put(Asked(Collect(2, 1, EPOCH), EPOCH))
     arrive(learner, 0, 1, 20.0)
     arrive(learner, 1, 1, 20.0)
     learner.step(1)

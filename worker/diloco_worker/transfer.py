@@ -127,8 +127,8 @@ async def read_version(call: Any, request: pb.PullRequest, num_elements: int) ->
         raise BadRequest(
             f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
         )
-    asked_from = request.epoch, request.have_version if request.HasField("have_version") else None
-    if header.HasField("base_version") and (header.epoch, header.base_version) != asked_from:
+    have = request.have_version if request.HasField("have_version") else None
+    if header.HasField("base_version") and header.base_version != have:
         raise BadRequest(
             f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
             "which is not what was asked for"

@@ -37,7 +37,10 @@ class Pending:
 
     fragment_id: int
     round: int
+    shard_epoch: int
+    """Of the shard that asked for it: it dies with that life of the shard, unless a version holds it by then."""
     epoch: int
+    """That the base version was made in."""
     base_version: int
     tokens: int
     steps: int
@@ -125,7 +128,9 @@ class Wanted:
     """A round that asked for the fragment."""
 
     round: int
+    shard_epoch: int
     epoch: int
+    """That the base version was made in."""
 
 
 class LearnerFragment:
@@ -135,7 +140,7 @@ class LearnerFragment:
         self.fragment = fragment
         self.anchor: Tensor | None = None
         self.version = 0
-        """Version of the anchor; compares only inside `epoch`."""
+        """Version of the anchor; compares only inside `epoch`, in which it was made."""
         self.epoch = -1
         self.pending: Pending | None = None
         self.wanted: Wanted | None = None
@@ -165,16 +170,17 @@ class LearnerFragment:
         """Whether a version may be laid under the fragment now: not while its snapshot is being taken."""
         return self.pending is None or not self.pending.reading
 
-    def take(self, round_number: int, tokens: int, steps: int) -> Pending:
-        """A contribution for a round. `tokens` and `steps`: the learner's totals now.
+    def take(self, tokens: int, steps: int) -> Pending:
+        """A contribution for the round that is wanted. `tokens` and `steps`: the learner's totals now.
 
         On a CPU its snapshot is still to be taken.
         """
         assert self.anchor is not None
+        assert self.wanted is not None
         assert self.pending is None
-        self.wanted = None
+        wanted, self.wanted = self.wanted, None
         self.pending = Pending(
-            self.fragment.fragment_id, round_number, self.epoch, self.version,
+            self.fragment.fragment_id, wanted.round, wanted.shard_epoch, self.epoch, self.version,
             tokens - self._base_tokens, steps - self._base_steps, self.anchor, self._residual, self._error_feedback,
             partial(self._replica.read, self.fragment),
         )  # fmt: skip

@@ -60,12 +60,12 @@ class LearnerCore:
             if wanted is None or wanted.epoch != fragment.epoch:
                 continue
             if pending is not None:
-                if (pending.round, pending.epoch) == (wanted.round, wanted.epoch):
+                if (pending.round, pending.shard_epoch) == (wanted.round, wanted.shard_epoch):
                     fragment.wanted = None
                     taken.append(pending)
                 continue  # of an earlier round: wait until its fate is known
             if fragment.tokens_since(self.tokens) > 0:
-                taken.append(fragment.take(wanted.round, self.tokens, self.inner_step))
+                taken.append(fragment.take(self.tokens, self.inner_step))
                 self.contributions["taken"] += 1
         for pending in taken:
             pending.pushes_open += 1
@@ -74,10 +74,11 @@ class LearnerCore:
     # ------------------------------------------------------------ what came from the shards
 
     def collect(self, directive: Collect, epoch: int) -> None:
-        """A round asks for a fragment. Answered once the learner has a version of that epoch."""
+        """A round of a shard in that epoch asks for a fragment. Answered once the learner has a version that was made
+        in the epoch that the directive names."""
         fragment = self.fragments[directive.fragment_id]
-        if epoch != fragment.epoch or directive.round > fragment.version:
-            fragment.wanted = Wanted(directive.round, epoch)
+        if directive.epoch != fragment.epoch or directive.round > fragment.version:
+            fragment.wanted = Wanted(directive.round, epoch, directive.epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
         """A push has its outcome. LATE and REJECTED tell that it was not merged; that it was, only a version tells.
@@ -138,14 +139,16 @@ class LearnerCore:
         return True
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
-        """A shard answered Join. In a new epoch, what it had not made a version of is gone and must be sent again."""
+        """A shard in that epoch answered Join. What an earlier one had not made a version of is gone, and must be sent
+        again."""
         for status in statuses:
             fragment = self.fragments[status.fragment_id]
             pending = fragment.pending
-            if fragment.epoch == epoch:
+            if fragment.wanted is not None and fragment.wanted.shard_epoch != epoch:
+                fragment.wanted = None
+            if pending is None or pending.shard_epoch == epoch:
                 continue
-            fragment.wanted = None
-            if pending is not None and not (status.seeded and status.merged_version == pending.round <= status.version):
+            if not (status.seeded and status.merged_version == pending.round <= status.version):
                 self._carried(fragment)
 
     # ------------------------------------------------------------ helpers
