@@ -45,6 +45,10 @@ class OpenRound:
             learner.join()
         self.a.seed(0.5)
         self.streams: tuple[Attendance, ...] = (self.a.attend(), self.b.attend())
+        for stream in self.streams:  # "all" are those that have reported
+            stream.say(0)
+        members = shard.core.membership
+        eventually(lambda: shard.loop.look(lambda: all(m.first_step is not None for m in members.all())), "reports")
         self.reach(1)
 
     def reach(self, round_number: int) -> None:
