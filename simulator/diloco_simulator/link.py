@@ -118,9 +118,9 @@ class ShardLink:
         self._stepped.set()
 
     def push(self, pending: Pending) -> None:
-        name = f"push {pending.fragment_id} of round {pending.round} under {self._lease}"
         self._pushes = [task for task in self._pushes if not task.done]
-        if not any(task.name == name for task in self._pushes):
+        if pending.pushes.begin(self._lease):
+            name = f"push {pending.fragment_id} of round {pending.round}"
             self._pushes.append(self._c.process.spawn(self._push_contribution(pending, self._lease), name))
 
     def seed(self, fragment_id: int, values: Value) -> None:
@@ -270,8 +270,9 @@ class ShardLink:
             fragment_id, round_number, pending.base_version, pending.tokens, pending.steps, payload, 0, pending.epoch
         )
         answer = await self._push_until_answered(header, payload, lease)
-        if answer is not None:
-            self._c.inbox.put(Answered(fragment_id, round_number, answer))
+        holds = pending.pushes.ended(lease, answer)
+        if holds is not None:
+            self._c.inbox.put(Answered(fragment_id, round_number, holds))
 
     def _forget(self, fragment_id: int, version: int) -> None:
         known = self._encoded.get(fragment_id)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_common.errors import BadChecksum, NormTooLarge, TooStale, WrongRound
+from diloco_common.errors import NormTooLarge, TooStale, WrongRound
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core.fragment import Pending
@@ -482,39 +482,6 @@ def test_an_answer_to_another_round_is_nobodys() -> None:
     rig.answered(2, LATE)
     rig.answered(2, LATE)
     assert rig.core.contributions["carried"] == 1
-
-
-# A contribution that was asked for twice is pushed twice, and the answers may come in any order.
-@pytest.mark.parametrize(
-    "answers",
-    [
-        [rejected(BadChecksum.code), ACCEPTED],
-        [ACCEPTED, rejected(BadChecksum.code)],
-        [rejected(WrongRound.code), ACCEPTED],
-    ],
-    ids=["torn-first", "torn-last", "asked-too-soon"],
-)
-def test_one_refused_push_of_two_does_not_double_the_work(answers: list[PushAnswer]) -> None:
-    rig = Rig()
-    rig.trains(by=2.0)
-    rig.asked(1)
-    rig.asked(1)
-    for answer in answers:
-        rig.answered(1, answer)
-    rig.arrives(1, 12.0, merged=1)
-    assert rig.theta == 12.0, "not 14: the two steps of work are in the version already"
-    assert rig.fragment.tokens_since(rig.core.tokens) == 0
-
-
-def test_two_refused_pushes_of_one_contribution_give_it_back_once() -> None:
-    rig = Rig()
-    rig.trains(by=2.0)
-    rig.asked(1)
-    rig.asked(1)
-    rig.answered(1, rejected(NormTooLarge.code))
-    rig.answered(1, rejected(NormTooLarge.code))
-    assert rig.core.unmerged == 0
-    assert (rig.core.contributions["carried"], rig.core.tokens_carried) == (1, 5)
 
 
 # ------------------------------------------------------------------ error feedback

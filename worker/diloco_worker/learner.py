@@ -361,6 +361,8 @@ class Learner:
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
         link = self.network.link_to(joined.shard_index)
+        if link is None:  # the shard came back as another one meanwhile
+            return
         under_way = self.tokens_merged > 0
         for status in joined.fragments:
             if not status.seeded:
@@ -385,7 +387,11 @@ class Learner:
 
     def _push(self, taken: Sequence[Pending]) -> None:
         for pending in taken:
-            self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index).push(pending)
+            link = self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index)
+            if link is None:  # its shard came back as another one: the work waits for the one that owns the fragment
+                pending.reading = False
+            else:
+                link.push(pending)
 
     def _applied(
         self, fragment_id: int, version: int, seconds: float, cpu_seconds: float, carried: float, replaced: object

@@ -50,9 +50,9 @@ class Network:
         if acts and not self._stopping:
             self._acts.put(acts)
 
-    def link_to(self, shard_index: int) -> ShardLink:
-        """The link to a shard that was joined."""
-        return next(link for link in self.links if link.session.shard_index == shard_index)
+    def link_to(self, shard_index: int) -> ShardLink | None:
+        """The link to a shard that was joined; None: it came back as another one."""
+        return next((link for link in self.links if link.session.shard_index == shard_index), None)
 
     def stop(self) -> None:
         """Let pushes settle, say goodbye, end the thread."""

@@ -45,8 +45,8 @@ class Pusher:
     def push(self, pending: Pending) -> None:
         """Encode and push a contribution in the background."""
         lease = self._session.lease
-        name = f"push {pending.fragment_id} of round {pending.round} under {lease}"
-        if not any(task.get_name() == name for task in self._pushes):  # a round may ask twice
+        if pending.pushes.begin(lease):
+            name = f"push {pending.fragment_id} of round {pending.round}"
             self._start(self._push_contribution(pending, lease), name)
 
     def seed(self, fragment_id: int, values: Tensor, hold_s: float) -> None:
@@ -75,18 +75,25 @@ class Pusher:
     # ------------------------------------------------------------ contributions
 
     async def _push_contribution(self, pending: Pending, lease: Lease) -> None:
-        c = self._session.context
+        answer = None
+        try:
+            header, payload = await self._message(pending)
+            answer = await self._push_until_answered(header, payload, lease)
+        finally:
+            holds = pending.pushes.ended(lease, answer)
+        if holds is not None:
+            self._session.context.inbox.put(Answered(pending.fragment_id, pending.round, holds))
+
+    async def _message(self, pending: Pending) -> tuple[PushHeader, Payload]:
+        """The encoded contribution; where it is not finite, word of that."""
         try:
             payload = await self._payload(pending)
         except NotFinite as error:
-            c.log.error("contribution is not finite", fragment=pending.fragment_id, round=pending.round, why=error)
+            log = self._session.context.log
+            log.error("contribution is not finite", fragment=pending.fragment_id, round=pending.round, why=error)
             payload = self._nothing(pending)
-            header = self._header(pending, payload, not_finite=True)
-        else:
-            header = self._header(pending, payload)
-        answer = await self._push_until_answered(header, payload, lease)
-        if answer is not None:
-            c.inbox.put(Answered(pending.fragment_id, pending.round, answer))
+            return self._header(pending, payload, not_finite=True), payload
+        return self._header(pending, payload), payload
 
     async def _payload(self, pending: Pending) -> Payload:
         """The encoded contribution; encoded once. Raises NotFinite."""

@@ -20,7 +20,7 @@ the next step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import Fragment
+from diloco_worker.core.pushes import Pushes
 from diloco_worker.core.replica import Replica, queued_until, wait_for_device
 
 
@@ -61,10 +62,8 @@ class Pending:
     """float32 [num_elements]: set by `encode`, where there is error feedback."""
     reference: Tensor | None = None
     """Where a version of an earlier round came in between: the snapshot, moved along with it."""
-    pushes_open: int = 0
-    """How often it was handed out for pushing and not answered yet."""
-    accepted: bool = False
-    """Whether a shard has taken it: then only a version can tell that it was not merged."""
+    pushes: Pushes = field(default_factory=Pushes)
+    """Belongs to the thread that pushes."""
 
     def take_snapshot(self) -> Tensor:
         """Copy theta, or have the device do it, unless that is done: float32 [num_elements].

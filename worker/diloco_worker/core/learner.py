@@ -62,13 +62,12 @@ class LearnerCore:
             if pending is not None:
                 if (pending.round, pending.shard_epoch) == (wanted.round, wanted.shard_epoch):
                     fragment.wanted = None
+                    pending.reading = pending.snapshot is None  # nobody read it where no shard was there to push to
                     taken.append(pending)
                 continue  # of an earlier round: wait until its fate is known
             if fragment.tokens_since(self.tokens) > 0:
                 taken.append(fragment.take(self.tokens, self.inner_step))
                 self.contributions["taken"] += 1
-        for pending in taken:
-            pending.pushes_open += 1
         return taken
 
     # ------------------------------------------------------------ what came from the shards
@@ -81,21 +80,17 @@ class LearnerCore:
             fragment.wanted = Wanted(directive.round, epoch, directive.epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
-        """A push has its outcome. LATE and REJECTED tell that it was not merged; that it was, only a version tells.
-
-        Of a contribution that was pushed more than once, a refused push tells nothing while another may be accepted.
-        """
+        """What holds for a contribution. LATE and REJECTED tell that it was not merged; that it was, only a version
+        tells."""
         fragment = self.fragments[fragment_id]
         pending = fragment.pending
         if pending is None or pending.round != round_number:
             return
-        pending.pushes_open -= 1
         if answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
-            pending.accepted = True
-        elif answer.outcome is Outcome.REJECTED and answer.code != WrongRound.code:
+            return
+        if answer.outcome is Outcome.REJECTED and answer.code != WrongRound.code:
             self.contributions[answer.code] += 1
-        if not pending.accepted and pending.pushes_open <= 0:
-            self._carried(fragment)
+        self._carried(fragment)
 
     def rebasable(self, fragment_id: int) -> bool:
         """Whether `arrived` may be called for this fragment: not while its snapshot is being taken. Try again later."""
