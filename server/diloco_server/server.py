@@ -14,6 +14,7 @@ from grpc_health.v1._async import HealthServicer
 
 from diloco_common import rpc
 from diloco_common.addresses import bind_socket, in_use, is_loopback, parse_address
+from diloco_common.codec import native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import ConfigError, DilocoError
 from diloco_common.http import HttpServer
@@ -74,6 +75,8 @@ class ShardServer:
         self.grpc_address = f"{str(listen).rpartition(':')[0]}:{port}"
         self._ticking = asyncio.create_task(self.host.run(), name="ticking")
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        if isinstance(why := native.find(), str):
+            self.host.log.warning("no native kernels: merging and encoding take several times as long", why=why)
         if self.settings.shard.data_dir is None:
             self.host.log.warning("versions are kept in memory only: a restart begins anew (shard.data_dir keeps them)")
         self.host.log.event(

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from diloco_common import rpc
 from diloco_common.addresses import parse_address
+from diloco_common.codec import native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
 from diloco_common.http import HttpServer
@@ -148,6 +149,8 @@ class Learner:
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
         self._progress = Progress(inner_step, tokens)
+        if replica.device.type == "cpu" and isinstance(why := native.find(), str):
+            self.log.warning("no native kernels: encoding takes several times as long", why=why)
         self.transfer = Transfer(replica.device, self.metrics)
         context = LinkContext(
             run, learner_id, secrets.token_hex(8), token, tuple(replica.specs), self._inbox, self.transfer,

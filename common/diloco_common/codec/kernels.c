@@ -2,7 +2,7 @@
 
    A chunk of n elements is the float32 scales of its blocks of 256, then the codes (docs/wire-format.md). Encoding gives
    the same bytes as the torch code in codec/, bit for bit: no operation may be fused or reordered there, so compile with
-   -ffp-contract=off and without -ffast-math. Pointers may be unaligned; nothing is allocated; safe from any thread. */
+   -ffp-contract=off and without -ffast-math. Pointers to bytes may be unaligned; nothing is allocated; safe from any thread. */
 
 #include <math.h>
 #include <stdint.h>
@@ -59,7 +59,7 @@ static int encode_block(const float *values, const float *minus, const float *pl
 }
 
 static void pack_nibbles(const int8_t *codes, int count, uint8_t *out) {
-    for (int i = 0; i < (count + 1) / 2; i++) out[i] = (uint8_t)((codes[2 * i] & 0x0f) | (codes[2 * i + 1] << 4));
+    for (int i = 0; i < (count + 1) / 2; i++) out[i] = (uint8_t)((codes[2 * i] & 0x0f) | ((uint8_t)codes[2 * i + 1] << 4));
 }
 
 static void store_codes(int bits, const int8_t *block_codes, int64_t start, int count, uint8_t *codes) {
