@@ -1,10 +1,11 @@
-"""The bytes of an outer round by gRPC alone: the floor under every design that sends them so.
+"""The bytes of an outer round by gRPC alone: what sending them so takes, whatever is done with them.
 
 As many shard and learner processes as the round has, the same channels, options, messages and chunk size, the checksum,
-and nothing else: no arithmetic, no rounds, no state. What a round takes beyond it is ours; what it takes is not.
+and nothing else: no arithmetic, no rounds, no state. A fragment is pulled as soon as its learner has pushed it. What a
+round takes beyond it is ours; what it takes is not.
 
     python benchmarks/bare_wire.py                          # 100 M parameters, int8 up, bfloat16 down
-    python benchmarks/bare_wire.py --up 0.52 --down 1.01    # bytes per parameter: int4 up, int8 down
+    python benchmarks/bare_wire.py --push int4 --pull int8
 """
 
 from __future__ import annotations
@@ -27,32 +28,39 @@ import grpc
 
 from diloco_common import rpc
 from diloco_common.allocator import tune_allocator
+from diloco_common.codec.payload import CHUNK_ELEMENTS, num_payload_bytes
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 
-CHUNK_BYTES = 1 << 20
-"""Of an int8 chunk; a bfloat16 chunk has twice as many."""
 WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class WireSpec:
-    """One round: each learner pushes and pulls every fragment."""
+    """One round: each learner pushes and pulls every fragment. The fragments are of one size."""
 
     learners: int
     shards: int
     fragments: int
-    up_bytes: int
-    """Of one learner's contributions to all fragments."""
-    down_bytes: int
-    """Of all fragments' versions."""
+    parameters: int
+    push: str
+    pull: str
 
     def chunks_up(self) -> list[bytes]:
-        return _chunks(self.up_bytes // self.fragments, CHUNK_BYTES)
+        return self._chunks(self.push)
 
     def chunks_down(self) -> list[bytes]:
-        larger = max(1, round(self.down_bytes / max(1, self.up_bytes)))
-        return _chunks(self.down_bytes // self.fragments, larger * CHUNK_BYTES)
+        return self._chunks(self.pull)
+
+    def gigabytes(self) -> float:
+        one_learner = sum(map(len, [*self.chunks_up(), *self.chunks_down()])) * self.fragments
+        return self.learners * one_learner / 1e9
+
+    def _chunks(self, encoding: str) -> list[bytes]:
+        """A fragment's chunks; those of one size are one object."""
+        whole, rest = divmod(self.parameters // self.fragments, CHUNK_ELEMENTS)
+        chunk, last = (os.urandom(num_payload_bytes(encoding, n)) for n in (CHUNK_ELEMENTS, rest))
+        return [chunk] * whole + [last] * bool(rest)
 
     def fragments_of(self, shard: int) -> int:
         return len(range(shard, self.fragments, self.shards))
@@ -77,12 +85,6 @@ class BareWire:
 
     def _cpu_s(self) -> float:
         return sum(_ask([*self._shards, *self._learners], "cpu"))
-
-
-def _chunks(total: int, largest: int) -> list[bytes]:
-    """As many bytes in chunks; the whole ones are one object."""
-    whole = os.urandom(min(total, largest))
-    return [whole] * (total // len(whole)) + ([whole[: total % len(whole)]] if total % len(whole) else [])
 
 
 def _start(stack: ExitStack, run: Callable[..., None], *args: Any) -> Connection:
@@ -160,26 +162,24 @@ def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
     async def learn() -> None:
         up = spec.chunks_up()
         bulk = [[_dial(port) for _ in ("push", "pull")] for port in ports]
-        pushing = asyncio.Semaphore(rpc.PUSHES_AT_ONCE)
+        pushing = [asyncio.Semaphore(rpc.PUSHES_AT_ONCE) for _ in ports]
+        pulling = [asyncio.Semaphore(1) for _ in ports]
 
         async def requests() -> AsyncIterator[pb.PushRequest]:
             for chunk in up:
                 yield pb.PushRequest(chunk=chunk)
 
-        async def push(stub: pb_grpc.ParameterServerStub) -> None:
-            async with pushing:
-                await stub.Push(requests())
-
-        async def pull_all(stub: pb_grpc.ParameterServerStub, fragments: int) -> None:
-            for _ in range(fragments):
+        async def sync(shard: int) -> None:
+            """Push a fragment, then pull it; several at once on the way up, one after the other on the way down."""
+            async with pushing[shard]:
+                await bulk[shard][0].Push(requests())
+            async with pulling[shard]:
                 crc32c = 0
-                async for part in stub.Pull(pb.PullRequest()):
+                async for part in bulk[shard][1].Pull(pb.PullRequest()):
                     crc32c = google_crc32c.extend(crc32c, part.chunk)
 
         async def take_round() -> None:
-            pushes = [push(bulk[i][0]) for i in range(spec.shards) for _ in range(spec.fragments_of(i))]
-            await asyncio.gather(*pushes)
-            await asyncio.gather(*(pull_all(bulk[i][1], spec.fragments_of(i)) for i in range(spec.shards)))
+            await asyncio.gather(*(sync(i) for i in range(spec.shards) for _ in range(spec.fragments_of(i))))
 
         await _answer(pipe, take_round)
 
@@ -197,17 +197,17 @@ def main() -> None:
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--fragments", type=int, default=24)
-    parser.add_argument("--up", type=float, default=1.02, help="bytes per parameter (default: 1.02, int8)")
-    parser.add_argument("--down", type=float, default=2.0, help="bytes per parameter (default: 2, bfloat16)")
+    parser.add_argument("--push", default="int8", help="encoding of contributions (default: int8)")
+    parser.add_argument("--pull", default="bfloat16", help="encoding of versions (default: bfloat16)")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    up, down = round(args.params * args.up), round(args.params * args.down)
+    spec = WireSpec(args.learners, args.shards, args.fragments, int(args.params), args.push, args.pull)
     with ExitStack() as stack:
-        wire = BareWire(WireSpec(args.learners, args.shards, args.fragments, up, down), stack)
+        wire = BareWire(spec, stack)
         rounds = [wire.round() for _ in range(args.rounds)]
     seconds, cpu_s = median(s for s, _ in rounds), median(cpu for _, cpu in rounds)
-    gigabytes = args.learners * (up + down) / 1e9
-    print(f"{gigabytes:.2f} GB: {seconds:.2f} s, {cpu_s:.2f} CPU seconds, {cpu_s / gigabytes:.2f} per GB")
+    moved = spec.gigabytes()
+    print(f"{moved:.2f} GB: {seconds:.2f} s, {cpu_s:.2f} CPU seconds, {cpu_s / moved:.2f} per GB")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
         touched += published.change.header.num_bytes + published.values.header.num_bytes
     speeds, step_speeds = [touched / s for s in seconds], [step_touched / s for s in step_seconds]
     return {
+        "merge_copying_bytes_per_s": median(copying),
         "merge_bytes_per_param": touched / fragment.num_elements,
         "merge_bytes_per_s": median(speeds),
         "merge_fraction_of_memory_bandwidth": median(a / b for a, b in zip(speeds, copying, strict=True)),

@@ -7,7 +7,7 @@
 Real shard and learner processes on loopback. A round: every learner snapshots, encodes and pushes all fragments, the
 shards merge and step, every learner pulls, decodes and applies. In the same run, round by round in turn: the same
 number of float32 parameters all-reduced by torch.distributed with Gloo among the same learner processes; the same bytes
-sent by bare gRPC (bare_wire.py, the floor of every design over gRPC); and the machine's ceilings. The first rounds of
+sent by bare gRPC (bare_wire.py); and the machine's ceilings. The first rounds of
 each, in which memory is faulted in, are not counted. Needs Linux; memory: about 36 bytes per parameter and learner.
 """
 
@@ -61,10 +61,11 @@ class Learners:
         stack.callback(self._end)
         self._expect("joined")
 
-    def timed(self, command: str) -> float:
-        """Seconds from telling all of them to go until the last one is done."""
+    def timed(self, command: str, before: Callable[[], None] = lambda: None) -> float:
+        """Seconds from telling all of them to go until the last one is done; `before` is called just before that."""
         self._tell(command)
         self._expect("ready")
+        before()
         began = time.perf_counter()
         self._tell("go")
         self._expect("done")
@@ -96,7 +97,7 @@ class Learners:
 
 
 class Usage:
-    """CPU seconds and bytes of all processes, summed over the rounds that `during` saw."""
+    """CPU seconds and bytes of all processes, summed over the rounds of `during_round`."""
 
     def __init__(self, learners: Learners, shards: Sequence[ShardProcess]) -> None:
         self._learners, self._shards = learners, shards
@@ -105,9 +106,16 @@ class Usage:
         self.bytes_up = self.bytes_down = 0
         self.phases: dict[str, float] = {}
 
-    def during(self, work: Callable[[], float]) -> float:
-        before, shards_before = self._learners.usage(), [(s.cpu_s(), compute_seconds(s)) for s in self._shards]
-        seconds = work()
+    def during_round(self) -> float:
+        """Take a round, and return its seconds."""
+        before: list[dict[str, Any]] = []
+        shards_before: list[tuple[float, dict[str, float]]] = []
+
+        def look() -> None:
+            shards_before.extend((compute_seconds(s), s.cpu_s())[::-1] for s in self._shards)
+            before.extend(self._learners.usage())
+
+        seconds = self._learners.timed("round", look)
         after, shards_after = self._learners.usage(), [(s.cpu_s(), compute_seconds(s)) for s in self._shards]
         self.rounds += 1
         for a, b in zip(after, before, strict=True):
@@ -154,10 +162,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         usage = Usage(learners, shards)
         memory = Memory()
         ours_s, gloo_s, bare_s, bare_cpu_s, memory_bps, loopback_bps = [], [], [], [], [], []
-        up, down = bytes_of_a_round(learners)
-        bare = BareWire(WireSpec(args.learners, args.shards, args.fragments, up, down), stack)
+        learners.timed("round")
+        bare = BareWire(WireSpec(args.learners, args.shards, args.fragments, parameters, args.push, args.pull), stack)
         for i in range(1 - WARM_UP, args.rounds):
-            seconds = usage.during(lambda: learners.timed("round")) if i >= 0 else learners.timed("round")
+            seconds = usage.during_round() if i >= 0 else learners.timed("round")
             peer_s = 0.0 if args.no_gloo else learners.timed("gloo")
             if i >= 0:
                 ours_s.append(seconds)
@@ -202,14 +210,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bytes_of_a_round(learners: Learners) -> tuple[int, int]:
-    """What one learner sends and what it receives in a round: takes one."""
-    before = learners.usage()[0]
-    learners.timed("round")
-    after = learners.usage()[0]
-    return after["bytes_up"] - before["bytes_up"], after["bytes_down"] - before["bytes_down"]
-
-
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -243,7 +243,7 @@ def show(r: dict[str, Any]) -> None:
         line(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
         line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
     line(f"bare gRPC        {spread(r['bare_grpc_seconds'])}: the same bytes and nothing else;")
-    line(f"                 ours takes {r['ratio_to_bare_grpc']:.2f} of that")
+    line(f"                 a round takes {r['ratio_to_bare_grpc']:.2f} times that")
     line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
     line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
     line(f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard")
@@ -257,13 +257,18 @@ def show(r: dict[str, Any]) -> None:
         f"ceilings         copying memory {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written),",
         f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s",
     )
+    copying = r["merge_copying_bytes_per_s"] / 1e9
     line(
-        f"merge            {r['merge_bytes_per_s'] / 1e9:.1f} GB/s of the {r['merge_bytes_per_param']:.1f} bytes per",
-        f"parameter that merging {r['learners']} contributions, the outer",
+        f"merge            of {r['learners']} contributions, on one thread alone,",
+        f"against copying memory at {copying:.0f} GB/s:",
     )
     line(
-        "                 step and encoding must touch, on one thread alone:",
-        f"{r['merge_fraction_of_memory_bandwidth']:.2f} of copying speed",
+        f"                 {r['merge_step_fraction_of_memory_bandwidth']:.2f} of that with the outer step",
+        f"({r['merge_step_bytes_per_param']:.1f} bytes per parameter must be touched),",
+    )
+    line(
+        f"                 {r['merge_fraction_of_memory_bandwidth']:.2f} with encoding the version, too",
+        f"({r['merge_bytes_per_param']:.1f} bytes)",
     )
     line("CPU seconds of a round, all processes together:")
     total = sum(r["phases_cpu_seconds"].values())

@@ -3,7 +3,7 @@
 "round"  change the parameters, say "ready"; at "go" take H steps, and take part until every fragment has its next
          version; say "done"
 "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
-"usage"  CPU seconds, peak RSS, CPU seconds by phase, bytes both ways
+"usage"  also before "go": CPU seconds, peak RSS, CPU seconds by phase, bytes both ways
 "end"    leave
 """
 
@@ -78,7 +78,8 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
             if command == "round":
                 change(model, noise)
             pipe.send("ready")
-            pipe.recv()
+            while pipe.recv() != "go":
+                pipe.send(usage(learner))
             if command == "round":
                 take_round(learner, spec.steps)
             elif reduced is not None:

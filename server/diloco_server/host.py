@@ -93,6 +93,9 @@ class ShardHost:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="diloco-compute")
         self._streams: dict[str, ControlStream] = {}
         self._jobs: set[asyncio.Task[None]] = set()
+        self.broken = asyncio.Event()
+        """Set when a merge failed half way: the values in memory are of no version, so this process must end."""
+        self.why_broken = ""
         self._soon: asyncio.TimerHandle | None = None  # the decision that events wait for
         self._decision_s = 0.0  # how long the last decision took
 
@@ -152,6 +155,8 @@ class ShardHost:
             return False, "recovering"
         if self.shard.draining:
             return False, "draining"
+        if self.broken.is_set():
+            return False, self.why_broken
         if self.keeper.failing:
             return False, f"storage: {self.keeper.failing}"
         return True, "serving"
@@ -295,7 +300,12 @@ class ShardHost:
             return arithmetic.publish(values, sync.pull, before), merged_s
 
         async with self.keeper.hold(effect.fragment_id):  # a write of the version before may be under way
-            published, merged_s = await self.compute("merge", work)
+            try:
+                published, merged_s = await self.compute("merge", work)
+            except Exception as error:
+                self.why_broken = f"version {effect.version} of fragment {effect.fragment_id} cannot be made: {error}"
+                self.broken.set()
+                raise
             self.metrics.merged(merged_s)
             await self._keep(self.shard.next_record(effect.fragment_id), values, published)
         self.shard.committed(effect.fragment_id, published, self.clock())

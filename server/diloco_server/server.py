@@ -116,7 +116,7 @@ class ShardServer:
 
 
 async def serve(settings: Settings, address_file: Path | None) -> None:
-    """Run a shard until SIGTERM or SIGINT."""
+    """Run a shard until SIGTERM or SIGINT. Raises DilocoError where it cannot start, or cannot go on."""
     server = ShardServer(settings)
     ending = asyncio.Event()
     on_signals(ending.set)
@@ -127,8 +127,19 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
         raise
     if address_file is not None:
         write_address(address_file, "shard", server.host.log.name, grpc=server.grpc_address, http=server.http_address)
-    await ending.wait()
+    await _first_of(ending, server.host.broken)
+    if server.host.broken.is_set() and not ending.is_set():
+        await server.abandon()
+        raise DilocoError(f"{server.host.why_broken}. The versions announced so far are whole: start the shard again")
     await server.stop()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 def on_signals(act: Callable[[], None]) -> None:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+import torch
+
+from diloco_common.errors import NotFinite
+from diloco_common.manifest import TensorSpec
 from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import Settings
+from diloco_server.core import fragment as arithmetic
+from diloco_server.core.effects import MergeRound
+from diloco_server.core.fragment import FragmentState
 from diloco_server.host import ShardHost
 from diloco_server.storage.store import MemoryStore
 
@@ -53,3 +61,34 @@ def test_no_decision_follows_the_end() -> None:
         return clock.asked - asked
 
     assert asyncio.run(decisions_after_the_end()) == 0
+
+
+def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values in memory are of no version then; those on disk are whole."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise NotFinite("element 0 of 4 is inf")
+
+    monkeypatch.setattr(arithmetic, "step", fails)
+
+    async def ready_after_it() -> tuple[bool, str]:
+        host = ShardHost(Settings(), MemoryStore(), ShardMetrics(), lambda: 0.0)
+        state = seeded(host)
+        host._carry_out(MergeRound(0, 1, ()))
+        assert state.values is not None
+        async with asyncio.timeout(10.0):
+            await host.broken.wait()
+        host.close()
+        return host.ready()
+
+    ready, why = asyncio.run(ready_after_it())
+    assert not ready
+    assert why == "version 1 of fragment 0 cannot be made: element 0 of 4 is inf"
+
+
+def seeded(host: ShardHost) -> FragmentState:
+    """Give the shard a model of one fragment with values."""
+    host.shard.join("ann", "process", [TensorSpec("w", (4,))], 0.0)
+    state = host.shard.fragments[0]
+    state.values = arithmetic.Values(torch.zeros(4), [torch.zeros(4)])
+    return state
