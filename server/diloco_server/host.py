@@ -196,9 +196,9 @@ class ShardHost:
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
-    def answered(self, header: PushHeader, answer: PushAnswer) -> PushAnswer:
+    def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         """Note the outcome of a push, and let the core go on."""
-        self.observer.answered(header, answer)
+        self.observer.answered(member, header, answer)
         self.advance_soon()
         return answer
 
@@ -242,6 +242,7 @@ class ShardHost:
         except Exception:
             self.shard.seed_failed(effect.fragment_id)
             raise
+        self.observer.announcing(effect.fragment_id, 0, published)
         self.shard.seeded(effect.fragment_id, values, published)
         self.log.event("fragment seeded", fragment=effect.fragment_id, elements=values.theta.numel())
         self.advance()
@@ -262,11 +263,13 @@ class ShardHost:
             merged_s = time.perf_counter() - began
             return arithmetic.publish(values, sync.pull, before), merged_s
 
+        self.observer.merging(effect)
         published, merged_s = await self.compute("merge", work)
         self.metrics.merged(merged_s)
         merged = state.merged_versions | {c.learner_id: effect.version for c in effect.contributions}
         tokens = state.tokens_merged + sum(c.tokens for c in effect.contributions)
         await self._save(StoredVersion(effect.fragment_id, effect.version, values, merged, tokens))
+        self.observer.announcing(effect.fragment_id, effect.version, published)
         self.shard.committed(effect.fragment_id, published, self.clock())
         self.advance()
 

@@ -39,6 +39,7 @@ from diloco_common.metrics import WorkerMetrics
 from diloco_worker.core.events import Answered, Arrived, Asked, Failed, Joined, Stopped
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.history import LearnerHistory
 from diloco_worker.inbox import Inbox
 from diloco_worker.link import ANNOUNCE_WAIT_S
 from diloco_worker.network import Network
@@ -66,6 +67,7 @@ def join(
     tokens: int = 0,
     http: str | None = None,
     address_file: Path | None = None,
+    history: Path | None = None,
     wait_s: float | None = None,
 ) -> Learner:
     """Join a run, and return once the model holds the latest version of every fragment.
@@ -81,6 +83,7 @@ def join(
         tokens: where its count of tokens goes on.
         http: address on which to serve /metrics, /healthz, /readyz and /status; None serves nothing.
         address_file: write the address that is served here, as soon as it is known.
+        history: record what happens to this learner in this folder, as JSON lines; None records nothing.
         wait_s: seconds to wait for shards that do not answer; None waits for ever, and says so every 10 s.
 
     Raises:
@@ -98,7 +101,7 @@ def join(
         raise ConfigError(f"shard {twice[0]} is named twice; name every shard once")
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
     rpc.check_learner_id(name)
-    learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http)
+    learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http, history)
     try:
         learner._start(address_file, wait_s)
     except BaseException:
@@ -112,7 +115,7 @@ class Learner:
 
     def __init__(
         self, replica: Replica, addresses: Sequence[str], run: str, learner_id: str, token: str | None,
-        inner_step: int, tokens: int, http: str | None,
+        inner_step: int, tokens: int, http: str | None, history: Path | None = None,
     ) -> None:  # fmt: skip
         self.learner_id = learner_id
         self.run = run
@@ -138,6 +141,7 @@ class Learner:
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
         self._progress = Progress(inner_step, tokens)
+        self._history = LearnerHistory.of(history, learner_id, inner_step, tokens)
         self.transfer = Transfer(replica.device, self.metrics)
         context = LinkContext(
             run, learner_id, secrets.token_hex(8), token, tuple(replica.specs), self._inbox, self.transfer,
@@ -166,6 +170,8 @@ class Learner:
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss, began)
         self.core.stepped(tokens)
+        if self._history is not None:
+            self._history.stepped(self.core.inner_step, self.core.tokens)
         self._boundary()
         self._progress = Progress(self.core.inner_step, self.core.tokens, self.loss, self.step_time_s)
         self.network.soon(self._tell_links)
@@ -213,6 +219,8 @@ class Learner:
         """Leave the run: what is being pushed gets a few seconds. Repeating it is fine."""
         if self.state != "stopped":
             self.state = "done" if len(self._stopped) == len(self._shards) > 0 else "stopped"
+            if self._history is not None:
+                self._history.ended()
         self.network.stop()
 
     def __enter__(self) -> Self:
@@ -271,6 +279,8 @@ class Learner:
                     self._core.collect(event.directive, event.epoch)
                 case Answered():
                     before = self._core.tokens_carried
+                    if self._history is not None:
+                        self._history.answered(event)
                     self._core.answered(event.fragment_id, event.round, event.answer)
                     self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
                 case Arrived():
@@ -289,6 +299,10 @@ class Learner:
         for pending in taken:
             link = self.network.link_to(self.core.manifest.fragments[pending.fragment_id].shard_index)
             self.network.soon(partial(link.push, pending))
+            if self._history is not None:  # after it, where it runs: under the same lease
+                fragment = self.core.fragments[pending.fragment_id]
+                since = self.core.tokens - fragment.tokens_since(self.core.tokens)
+                self.network.soon(partial(self._history.pushed, pending, since, link.session))
         self.metrics.contributions_unmerged(self.core.unmerged)
 
     @property
@@ -352,7 +366,11 @@ class Learner:
     def _arrived(self, event: Arrived) -> None:
         began, cpu_began = time.perf_counter(), time.thread_time()
         before = self._core.tokens_carried
+        pending, merges = self._core.fragments[event.fragment_id].pending, self._core.contributions["merged"]
         if self._core.arrived(event.fragment_id, event.version, event.epoch, event.values, event.merged_version):
+            if self._history is not None:
+                is_merged = pending is not None and self._core.contributions["merged"] > merges
+                self._history.applied(event, merged=pending.round if pending and is_merged else None)
             self.metrics.applied(event.fragment_id, event.version, time.perf_counter() - began)
             self.metrics.computed("apply", time.thread_time() - cpu_began)
             self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
