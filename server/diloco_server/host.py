@@ -213,6 +213,7 @@ class ShardHost:
             case SeedFragment():
                 self._start(self._seed(effect), f"seed-{effect.fragment_id}")
             case MergeRound():
+                self.observer.merging(effect)
                 self._start(self._merge(effect), f"merge-{effect.fragment_id}")
             case _:
                 self.observer.note(effect)
@@ -263,7 +264,6 @@ class ShardHost:
             merged_s = time.perf_counter() - began
             return arithmetic.publish(values, sync.pull, before), merged_s
 
-        self.observer.merging(effect)
         published, merged_s = await self.compute("merge", work)
         self.metrics.merged(merged_s)
         merged = state.merged_versions | {c.learner_id: effect.version for c in effect.contributions}
