@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_common.endpoints import Endpoints, dialable
+from diloco_common.endpoints import Endpoints, Role, dialable
 from diloco_common.settings import Settings
 from diloco_deploy.folder import Files
 from diloco_deploy.supervisor import ChildSpec
@@ -29,8 +29,8 @@ class Children:
     def __init__(self, settings: Settings, files: Files, programs: Programs) -> None:
         self._settings, self._files, self._programs = settings, files, programs
         self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
-        self.shards = [f"shard-{i}" for i in range(settings.cluster.shards)]
-        self.workers = [f"worker-{i}" for i in range(settings.cluster.workers)]
+        self.shards = names("shard", settings.cluster.shards)
+        self.workers = names("worker", settings.cluster.workers)
 
     def found(self, name: str, at: Endpoints) -> None:
         """A child is up. Later lives of a shard are told the ports of its first."""
@@ -96,6 +96,11 @@ class Children:
 
     def _shard_addresses(self) -> str:
         return ",".join(dialable(self._ports[name][0]) for name in self.shards)
+
+
+def names(kind: Role, count: int) -> list[str]:
+    """What the processes of a kind are called."""
+    return [f"{kind}-{i}" for i in range(count)]
 
 
 def nth_port(address: str, index: int) -> str:

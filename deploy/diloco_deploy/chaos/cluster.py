@@ -17,7 +17,7 @@ from diloco_deploy.chaos.plan import Fault, Harm
 from diloco_deploy.children import Children, Programs
 from diloco_deploy.folder import Files
 from diloco_deploy.interrupts import Interrupts
-from diloco_deploy.supervisor import Supervisor, describe_exit
+from diloco_deploy.supervisor import Supervisor
 
 _TICK_S = 0.02
 _READY_S = 120.0
@@ -62,7 +62,12 @@ class HurtCluster:
     """One cluster, from its first process to its last."""
 
     def __init__(
-        self, settings: Settings, files: Files, supervisor: Supervisor, interrupts: Interrupts, tell: Callable[[str], None]
+        self,
+        settings: Settings,
+        files: Files,
+        supervisor: Supervisor,
+        interrupts: Interrupts,
+        tell: Callable[[str], None],
     ) -> None:
         assert settings.run.history is not None
         self._settings, self._files, self._history = settings, files, settings.run.history

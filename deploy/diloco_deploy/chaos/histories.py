@@ -93,9 +93,12 @@ def split_lives(name: str, lines: Sequence[Line]) -> list[Life]:
 
 
 def _merges(lives: Sequence[Life]) -> Iterator[Merge]:
-    for life, later in zip(lives, [*lives[1:], None], strict=True):
+    for life in lives:
         announced = {(line["fragment"], line["version"]): line["t"] for line in life.of("announced")}
-        restored = {line["fragment"]: line for line in later.of("restored")} if later else {}
+        restored: dict[int, Line] = {}
+        for later in lives[life.number + 1 :]:
+            for line in later.of("restored"):
+                restored.setdefault(line["fragment"], line)
         for line in life.of("merging"):
             fragment, version = line["fragment"], line["version"]
             back = restored.get(fragment)
