@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "counted twice, and how much came through. Exit code 1 if a promise was broken.",
         allow_abbrev=False,
     )
-    chaos.add_argument("--minutes", type=_positive, default=1.0, metavar="M", help="how long each run is (default 1)")
+    chaos.add_argument("--minutes", type=_minutes, default=1.0, metavar="M", help="how long each run is (default 1)")
     chaos.add_argument("--every", type=_seconds, default=5.0, metavar="5s", help="time between two faults (default 5s)")
     chaos.add_argument("--shards", metavar="N", help="parameter-server processes")
     chaos.add_argument("--workers", metavar="N", help="learners (default 8)")
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=3.0,
         metavar="3s",
-        help="longest that a living worker may stand still (default 3s)",
+        help="longest time without a step of a living worker (default 3s)",
     )
     chaos.add_argument("--json", type=Path, metavar="FILE.json", help="write the result here")
     chaos.add_argument("--timeline", type=Path, metavar="FILE.png|svg", help="draw what happened")
@@ -145,23 +145,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> float:
-    """A number above 0."""
-    if not 0.0 < (value := float(text)) < float("inf"):
-        raise ValueError
+def _number(text: str, low: float, high: float, words: str) -> float:
+    """Raises ArgumentTypeError unless it is a number from `low` to `high`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text}: must be {words}")
     return value
+
+
+def _minutes(text: str) -> float:
+    return _number(text, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
 
 
 def _seconds(text: str) -> float:
-    """A number of seconds, with or without its unit."""
-    return _positive(text.removesuffix("s"))
+    return _number(text.removesuffix("s"), 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
 
 
 def _share(text: str) -> float:
-    """A number from 0 to 0.9."""
-    if not 0.0 <= (value := float(text)) <= 0.9:
-        raise ValueError
-    return value
+    return _number(text, 0.0, 0.9, "a share, from 0 to 0.9")
 
 
 def _version() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from itertools import pairwise
 
 from diloco_deploy.chaos.histories import Histories, Life, Line, Merge
 
@@ -53,7 +55,7 @@ def double_counted(histories: Histories) -> Iterator[Violation]:
         taken[merge.learner, life.number, merge.fragment].append((since, since + merge.tokens, merge))
     for (learner, _, _), parts in sorted(taken.items()):
         parts.sort(key=lambda part: part[:2])
-        for (_, end, first), (since, _, second) in zip(parts, parts[1:], strict=False):
+        for (_, end, first), (since, _, second) in pairwise(parts):
             if since < end:
                 yield Violation(
                     "double_counted",
@@ -69,8 +71,8 @@ def work_lost(histories: Histories) -> Iterator[Violation]:
             if line["merged"] is not None and (life.name, line["fragment"], line["merged"]) not in merged:
                 yield Violation(
                     "work_lost",
-                    f"{life.name} takes its contribution to round {line['merged']} of fragment {line['fragment']} to be "
-                    "merged, and no version holds it",
+                    f"{life.name} takes its contribution to round {line['merged']} of fragment {line['fragment']} "
+                    "to be merged, and no version holds it",
                 )  # fmt: skip
 
 
@@ -117,8 +119,8 @@ def lost_versions(histories: Histories) -> Iterator[Violation]:
             if (line["fragment"], line["epoch"], line["version"]) not in announced:
                 yield Violation(
                     "lost_versions",
-                    f"{life.name} holds version {line['version']} of fragment {line['fragment']}, epoch {line['epoch']}, "
-                    "which no shard announced",
+                    f"{life.name} holds version {line['version']} of fragment {line['fragment']}, "
+                    f"epoch {line['epoch']}, which no shard announced",
                 )  # fmt: skip
 
 

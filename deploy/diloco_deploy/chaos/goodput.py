@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from itertools import pairwise
 from statistics import median
 
 from diloco_deploy.chaos.cluster import Course
@@ -84,7 +86,7 @@ def longest_gaps(histories: Histories, course: Course) -> list[tuple[float, str]
         marks = [*steps, max(gone, steps[-1])]
         longest = max(
             end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in frozen)
-            for begin, end in zip(marks, marks[1:], strict=False)
+            for begin, end in pairwise(marks)
         )
         gaps.append((longest, life.name))
     return sorted(gaps, reverse=True)
@@ -104,4 +106,4 @@ def frozen_times(life: Life, course: Course) -> list[tuple[float, float]]:
 
 def _step_times(life: Life) -> Iterator[float]:
     steps = [float(line["t"]) for line in life.of("stepped")]
-    return (after - before for before, after in zip(steps, steps[1:], strict=False))
+    return (after - before for before, after in pairwise(steps))

@@ -58,7 +58,7 @@ def make_plan(
     chance = random.Random(seed)
     shard_share = max(SHARD_SHARE, len(shards) / (len(shards) + len(workers)))
     drafts = []
-    for interval in range(int(seconds / every_s)):
+    for interval in range(round(seconds / every_s)):
         at_s = (interval + chance.uniform(0.1, 0.9)) * every_s
         harm = Harm.KILL if chance.random() < KILL_SHARE else Harm.FREEZE
         to_shard = chance.random() < shard_share
@@ -72,7 +72,7 @@ def make_plan(
     for fault, to_shard in drafts:
         names = shards if to_shard else workers
         well = [name for name in names if busy_until[name] <= fault.at_s]
-        if len(well) < (1 if to_shard else 2):  # one worker at least is left in peace
+        if fault.at_s >= seconds or len(well) < (1 if to_shard else 2):  # one worker at least is left in peace
             continue
         target = chance.choice(well)
         away_s = fault.for_s if to_shard else fault.for_s * stretch

@@ -88,7 +88,8 @@ def summary(result: Result) -> str:
         "",
         f"goodput      {result['goodput_per_alive']:.1%} of fault-free tokens per alive worker-second, "
         f"{result['goodput_absolute']:.1%} absolute",
-        f"steps        {1000 * result['step_s']:.0f} ms in the median, {1000 * baseline['step_s']:.0f} ms without faults",
+        f"steps        {1000 * result['step_s']:.0f} ms in the median, "
+        f"{1000 * baseline['step_s']:.0f} ms without faults",
         f"longest gap  {result['longest_step_gap_s']:.2f} s between two inner steps of a living worker, "
         f"{baseline['longest_step_gap_s']:.2f} s without faults",
         _healed(result["healed_s"]),
