@@ -262,7 +262,8 @@ def test_work_that_a_dead_process_did_may_be_done_again_by_its_next_life():
 
 
 def stepping(*times: float, born: float = 0.0) -> list[dict[str, Any]]:
-    return [{"t": born, "what": "born", "role": "worker"}, *({"t": t, "what": "stepped"} for t in times)]
+    steps = ({"t": t, "what": "stepped", "tokens": 100 * n} for n, t in enumerate(times, 1))
+    return [{"t": born, "what": "born", "role": "worker", "tokens": 0}, *steps]
 
 
 def worker(*lives: list[dict[str, Any]]) -> Histories:
@@ -307,16 +308,28 @@ def test_a_worker_is_alive_from_when_it_asks_to_join_until_it_is_killed(
     assert work_of(worker(*lives), course(*deeds)).alive_s == pytest.approx(alive_s)
 
 
-def test_goodput_counts_what_was_merged_in_the_measured_time():
-    work = work_of(histories(clean()), Course(2.4, 7.0))
-    assert work.tokens == 200, "versions 2 and 3: the first was announced before, the fourth after"
-    assert work.tokens_accepted == 200
+def clean_with_steps() -> dict[str, list[dict[str, Any]]]:
+    """A step of 100 tokens before every push."""
+    lines = clean()
+    steps = [{"t": t, "what": "stepped", "step": n, "tokens": 100 * n} for n, t in enumerate((1.9, 2.9, 3.9, 6.9), 1)]
+    lines["ann"] = sorted([*lines["ann"], *steps], key=lambda line: line["t"])
+    return lines
+
+
+def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last():
+    lines = clean_with_steps()
+    work = work_of(histories(lines), Course(2.0, 6.0))
+    assert work.tokens == 200, "steps 2 and 3; the version of the latter came after a crash, and would count if later"
+    assert work.tokens_accepted == 300
+
+    find(lines["shard-0"], "restored").update(version=2)
+    assert work_of(histories(lines), Course(2.0, 6.0)).tokens == 100, "version 3 did not survive"
 
 
 def test_the_result_says_everything_that_the_picture_and_the_table_need():
-    calm = make_baseline(histories(clean()), Course(0.0, 8.0), {})
+    calm = make_baseline(histories(clean_with_steps()), Course(0.0, 8.0), {})
     plan = [Fault(4.5, Harm.KILL, "shard-0", 0.5)]
-    result = make_result(histories(clean()), Course(0.0, 8.0), plan, calm, seed=3, gap_max_s=1.0)
+    result = make_result(histories(clean_with_steps()), Course(0.0, 8.0), plan, calm, seed=3, gap_max_s=3.1)
     assert {key: result[key] for key in ("violations", "faults", "goodput_per_alive", "goodput_absolute")} == {
         "violations": 0, "faults": 1, "goodput_per_alive": 1.0, "goodput_absolute": 1.0,
     }  # fmt: skip

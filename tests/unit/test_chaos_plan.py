@@ -68,7 +68,7 @@ def test_shards_and_workers_are_killed_and_frozen(seed: int):
 
 
 def test_without_time_there_are_no_faults():
-    assert plan(seconds=4.0) == ()
+    assert plan(seconds=2.0) == ()
 
 
 def test_a_fault_reads_as_a_line():

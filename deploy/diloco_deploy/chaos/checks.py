@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from itertools import pairwise
 
 from diloco_deploy.chaos.histories import Histories, Life, Line, Merge
 
@@ -41,18 +40,16 @@ def double_counted(histories: Histories) -> Iterator[Violation]:
 
     Compares what was trained, not what was sent: a second push of the same work is another push.
     """
-    pushes = _pushes(histories)
+    pushes = histories.pushes()
     taken: dict[tuple[str, int, int], list[tuple[int, int, Merge]]] = defaultdict(list)
     for merge in histories.merges():
-        found = pushes.get((merge.learner, merge.life, merge.generation, merge.fragment, merge.version))
+        found = pushes.get(merge.push)
         if found is None:
             yield Violation(
                 "double_counted", f"{_words(merge)} holds a contribution of {merge.learner} that it never sent"
             )
             continue
-        life, push = found
-        since = push["since"]
-        taken[merge.learner, life.number, merge.fragment].append((since, since + merge.tokens, merge))
+        taken[merge.learner, found.life.number, merge.fragment].append((found.since, found.since + merge.tokens, merge))
     for (learner, _, _), parts in sorted(taken.items()):
         parts.sort(key=lambda part: part[:2])
         for (_, end, first), (since, _, second) in pairwise(parts):
@@ -74,14 +71,6 @@ def work_lost(histories: Histories) -> Iterator[Violation]:
                     f"{life.name} takes its contribution to round {line['merged']} of fragment {line['fragment']} "
                     "to be merged, and no version holds it",
                 )  # fmt: skip
-
-
-def _pushes(histories: Histories) -> dict[tuple[str, int, int, int, int], tuple[Life, Line]]:
-    return {
-        (life.name, line["life"], line["generation"], line["fragment"], line["round"]): (life, line)
-        for life in histories.worker_lives()
-        for line in life.of("pushed")
-    }
 
 
 def _words(merge: Merge) -> str:

@@ -22,6 +22,8 @@ from diloco_deploy.supervisor import Supervisor
 _TICK_S = 0.02
 _READY_S = 120.0
 """Seconds that the cluster has until every worker trains."""
+_TAIL_S = 3.0
+"""Seconds after the measured time in which what was trained in it is merged."""
 _DRAIN_S = 20.0
 
 
@@ -54,7 +56,7 @@ class Course:
     deeds: list[Deed] = field(default_factory=list)
     exits: list[str] = field(default_factory=list)
     """Processes that ended though nobody asked them to, in words."""
-    healed_s: float | None = 0.0
+    healed_s: float | None = None
     """Seconds after the last fault until every worker and every shard got on; none: that did not come."""
 
 
@@ -92,8 +94,7 @@ class HurtCluster:
                 self._hurt(left.pop(0), now)
             self._look_after(now)
             self._wait()
-        if plan:
-            self._heal(heal_s)
+        self._heal(heal_s)
         self._supervisor.stop(set(self._children.workers), _DRAIN_S)
         self._supervisor.stop(set(self._children.shards), _DRAIN_S)
         write_json(self._files.folder / "course.json", asdict(course))
@@ -124,25 +125,25 @@ class HurtCluster:
 
     def _heal(self, heal_s: float) -> None:
         """End what is being done, and see whether everybody gets on."""
-        self._tell("healing")
+        course = self._course
         now = time.monotonic()
         self._end_freezes(now, all_of_them=True)
         for name in self._supervisor.waiting():
             self._supervisor.kill_for(name, 0.0)
         marks = {name: self._size(name) for name in (*self._children.workers, *self._children.shards)}
         grown: set[str] = set()
-        while grown < marks.keys():
+        while grown < marks.keys() or time.monotonic() < now + _TAIL_S:
             if time.monotonic() > now + heal_s:
-                self._course.healed_s = None
                 late = ", ".join(sorted(marks.keys() - grown))
-                self._course.exits.append(f"{late} did not get on within {heal_s:.0f} s after the last fault")
+                course.exits.append(f"{late} did not get on within {heal_s:.0f} s after the last fault")
                 return
+            if grown == marks.keys() and course.healed_s is None:
+                course.healed_s = round(time.monotonic() - now, 2)
             self._look_after(time.monotonic())
             self._wait()
             for name in marks.keys() - grown:
                 if self._grew(name, "announced" if name in self._children.shards else "stepped", marks[name]):
                     grown.add(name)
-        self._course.healed_s = round(time.monotonic() - now, 2)
 
     # ------------------------------------------------------------ faults
 

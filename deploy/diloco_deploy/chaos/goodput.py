@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from itertools import pairwise
 from statistics import median
 
 from diloco_deploy.chaos.cluster import Course
@@ -26,9 +25,9 @@ class Work:
     """Summed over the workers."""
     workers: int
     tokens: float
-    """Merged, mean over the fragments."""
+    """Trained in that time and merged, then or soon after; mean over the fragments."""
     tokens_accepted: float
-    """By the shards, mean over the fragments; more than once where a contribution was sent again."""
+    """By the shards in that time, mean over the fragments; more than once where a contribution was sent again."""
     step_s: float
     """Median time of an inner step of the living: near that of a fault-free run, or the living were faster."""
 
@@ -51,13 +50,32 @@ def work_of(histories: Histories, course: Course) -> Work:
         for line in life.of("accepted")
         if course.began <= line["t"] <= course.ended
     )
-    merged = sum(m.tokens for m in histories.merges() if course.began <= m.at <= course.ended)
+    merged = sum(_useful(histories, course))
     alive_s = sum(end - begin for life in histories.worker_lives() for begin, end in alive_times(life, course))
     times = [seconds for life in histories.worker_lives() for seconds in _step_times(life)]
     return Work(
         course.ended - course.began, alive_s, len(histories.workers), merged / fragments, accepted / fragments,
         median(times) if times else 0.0,
     )  # fmt: skip
+
+
+def _useful(histories: Histories, course: Course) -> Iterator[int]:
+    """Of each merged contribution, the tokens that were trained in the measured time."""
+    trained = {
+        (life.name, life.number): (tokens_at(life, course.began), tokens_at(life, course.ended))
+        for life in histories.worker_lives()
+    }
+    pushes = histories.pushes()
+    for merge in histories.merges():
+        if (push := pushes.get(merge.push)) is not None:
+            low, high = trained[push.life.name, push.life.number]
+            yield max(0, min(push.since + merge.tokens, high) - max(push.since, low))
+
+
+def tokens_at(life: Life, t: float) -> int:
+    """The learner's own count of tokens at a time; what it began its life with, before that."""
+    counts = [int(line["tokens"]) for line in life.of("born", "stepped") if line["t"] <= t]
+    return counts[-1] if counts else int(life.lines[0]["tokens"])
 
 
 def alive_times(life: Life, course: Course) -> Iterator[tuple[float, float]]:

@@ -33,6 +33,20 @@ class Life:
         return (line for line in self.lines if line["what"] in what)
 
 
+PushName = tuple[str, int, int, int, int]
+"""Learner, epoch of the shard's life, generation, fragment, round: of one push, in the words of both sides."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """A contribution as its learner sent it."""
+
+    life: Life
+    """Of the learner."""
+    since: int
+    """The learner's own count of tokens where the work in it begins."""
+
+
 @dataclass(frozen=True)
 class Merge:
     """A contribution that an announced version holds."""
@@ -47,6 +61,11 @@ class Merge:
     learner: str
     generation: int
     tokens: int
+
+    @property
+    def push(self) -> PushName:
+        """The push that brought it."""
+        return self.learner, self.life, self.generation, self.fragment, self.version
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,14 @@ class Histories:
     @property
     def num_fragments(self) -> int:
         return len({line["fragment"] for life in self.shard_lives() for line in life.of("announced", "restored")})
+
+    def pushes(self) -> dict[PushName, Push]:
+        """What learners sent."""
+        return {
+            (life.name, line["life"], line["generation"], line["fragment"], line["round"]): Push(life, line["since"])
+            for life in self.worker_lives()
+            for line in life.of("pushed")
+        }
 
     def merges(self) -> list[Merge]:
         """Contributions that took effect: the version that they were merged into was announced, or a later life of

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import ConfigError
-from diloco_deploy.chaos.cluster import Course
+from diloco_deploy.chaos.cluster import Course, Deed
 from diloco_deploy.chaos.goodput import alive_times
 from diloco_deploy.chaos.histories import Histories, Life
 
 STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 DEAD, STARTING, FROZEN = "#f3b8b8", "#fbe3e0", "#bfe0f5"
 KILL, FREEZE, EVICTED, JOINED = "#c0272d", "#1b78b4", "#e07b1a", "#2e8b3d"
+ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
 _WIDTH_IN, _DPI = 16.0, 100
 _ROW_IN = 0.46
@@ -54,7 +55,7 @@ def draw(histories: Histories, course: Course, result: dict[str, Any], path: Pat
         place = {name: -row - (0.35 if name in histories.workers else 0.0) for row, name in enumerate(names)}
         for name in names:
             rows.barh(place[name], course.ended - course.began, 0.8, color=LANE, zorder=0)
-        _shadows(rows, course, shards, place, names)
+        _shadows(rows, histories, course, place)
         for name in names:
             _absences(rows, name, histories, course, place[name])
         most = max(
@@ -82,12 +83,13 @@ def draw(histories: Histories, course: Course, result: dict[str, Any], path: Pat
 # ---------------------------------------------------------------- rows
 
 
-def _shadows(axes: Any, course: Course, shards: Sequence[str], place: dict[str, float], names: Sequence[str]) -> None:
+def _shadows(axes: Any, histories: Histories, course: Course, place: dict[str, float]) -> None:
     """Where a shard is away, across the workers: their steps go on in it."""
-    low, high = min(place.values()) - 0.4, place[shards[-1]] - 0.4 if shards else 0.4
+    low, high = min(place.values()) - 0.4, min(place[name] for name in histories.shards) - 0.4
     for deed in course.deeds:
-        if deed.target in shards:
-            times = [deed.began - course.began, deed.ended - course.began]
+        if (lives := histories.shards.get(deed.target)) is not None:
+            back = _back(lives, deed, course) if deed.harm == "kill" else deed.ended
+            times = [deed.began - course.began, min(back, course.ended) - course.began]
             axes.fill_between(times, low, high, color=INK, alpha=0.045, linewidth=0, zorder=0.5)
 
 
@@ -101,13 +103,14 @@ def _absences(axes: Any, name: str, histories: Histories, course: Course, y: flo
         began, over = deed.began - course.began, min(deed.ended - course.began, end)
         axes.barh(y, over - began, 0.8, left=began, color=DEAD if deed.harm == "kill" else FROZEN, zorder=1)
         if deed.harm == "kill":
-            back = min((_first_sign(life) for life in lives if life.began > deed.began), default=course.ended)
+            back = _back(lives, deed, course)
             axes.barh(y, max(0.0, min(back - course.began, end) - over), 0.8, left=over, color=STARTING, zorder=1)
 
 
-def _first_sign(life: Life) -> float:
-    """When a life was of use: its first inner step, or its first version."""
-    return float(next((line["t"] for line in life.of("stepped", "announced", "restored")), float("inf")))
+def _back(lives: Sequence[Life], deed: Deed, course: Course) -> float:
+    """When a process was of use again: its first inner step, or its first version, after it was killed."""
+    later = (life for life in lives if life.began > deed.began)
+    return float(next((line["t"] for life in later for line in life.of("stepped", *ANNOUNCED)), course.ended))
 
 
 def _versions(axes: Any, lives: Sequence[Life], course: Course, y: float, most: int) -> None:
