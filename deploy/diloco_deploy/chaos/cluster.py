@@ -137,13 +137,13 @@ class HurtCluster:
                 late = ", ".join(sorted(marks.keys() - grown))
                 course.exits.append(f"{late} did not get on within {heal_s:.0f} s after the last fault")
                 return
-            if grown == marks.keys() and course.healed_s is None:
-                course.healed_s = round(time.monotonic() - now, 2)
             self._look_after(time.monotonic())
             self._wait()
             for name in marks.keys() - grown:
                 if self._grew(name, "announced" if name in self._children.shards else "stepped", marks[name]):
                     grown.add(name)
+            if grown == marks.keys() and course.healed_s is None:
+                course.healed_s = round(time.monotonic() - now, 2)
 
     # ------------------------------------------------------------ faults
 

@@ -87,7 +87,7 @@ def _stretch(faults: Sequence[Fault], seconds: float, dead_share: float) -> floa
     """By what to multiply durations so that, inside the measured time, they sum to this share of it."""
     if not faults:
         return 1.0
-    low, high = 0.0, 2 * seconds
+    low, high = 0.0, seconds / 3.0  # no absence is longer than half the measured time
     for _ in range(50):
         middle = (low + high) / 2
         dead_s = sum(min(middle * fault.for_s, seconds - fault.at_s) for fault in faults)
