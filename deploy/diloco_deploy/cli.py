@@ -61,6 +61,7 @@ def _chaos(args: argparse.Namespace) -> int:
             every_s=args.every,
             dead_share=args.dead,
             gap_max_s=args.gap,
+            disk_full=args.disk_full,
             json=args.json,
             timeline=args.timeline,
             baseline=args.baseline,
@@ -128,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="3s",
         help="longest time without a step of a living worker (default 3s)",
     )
+    chaos.add_argument("--disk-full", action="store_true", help="fill the disks of shards too (needs root)")
     chaos.add_argument("--json", type=Path, metavar="FILE.json", help="write the result here")
     chaos.add_argument("--timeline", type=Path, metavar="FILE.png|svg", help="draw what happened")
     chaos.add_argument(

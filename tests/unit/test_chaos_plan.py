@@ -64,7 +64,14 @@ def test_nobody_is_hurt_before_it_is_back_and_one_worker_is_always_well(seed: in
 @pytest.mark.parametrize("seed", range(5))
 def test_shards_and_workers_are_killed_and_frozen(seed: int):
     kinds = {(fault.harm, fault.target.partition("-")[0]) for fault in plan(seed)}
-    assert kinds == {(harm, kind) for harm in Harm for kind in ("shard", "worker")}
+    assert kinds == {(harm, kind) for harm in (Harm.KILL, Harm.FREEZE) for kind in ("shard", "worker")}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_only_disks_of_shards_are_filled_and_only_where_asked_for(seed: int):
+    filled = {fault.target for fault in plan(seed, disk_full=True) if fault.harm is Harm.FILL}
+    assert filled == set(SHARDS)
+    assert all(fault.harm is not Harm.FILL for fault in plan(seed))
 
 
 def test_without_time_there_are_no_faults():

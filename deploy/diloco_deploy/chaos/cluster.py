@@ -13,6 +13,7 @@ from diloco_common.endpoints import write_json
 from diloco_common.errors import DilocoError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_deploy.chaos.disks import SmallDisks
 from diloco_deploy.chaos.plan import Fault, Harm
 from diloco_deploy.children import Children, Programs
 from diloco_deploy.folder import Files
@@ -38,11 +39,11 @@ class Deed:
     """What was done to a process; times are monotonic seconds, as in the histories."""
 
     harm: str
-    """"kill" or "freeze"."""
+    """"kill", "freeze" or "fill"."""
     target: str
     began: float
     ended: float
-    """When it was started again, or went on."""
+    """When it was started again, went on, or had room again."""
 
 
 @dataclass
@@ -70,13 +71,16 @@ class HurtCluster:
         supervisor: Supervisor,
         interrupts: Interrupts,
         tell: Callable[[str], None],
+        disks: SmallDisks | None = None,
     ) -> None:
+        """`disks` are needed where a plan fills them."""
         assert settings.run.history is not None
         self._settings, self._files, self._history = settings, files, settings.run.history
         self._supervisor, self._interrupts, self._tell = supervisor, interrupts, tell
         self._children = Children(settings, files, Programs())
+        self._disks = disks
         self._course = Course()
-        self._open: list[tuple[float, Deed]] = []  # freezes that end at a time
+        self._open: list[tuple[float, Deed]] = []  # what ends by itself, and when
 
     def run(self, plan: Sequence[Fault], seconds: float, heal_s: float) -> Course:
         """Bring it up, let it train for `seconds` while the plan is carried out, let it heal, and end it.
@@ -127,7 +131,7 @@ class HurtCluster:
         """End what is being done, and see whether everybody gets on."""
         course = self._course
         now = time.monotonic()
-        self._end_freezes(now, all_of_them=True)
+        self._end(now, all_of_them=True)
         for name in self._supervisor.waiting():
             self._supervisor.kill_for(name, 0.0)
         marks = {name: self._size(name) for name in (*self._children.workers, *self._children.shards)}
@@ -156,16 +160,24 @@ class HurtCluster:
             case Harm.FREEZE:
                 self._supervisor.signal(fault.target, signal.SIGSTOP)
                 self._open.append((now + fault.for_s, Deed("freeze", fault.target, now, 0.0)))
+            case Harm.FILL:
+                assert self._disks is not None
+                self._disks.fill(fault.target)
+                self._open.append((now + fault.for_s, Deed("fill", fault.target, now, 0.0)))
 
-    def _end_freezes(self, now: float, *, all_of_them: bool = False) -> None:
+    def _end(self, now: float, *, all_of_them: bool = False) -> None:
         over = [one for one in self._open if all_of_them or now >= one[0]]
         self._open = [one for one in self._open if one not in over]
         for _, deed in over:
-            self._supervisor.signal(deed.target, signal.SIGCONT)
+            if deed.harm == "fill":
+                assert self._disks is not None
+                self._disks.free(deed.target)
+            else:
+                self._supervisor.signal(deed.target, signal.SIGCONT)
             self._course.deeds.append(Deed(deed.harm, deed.target, deed.began, now))
 
     def _look_after(self, now: float) -> None:
-        self._end_freezes(now)
+        self._end(now)
         for exit in self._supervisor.look(now):
             self._course.exits.append(f"{exit.name} ended by itself: {exit.verdict.why}; its log: {exit.log}")
             self._tell(self._course.exits[-1])

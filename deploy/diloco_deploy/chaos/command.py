@@ -13,6 +13,7 @@ from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
 from diloco_deploy.chaos.cluster import Course, HurtCluster
+from diloco_deploy.chaos.disks import SmallDisks
 from diloco_deploy.chaos.histories import Histories, read_histories
 from diloco_deploy.chaos.plan import Fault, make_plan
 from diloco_deploy.chaos.result import Result, make_baseline, make_result, summary
@@ -51,6 +52,8 @@ class Chaos:
     every_s: float
     dead_share: float
     gap_max_s: float
+    disk_full: bool = False
+    """Whether disks are filled too; needs root."""
     json: Path | None = None
     timeline: Path | None = None
     baseline: Path | None = None
@@ -69,7 +72,7 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
     cluster = settings.cluster
     plan = make_plan(
         seed=settings.run.seed, seconds=chaos.seconds, every_s=chaos.every_s, dead_share=chaos.dead_share,
-        shards=names("shard", cluster.shards), workers=names("worker", cluster.workers),
+        shards=names("shard", cluster.shards), workers=names("worker", cluster.workers), disk_full=chaos.disk_full,
     )  # fmt: skip
     baseline = _read_baseline(chaos.baseline) if chaos.baseline else None
     with Interrupts() as interrupts:
@@ -80,7 +83,7 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
         elif baseline["settings"] != _comparable(settings):
             raise ConfigError(f"{chaos.baseline}: its fault-free run had other settings; leave out --baseline")
         _tell(f"{len(plan)} faults in {chaos.seconds:.0f} s, seed {settings.run.seed}")
-        course, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts)
+        course, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, disk_full=chaos.disk_full)
     result = make_result(histories, course, plan, baseline, seed=settings.run.seed, gap_max_s=chaos.gap_max_s)
     print("\n" + summary(result), flush=True)
     _write(chaos, result, histories, course)
@@ -88,7 +91,13 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
 
 
 def _run(
-    settings: Settings, name: str, plan: tuple[Fault, ...], seconds: float, interrupts: Interrupts
+    settings: Settings,
+    name: str,
+    plan: tuple[Fault, ...],
+    seconds: float,
+    interrupts: Interrupts,
+    *,
+    disk_full: bool = False,
 ) -> tuple[Course, Histories]:
     """One cluster in a folder of its own, which begins empty."""
     folder = settings.cluster.folder / name
@@ -101,7 +110,11 @@ def _run(
         mine = settings.model_copy(
             update={"run": run, "cluster": settings.cluster.model_copy(update={"folder": folder})}
         )
-        course = HurtCluster(mine, files, supervisor, interrupts, _tell).run(plan, seconds, HEAL_S)
+        disks = None
+        if disk_full:
+            shards = names("shard", settings.cluster.shards)
+            disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
+        course = HurtCluster(mine, files, supervisor, interrupts, _tell, disks).run(plan, seconds, HEAL_S)
         files.clear_addresses()
     return course, read_histories(history)
 

@@ -11,13 +11,12 @@ START_S = 5.0
 """Seconds that a started worker is taken to need until it trains; part of the time that a kill costs it."""
 SETTLE_S = 2.0
 """Seconds that a process is left alone after a fault."""
+FILL_SHARE = 1 / 3
+"""Of the faults of shards, where disks can be filled."""
 KILL_SHARE = 0.7
 """Of all faults; the others freeze."""
 SHARD_SHARE = 0.2
 """Of all faults, at least: shards are few, and they are what must not lose anything."""
-SHARD_DEAD_S = (0.2, 2.0)
-SHARD_FROZEN_S = (1.0, 10.0)
-"""Shortest and longest."""
 
 
 class Harm(Enum):
@@ -25,6 +24,11 @@ class Harm(Enum):
 
     KILL = "kill"  # SIGKILL, and started again after a while
     FREEZE = "freeze"  # SIGSTOP, and SIGCONT after a while
+    FILL = "fill"  # the disk of a shard is full, and has room again after a while
+
+
+SHARD_TIMES = {Harm.KILL: (0.2, 2.0), Harm.FREEZE: (1.0, 10.0), Harm.FILL: (2.0, 8.0)}
+"""Shortest and longest time of a fault of a shard, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,14 @@ class Fault:
 
 
 def make_plan(
-    *, seed: int, seconds: float, every_s: float, shards: Sequence[str], workers: Sequence[str], dead_share: float
+    *,
+    seed: int,
+    seconds: float,
+    every_s: float,
+    shards: Sequence[str],
+    workers: Sequence[str],
+    dead_share: float,
+    disk_full: bool = False,
 ) -> tuple[Fault, ...]:
     """A fault in every interval of `every_s`, at a random moment of it, to a process that is well.
 
@@ -54,6 +65,7 @@ def make_plan(
         shards: names.
         workers: names.
         dead_share: share of all worker-seconds in which the worker is to be dead or frozen, from 0 to 1.
+        disk_full: a third of the faults of shards fill their disks.
     """
     chance = random.Random(seed)
     shard_share = max(SHARD_SHARE, len(shards) / (len(shards) + len(workers)))
@@ -63,7 +75,9 @@ def make_plan(
         harm = Harm.KILL if chance.random() < KILL_SHARE else Harm.FREEZE
         to_shard = chance.random() < shard_share
         if to_shard:
-            away_s = chance.uniform(*(SHARD_DEAD_S if harm is Harm.KILL else SHARD_FROZEN_S))
+            if disk_full and chance.random() < FILL_SHARE:
+                harm = Harm.FILL
+            away_s = chance.uniform(*SHARD_TIMES[harm])
         else:
             away_s = chance.uniform(0.5, 1.5)  # to be stretched
         drafts.append((Fault(at_s, harm, "", away_s), to_shard))

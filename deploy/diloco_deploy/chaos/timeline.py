@@ -17,8 +17,11 @@ from diloco_deploy.chaos.goodput import alive_times
 from diloco_deploy.chaos.histories import Histories, Life
 
 STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
-DEAD, STARTING, FROZEN = "#f3b8b8", "#fbe3e0", "#bfe0f5"
-KILL, FREEZE, EVICTED, JOINED = "#c0272d", "#1b78b4", "#e07b1a", "#2e8b3d"
+STARTING = "#fbe3e0"
+AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9"}
+MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00")}
+"""By what was done."""
+EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
 _WIDTH_IN, _DPI = 16.0, 100
@@ -73,7 +76,7 @@ def draw(histories: Histories, course: Course, result: dict[str, Any], path: Pat
         _bare(rows)
         rows.tick_params(axis="x", length=0)
         _pace(pace, histories, course, result)
-        _key(figure, height)
+        _key(figure, height, course)
         figure.savefig(
             path, dpi=_DPI, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None
         )
@@ -87,7 +90,7 @@ def _shadows(axes: Any, histories: Histories, course: Course, place: dict[str, f
     """Where a shard is away, across the workers: their steps go on in it."""
     low, high = min(place.values()) - 0.4, min(place[name] for name in histories.shards) - 0.4
     for deed in course.deeds:
-        if (lives := histories.shards.get(deed.target)) is not None:
+        if deed.harm != "fill" and (lives := histories.shards.get(deed.target)) is not None:
             back = _back(lives, deed, course) if deed.harm == "kill" else deed.ended
             times = [deed.began - course.began, min(back, course.ended) - course.began]
             axes.fill_between(times, low, high, color=INK, alpha=0.045, linewidth=0, zorder=0.5)
@@ -101,7 +104,7 @@ def _absences(axes: Any, name: str, histories: Histories, course: Course, y: flo
         if deed.target != name:
             continue
         began, over = deed.began - course.began, min(deed.ended - course.began, end)
-        axes.barh(y, over - began, 0.8, left=began, color=DEAD if deed.harm == "kill" else FROZEN, zorder=1)
+        axes.barh(y, over - began, 0.8, left=began, color=AWAY[deed.harm], zorder=1)
         if deed.harm == "kill":
             back = _back(lives, deed, course)
             axes.barh(y, max(0.0, min(back - course.began, end) - over), 0.8, left=over, color=STARTING, zorder=1)
@@ -167,7 +170,7 @@ def _apart(times: Sequence[float]) -> Iterator[float]:
 def _marks(axes: Any, course: Course, place: dict[str, float]) -> None:
     """What was done, where it began."""
     for deed in course.deeds:
-        marker, colour = ("X", KILL) if deed.harm == "kill" else ("s", FREEZE)
+        marker, colour = MARKS[deed.harm]
         axes.scatter(
             deed.began - course.began, place[deed.target], marker=marker, s=64, color=colour, edgecolors="white",
             linewidths=0.9, zorder=6,
@@ -217,12 +220,12 @@ def _title(figure: Any, height: float, result: dict[str, Any]) -> None:
         f"{result['dead_share']:.0%} of the time; no living worker went longer than "
         f"{result['longest_step_gap_s']:.2f} s without a step.   diloco chaos --seed {result['seed']}"
     )
-    colour = KILL if result["violations"] else INK
+    colour = MARKS["kill"][1] if result["violations"] else INK
     figure.text(0.012, 1 - 0.34 / height, first, fontsize=17, fontweight="bold", color=colour)
     figure.text(0.012, 1 - 0.62 / height, second, fontsize=11, color="#57606a")
 
 
-def _key(figure: Any, height: float) -> None:
+def _key(figure: Any, height: float, course: Course) -> None:
     """What the marks mean, in one line above the rows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -233,12 +236,18 @@ def _key(figure: Any, height: float) -> None:
         )
 
     handles = [
-        mark("|", STEP, "inner step", 10), mark("|", VERSION, "version, as high as many contributed", 12),
-        mark("X", KILL, "SIGKILL"), Patch(color=DEAD, label="dead"), Patch(color=STARTING, label="starting"),
-        mark("s", FREEZE, "SIGSTOP", 7), Patch(color=FROZEN, label="frozen"),
-        mark("v", EVICTED, "evicted", 6), mark("^", JOINED, "joined", 6),
+        mark("|", STEP, "inner step", 10),
+        mark("|", VERSION, "version, as high as many contributed", 12),
+        mark(*MARKS["kill"], "SIGKILL"),
+        Patch(color=AWAY["kill"], label="dead"),
+        Patch(color=STARTING, label="starting"),
+        mark(*MARKS["freeze"], "SIGSTOP", 7),
+        Patch(color=AWAY["freeze"], label="frozen"),
+        *([mark(*MARKS["fill"], "disk full", 7)] if any(deed.harm == "fill" for deed in course.deeds) else []),
+        mark("v", EVICTED, "evicted", 6),
+        mark("^", JOINED, "joined", 6),
         Patch(color="#eceded", label="a shard is away"),
-    ]  # fmt: skip
+    ]
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(0.008, 1 - 0.68 / height), ncols=len(handles), frameon=False,
         handletextpad=0.4, columnspacing=1.5, handlelength=1.1, fontsize=10,
