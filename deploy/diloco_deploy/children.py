@@ -56,6 +56,7 @@ class Children:
                     ("shard.count", len(self.shards)),
                     ("shard.listen", grpc),
                     ("shard.http", http),
+                    ("shard.data_dir", self._files.shard_folder(index)),
                 ),
                 f"--address-file={address_file}",
             ]

@@ -20,6 +20,7 @@ from diloco_server.core.effects import (
     RoundClosed,
     RoundOpened,
     VersionCommitted,
+    VersionsLost,
 )
 from diloco_server.core.fragment import Published
 from diloco_server.core.membership import Member, State
@@ -65,6 +66,13 @@ class Observer:
                     "version committed", fragment=event.fragment_id, version=event.version,
                     participants=event.participants, tokens=event.tokens, round_s=round(event.round_s, 3),
                 )  # fmt: skip
+            case VersionsLost():
+                lost = event.seen - event.recovered
+                self._metrics.versions_lost(lost)
+                self._remember(
+                    "versions lost", fragment=event.fragment_id, epoch=event.epoch, recovered=event.recovered,
+                    seen=event.seen, learner=event.learner_id,
+                )  # fmt: skip
             case LearnerJoined():
                 self._metrics.learner_joined()
                 what = "returned" if event.returned else "joined"
@@ -81,10 +89,12 @@ class Observer:
         if self._history is not None:
             self._history.merging(merge)
 
-    def announcing(self, fragment_id: int, version: int, published: Published, *, again: bool = False) -> None:
+    def announcing(
+        self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool = False
+    ) -> None:
         """A version is durable and about to be announced; `again`: an earlier life has made it."""
         if self._history is not None:
-            self._history.announcing(fragment_id, self._shard.epoch, version, published, again=again)
+            self._history.announcing(fragment_id, epoch, version, published, again=again)
 
     def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         """A push got its outcome."""
@@ -118,11 +128,11 @@ class Observer:
         self.bytes_pulled += num_bytes
         self._metrics.sent(num_bytes)
 
-    def sample(self, now: float) -> None:
+    def sample(self, now: float, *, is_ready: bool) -> None:
         """Set the gauges; about once per heartbeat."""
         shard, metrics = self._shard, self._metrics
         live = shard.membership.live()
-        metrics.ready(not shard.draining)
+        metrics.ready(is_ready)
         metrics.learners(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
         metrics.open_rounds(sum(s.round is not None for s in shard.fragments.values()))
         metrics.grace(shard.grace_s())

@@ -104,7 +104,7 @@ def _run(
     files = Files(folder, Outputs())
     history = folder / "history"
     with files.owned(), Supervisor(restart=True) as supervisor:
-        files.clear(settings.cluster.workers)
+        files.prepare(settings, fresh=True)
         shutil.rmtree(history, ignore_errors=True)
         run = settings.run.model_copy(update={"history": history.absolute(), "tokens": 0})
         mine = settings.model_copy(
