@@ -21,6 +21,7 @@ from diloco_deploy.children import names
 from diloco_deploy.folder import Files, Outputs
 from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.supervisor import Supervisor
+from diloco_deploy.up import check_cluster
 
 _OURS: dict[str, object] = {
     "cluster.folder": "runs/chaos",
@@ -63,8 +64,9 @@ class Chaos:
 def run_chaos(settings: Settings, chaos: Chaos) -> int:
     """Do it all; the exit code says whether every promise was kept.
 
-    Raises ConfigError, InUse, or NeverReady where the cluster does not come up.
+    Raises ConfigError, DataError, InUse, or NeverReady where the cluster does not come up.
     """
+    check_cluster(settings)
     if chaos.timeline is not None:
         from diloco_deploy.chaos.timeline import check_timeline
 

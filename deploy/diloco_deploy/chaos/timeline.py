@@ -169,10 +169,11 @@ def _apart(times: Sequence[float]) -> Iterator[float]:
 
 def _marks(axes: Any, course: Course, place: dict[str, float]) -> None:
     """What was done, where it began."""
+    size = 64 if len(course.deeds) < 50 else 44
     for deed in course.deeds:
         marker, colour = MARKS[deed.harm]
         axes.scatter(
-            deed.began - course.began, place[deed.target], marker=marker, s=64, color=colour, edgecolors="white",
+            deed.began - course.began, place[deed.target], marker=marker, s=size, color=colour, edgecolors="white",
             linewidths=0.9, zorder=6,
         )  # fmt: skip
 
