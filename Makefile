@@ -18,6 +18,7 @@ SOURCES := protos/diloco_protos common server worker simulator deploy tests tool
 # Overridable: make demo DEMO="--workers 4 --tokens 4_000_000"; make test TESTS="tests/unit -k round"
 DEMO ?= --fresh --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
 UP ?= --shards 2 --workers 3
+CHAOS ?= --minutes 1 --every 5s --shards 2 --workers 8 --seed 1 --json runs/chaos/result.json --timeline runs/chaos/timeline.png
 TESTS ?=
 # The interpreter that .venv is made with; without it, the first of these that is new enough.
 PYTHON ?=
@@ -62,6 +63,10 @@ simulate: $(INSTALLED) ## Run 10 000 random schedules of 3 shards and 5 learners
 
 mutants: $(INSTALLED) ## Break one guard at a time: the simulation has to find each
 	$(BIN)/python -m pytest -q tests/simulation/test_simulation_mutants.py
+
+.PHONY: chaos
+chaos: $(INSTALLED) ## Kill and freeze the processes of a cluster for a minute; nothing may be lost
+	$(BIN)/diloco chaos $(CHAOS)
 
 .PHONY: check
 check: check-format check-types check-proto check-metrics check-layers check-wheel ## Check style, types, protocol, metrics, layers and wheel

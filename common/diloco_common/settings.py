@@ -25,6 +25,8 @@ class RunSettings(Section):
     """Budget: the run ends when this many tokens were merged. 0: no end."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the initial weights and of every learner's data order."""
+    history: Path | None = None
+    """Folder in which every process records what happens to it, as JSON lines; none: nothing is recorded."""
 
 
 class SyncSettings(Section):
@@ -150,6 +152,9 @@ class WorkerSettings(Section):
     """Seconds between two of the worker's own checkpoints."""
     step_delay_s: float = Field(default=0.0, ge=0)
     """Sleep added to every inner step: makes a straggler for trials."""
+    step_min_s: float = Field(default=0.0, ge=0)
+    """An inner step takes this long at least, sleeping for what is left: then a learner is no faster where others
+    leave it more of the machine."""
 
 
 class ModelSettings(Section):

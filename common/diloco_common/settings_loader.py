@@ -64,6 +64,7 @@ def load(
     environ: Mapping[str, str],
     overrides: Sequence[str] = (),
     flags: Mapping[str, Given] | None = None,
+    defaults: Mapping[str, Given] | None = None,
 ) -> Loaded:
     """Build the settings of a process.
 
@@ -72,13 +73,14 @@ def load(
         environ: the environment; only variables that begin with DILOCO_ are looked at.
         overrides: the arguments of `--set`, each "section.key=value".
         flags: section.key to the value of an explicit flag.
+        defaults: section.key to what the command takes instead of the default of the setting.
 
     Raises:
         ConfigError: the file is missing or malformed, a name is unknown, a value is out of its range, or
             values contradict each other.
     """
     problems: list[str] = []
-    given: dict[str, Given] = {}
+    given: dict[str, Given] = dict(defaults or {})
     if config is not None:
         given.update(_from_tree(_read_toml(config), config, problems))
     given.update(_from_environ(environ, problems))
@@ -336,7 +338,10 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_from_args(
-    args: argparse.Namespace, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+    args: argparse.Namespace,
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Given] | None = None,
 ) -> Settings:
     """The settings that a command line asks for; says on stderr which of them the environment decided.
 
@@ -345,6 +350,7 @@ def settings_from_args(
         flags: name of an attribute of `args` to the setting it sets, such as {"data": "data.source"};
             attributes that are None were not given.
         environ: the process environment unless given.
+        defaults: see `load`.
 
     Raises:
         ConfigError: see `load`.
@@ -358,7 +364,7 @@ def settings_from_args(
         if args.config is not None:
             raise ConfigError("--settings already holds every setting; leave out --config")
         return load_saved(args.settings, args.overrides, explicit).settings
-    loaded = load(args.config, os.environ if environ is None else environ, args.overrides, explicit)
+    loaded = load(args.config, os.environ if environ is None else environ, args.overrides, explicit, defaults)
     for line in loaded.describe_sources():
         print(line, file=sys.stderr)
     return loaded.settings

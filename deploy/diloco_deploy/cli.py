@@ -21,6 +21,9 @@ _UP_FLAGS = {
 }
 
 
+_CHAOS_FLAGS = {name: setting for name, setting in _UP_FLAGS.items() if name in ("shards", "workers", "folder", "seed")}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `diloco` command; returns its exit code."""
     return run_command(lambda: _run(argv), name="diloco")
@@ -31,6 +34,8 @@ def _run(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.command == "up":
         return _up(args)
+    if args.command == "chaos":
+        return _chaos(args)
     if args.command == "status":
         return _status(args)
     parser.print_help()
@@ -43,6 +48,25 @@ def _up(args: argparse.Namespace) -> int:
 
     settings = settings_from_args(args, _UP_FLAGS)
     return bring_up(settings, Outputs(report=args.report, model=args.export), fresh=args.fresh)
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    from diloco_deploy.chaos.command import DEFAULTS, Chaos, run_chaos
+
+    settings = settings_from_args(args, _CHAOS_FLAGS, defaults=DEFAULTS)
+    return run_chaos(
+        settings,
+        Chaos(
+            seconds=60.0 * args.minutes,
+            every_s=args.every,
+            dead_share=args.dead,
+            gap_max_s=args.gap,
+            disk_full=args.disk_full,
+            json=args.json,
+            timeline=args.timeline,
+            baseline=args.baseline,
+        ),
+    )
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -83,6 +107,38 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--export", type=Path, metavar="FILE.safetensors", help="default: model.safetensors in the folder")
     add_settings_arguments(up)
 
+    chaos = commands.add_parser(
+        "chaos",
+        help="hurt a cluster on this machine, and check that nothing is lost",
+        description="Run a cluster on this machine without faults, then one whose workers and shards are killed and "
+        "frozen by a seeded plan. Every process records its history; the histories must show that no work was lost or "
+        "counted twice, and how much came through. Exit code 1 if a promise was broken.",
+        allow_abbrev=False,
+    )
+    chaos.add_argument("--minutes", type=_minutes, default=1.0, metavar="M", help="how long each run is (default 1)")
+    chaos.add_argument("--every", type=_seconds, default=5.0, metavar="5s", help="time between two faults (default 5s)")
+    chaos.add_argument("--shards", metavar="N", help="parameter-server processes")
+    chaos.add_argument("--workers", metavar="N", help="learners (default 8)")
+    chaos.add_argument("--seed", metavar="N", help="of the plan, the initial weights and the order of the data")
+    chaos.add_argument(
+        "--dead", type=_share, default=0.2, metavar="SHARE", help="of worker time to be dead or frozen (default 0.2)"
+    )
+    chaos.add_argument(
+        "--gap",
+        type=_seconds,
+        default=3.0,
+        metavar="3s",
+        help="longest time without a step of a living worker (default 3s)",
+    )
+    chaos.add_argument("--disk-full", action="store_true", help="fill the disks of shards too (needs root)")
+    chaos.add_argument("--json", type=Path, metavar="FILE.json", help="write the result here")
+    chaos.add_argument("--timeline", type=Path, metavar="FILE.png|svg", help="draw what happened")
+    chaos.add_argument(
+        "--baseline", type=Path, metavar="FILE.json", help="take the fault-free run of an earlier --json"
+    )
+    chaos.add_argument("--folder", metavar="PATH", help="where histories and logs go (default runs/chaos)")
+    add_settings_arguments(chaos)
+
     status = commands.add_parser(
         "status", help="show a running cluster", description="Show a running cluster.", allow_abbrev=False
     )
@@ -90,6 +146,29 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--folder", metavar="PATH", help="of the cluster that `diloco up` runs")
     status.add_argument("--http", metavar="HOST:PORT,...", help="ask these processes instead")
     return parser
+
+
+def _number(text: str, low: float, high: float, words: str) -> float:
+    """Raises ArgumentTypeError unless it is a number from `low` to `high`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text}: must be {words}")
+    return value
+
+
+def _minutes(text: str) -> float:
+    return _number(text, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
+
+
+def _seconds(text: str) -> float:
+    return _number(text.removesuffix("s"), 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
+
+
+def _share(text: str) -> float:
+    return _number(text, 0.0, 0.9, "a share, from 0 to 0.9")
 
 
 def _version() -> str:

@@ -154,6 +154,17 @@ class Supervisor:
         process = self._children[name].process
         return process.pid if process else None
 
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a child, if it is alive."""
+        if (process := self._children[name].process) is not None:
+            _signal(process, number)
+
+    def kill_for(self, name: str, dead_s: float) -> None:
+        """Kill a child, and let it be started again after `dead_s` seconds: a death that was asked for."""
+        child = self._children[name]
+        self._kill([child])
+        child.start_again_at = time.monotonic() + dead_s
+
     def names(self) -> set[str]:
         """Every child that was started, alive or not."""
         return set(self._children)

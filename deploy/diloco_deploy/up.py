@@ -7,11 +7,9 @@ death of a child means is decided in `supervisor.py`; `live.py` shows and `watch
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,13 @@ from diloco_common.endpoints import dialable, write_json
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_deploy.children import EVALUATE, Children, Programs
 from diloco_deploy.folder import Files, Outputs
 from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.live import Display, display_for
 from diloco_deploy.polling import Poller, fetch_all
 from diloco_deploy.report import Report, make_report, summary
-from diloco_deploy.supervisor import Action, ChildSpec, Exit, Supervisor
+from diloco_deploy.supervisor import Action, Exit, Supervisor
 from diloco_deploy.watch import Watch
 
 _TICK_S = 0.1
@@ -34,15 +33,6 @@ _SAMPLE_EVERY_S = 1.0
 _DRAIN_S = 20.0
 """Seconds that a child gets to end after SIGTERM before it is killed."""
 _TAIL_LINES = 8
-EVALUATE = "evaluate"
-
-
-@dataclass(frozen=True)
-class Programs:
-    """The modules that children run."""
-
-    server: str = "diloco_server"
-    worker: str = "diloco_worker"
 
 
 def bring_up(
@@ -124,7 +114,8 @@ class Cluster:
         poller: Poller,
         display: Display,
     ) -> None:
-        self._settings, self._files, self._programs = settings, files, programs
+        self._settings, self._files = settings, files
+        self._children = Children(settings, files, programs)
         self._supervisor, self._interrupts, self._poller, self._display = (
             supervisor,
             interrupts,
@@ -133,11 +124,9 @@ class Cluster:
         )
         self._started_at = time.monotonic()
         self._watch = Watch(self._started_at)
-        self._shards = [f"shard-{i}" for i in range(settings.cluster.shards)]
-        self._workers = [f"worker-{i}" for i in range(settings.cluster.workers)]
+        self._shards, self._workers = self._children.shards, self._children.workers
         self._ended: set[str] = set()
         self._lost: set[str] = set()
-        self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
         self._http: dict[str, str] = {}  # whom to ask for /status
         self._asked: dict[str, str] = {}
         self._next_sample = 0.0
@@ -169,12 +158,12 @@ class Cluster:
         self._watch.doing = "starting shards"
         for index, name in enumerate(self._shards):
             self._watch.expect(name, "shard")
-            self._supervisor.start(self._shard_spec(index))
-        self._until(lambda: len(self._ports) == len(self._shards))
+            self._supervisor.start(self._children.shard(index))
+        self._until(lambda: self._children.shards_are_up)
         self._watch.doing = "starting workers"
         for index, name in enumerate(self._workers):
             self._watch.expect(name, "worker")
-            self._supervisor.start(self._worker_spec(index))
+            self._supervisor.start(self._children.worker(index))
         self._until(self._training_is_over)
 
     def _training_is_over(self) -> bool:
@@ -200,12 +189,12 @@ class Cluster:
         self._display.tell("training is over; evaluating the global model on held-out text")
         # Dead workers stay dead: what is left of the run needs only the shards.
         self._supervisor.stop(self._supervisor.waiting() & set(self._workers), 0.0)
-        self._supervisor.start(self._evaluation_spec())
+        self._supervisor.start(self._children.evaluation())
         self._until(lambda: EVALUATE in self._ended)
         try:
             found: dict[str, Any] = json.loads(self._files.evaluation.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            self._display.tell(f"the evaluation wrote no result; its log: {self._log(EVALUATE)}")
+            self._display.tell(f"the evaluation wrote no result; its log: {self._children.log(EVALUATE)}")
             return {}
         return found
 
@@ -295,8 +284,7 @@ class Cluster:
                 continue
             self._http[name] = dialable(found.http)
             self._watch.process(name, "up")
-            if name in self._shards:
-                self._ports[name] = (found.grpc, found.http)
+            self._children.found(name, found)
         if self._http != self._asked:
             self._asked = dict(self._http)
             self._poller.ask(self._asked)
@@ -314,61 +302,6 @@ class Cluster:
             self._watch.doing = "training"
             self._display.tell(f"first loss {loss:.3f} after {snapshot.elapsed_s:.1f} s")
 
-    # ------------------------------------------------------------ children
-
-    def _shard_spec(self, index: int) -> ChildSpec:
-        name = self._shards[index]
-        shard, address_file = self._settings.shard, self._files.run / f"{name}.json"
-
-        def arguments() -> Sequence[str]:
-            grpc, http = self._ports.get(name, (nth_port(shard.listen, index), nth_port(shard.http, index)))
-            return [
-                f"--settings={self._files.settings}",
-                *_sets(
-                    ("shard.index", index),
-                    ("shard.count", len(self._shards)),
-                    ("shard.listen", grpc),
-                    ("shard.http", http),
-                    ("shard.data_dir", self._files.shard_folder(index)),
-                ),
-                f"--address-file={address_file}",
-            ]
-
-        return ChildSpec(name, "shard", self._programs.server, arguments, self._log(name), address_file)
-
-    def _worker_spec(self, index: int) -> ChildSpec:
-        name = self._workers[index]
-        worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
-        arguments = [
-            f"--settings={self._files.settings}",
-            *_sets(
-                ("worker.shards", self._shard_addresses()),
-                ("worker.learner_id", name),
-                ("worker.folder", self._files.worker_folder(index)),
-                ("worker.http", nth_port(worker.http, index)),
-                ("worker.threads", worker.threads or _share_of_cores(self._workers)),
-            ),
-            f"--address-file={address_file}",
-            f"--final-status={self._files.final_status(name)}",
-        ]
-        return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self._log(name), address_file)
-
-    def _evaluation_spec(self) -> ChildSpec:
-        arguments = [
-            "evaluate",
-            f"--settings={self._files.settings}",
-            f"--shards={self._shard_addresses()}",
-            f"--export={self._files.model}",
-            f"--out={self._files.evaluation}",
-        ]
-        return ChildSpec(EVALUATE, "job", self._programs.worker, lambda: arguments, self._log(EVALUATE))
-
-    def _shard_addresses(self) -> str:
-        return ",".join(dialable(self._ports[name][0]) for name in self._shards)
-
-    def _log(self, name: str) -> Path:
-        return self._files.logs / f"{name}.log"
-
     # ------------------------------------------------------------ results
 
     def _make_report(self, wall_s: float, *, interrupted: bool = False) -> Report:
@@ -381,23 +314,9 @@ def _losses(evaluation: dict[str, Any]) -> Report:
     return {**{key: evaluation.get(key) for key in keys}, "evaluation": evaluation}
 
 
-def nth_port(address: str, index: int) -> str:
-    """The address of process number `index` where the settings name one for all: the ports that follow it."""
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
-
-
 def tail(log: Path) -> list[str]:
     """The last lines of a log, as far as it can be read."""
     try:
         return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:
         return []
-
-
-def _sets(*settings: tuple[str, object]) -> list[str]:
-    return [f"--set={name}={value}" for name, value in settings]
-
-
-def _share_of_cores(processes: Sequence[str]) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // len(processes))

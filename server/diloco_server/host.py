@@ -112,6 +112,8 @@ class ShardHost:
         manifest, fragments = recovered
         self.shard.restore(manifest, fragments)
         for restored in fragments:
+            state = self.shard.fragments[restored.record.fragment_id]
+            self.observer.announcing(restored.record.fragment_id, *state.identity, restored.published, again=True)
             self.keeper.recovered(restored.record.fragment_id)
             self.metrics.version(restored.record.fragment_id, restored.record.version)
         self.log.event(
@@ -234,9 +236,9 @@ class ShardHost:
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
-    def answered(self, header: PushHeader, answer: PushAnswer) -> PushAnswer:
+    def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         """Note the outcome of a push, and let the core go on."""
-        self.observer.answered(header, answer)
+        self.observer.answered(member, header, answer)
         self.advance_soon()
         return answer
 
@@ -251,6 +253,7 @@ class ShardHost:
             case SeedFragment():
                 self._start(self._seed(effect), f"seed-{effect.fragment_id}")
             case MergeRound():
+                self.observer.merging(effect)
                 self._start(self._merge(effect), f"merge-{effect.fragment_id}")
             case _:
                 self.observer.note(effect)
@@ -279,6 +282,7 @@ class ShardHost:
         except Exception:
             self.shard.seed_failed(effect.fragment_id)
             raise
+        self.observer.announcing(effect.fragment_id, self.shard.epoch, 0, published)
         self.shard.seeded(effect.fragment_id, values, published)
         self.log.event("fragment seeded", fragment=effect.fragment_id, elements=values.theta.numel())
         self.advance()
@@ -308,6 +312,7 @@ class ShardHost:
                 raise
             self.metrics.merged(merged_s)
             await self._keep(self.shard.next_record(effect.fragment_id), values, published)
+        self.observer.announcing(effect.fragment_id, self.shard.epoch, effect.version, published)
         self.shard.committed(effect.fragment_id, published, self.clock())
         self.advance()
 

@@ -15,14 +15,17 @@ from diloco_server.core.effects import (
     LearnerForgotten,
     LearnerGone,
     LearnerJoined,
+    MergeRound,
     QuorumReached,
     RoundClosed,
     RoundOpened,
     VersionCommitted,
     VersionsLost,
 )
-from diloco_server.core.membership import State
+from diloco_server.core.fragment import Published
+from diloco_server.core.membership import Member, State
 from diloco_server.core.shard import Shard
+from diloco_server.history import ShardHistory
 
 EVENTS_MAX = 50
 
@@ -38,10 +41,13 @@ class Observer:
         self._events: deque[tuple[float, dict[str, Any]]] = deque(maxlen=EVENTS_MAX)
         self.bytes_pushed = 0
         self.bytes_pulled = 0
+        self._history = ShardHistory.of(shard.settings, shard.epoch)
         metrics.epoch(shard.epoch)
 
     def note(self, event: Event) -> None:
         """An event of the core."""
+        if self._history is not None:
+            self._history.note(event)
         match event:
             case RoundOpened():
                 self._log.debug("round opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
@@ -78,8 +84,22 @@ class Observer:
             case BudgetReached():
                 self._remember("budget reached", tokens_merged=event.tokens_merged)
 
-    def answered(self, header: PushHeader, answer: PushAnswer) -> None:
+    def merging(self, merge: MergeRound) -> None:
+        """A closed round is about to become a version."""
+        if self._history is not None:
+            self._history.merging(merge)
+
+    def announcing(
+        self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool = False
+    ) -> None:
+        """A version is durable and about to be announced; `again`: an earlier life has made it."""
+        if self._history is not None:
+            self._history.announcing(fragment_id, epoch, version, published, again=again)
+
+    def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         """A push got its outcome."""
+        if self._history is not None:
+            self._history.answered(member.learner_id, member.generation, header, answer)
         match answer.outcome:
             case Outcome.ACCEPTED:
                 state = self._shard.fragments[header.fragment_id]

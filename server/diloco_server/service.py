@@ -210,7 +210,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         header = await self._push_header(requests)
         answer = shard.admit(member, header)
         if answer is not None:
-            return host.answered(header, answer)
+            return host.answered(member, header, answer)
         if not header.is_seed:
             return await self._receive(member, header, requests, context)
         if header.fragment_id in self._seeding or len(self._seeding) >= SEEDS_AT_ONCE:
@@ -240,9 +240,9 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         except TornUpload:
             raise
         except Refusal as refusal:
-            return host.answered(header, shard.reject(member, header, refusal))
+            return host.answered(member, header, shard.reject(member, header, refusal))
         member = self._member(context)  # the lease may have ended while the bytes came
-        return host.answered(header, shard.contribute(member, header, payload, norms, host.clock()))
+        return host.answered(member, header, shard.contribute(member, header, payload, norms, host.clock()))
 
     async def _push_header(self, requests: AsyncIterator[pb.PushRequest]) -> PushHeader:
         first = await self._next_part(requests)

@@ -108,6 +108,13 @@ def test_a_straggler_sleeps_in_every_step():
     assert naps == [0.25] * 3
 
 
+def test_a_paced_step_sleeps_for_what_is_left_of_it():
+    naps = []
+    times = iter([0.0, 0.25, 1.0, 3.5, 3.5, 4.25, 4.5])  # after the start: when a step waits, and ends
+    run(3, *parts(), step_min_s=1.0, sleep=naps.append, clock=lambda: next(times))
+    assert naps == [0.75, 0.25], "none after the second step: it took longer by itself"
+
+
 def test_the_checkpoint_is_due_by_elapsed_time_and_at_the_end():
     saved = []
     now = 100.0

@@ -65,7 +65,10 @@ def nobody() -> str:
     return server.address
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["up", "--help"], ["status", "--http", "127.0.0.1:1"], ["--version"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["up", "--help"], ["chaos", "--every", "x"], ["status", "--http", "127.0.0.1:1"], ["--version"]],
+)
 def test_quick_commands_import_neither_torch_nor_grpc(argv: list[str]) -> None:
     program = (
         "import sys\n"
@@ -130,6 +133,12 @@ def test_status_with_one_shard_of_two_down_shows_the_other(
         (["up", "--workers", "2", "--set", "sync.quorum=3"], "sync.quorum (3) is above cluster.workers (2)"),
         (["up", "--config", "/does/not/exist.toml"], "/does/not/exist.toml: no such file"),
         (["upp"], "invalid choice: 'upp'"),
+        (["chaos", "--every", "x"], "argument --every: x: must be seconds, from 0.1 to 10000, such as 5s"),
+        (["chaos", "--minutes", "0"], "argument --minutes: 0: must be minutes, from 0.01 to 10000"),
+        (["chaos", "--dead", "nan"], "argument --dead: nan: must be a share, from 0 to 0.9"),
+        (["chaos", "--timeline", "x.gif"], "--timeline x.gif: a timeline is a .png or a .svg"),
+        (["chaos", "--baseline", "/does/not/exist"], "/does/not/exist is no result of `diloco chaos`"),
+        (["chaos", "--workers", "2", "--set", "sync.quorum=3"], "sync.quorum (3) is above cluster.workers (2)"),
         (["status", "--jsn"], "unrecognized arguments: --jsn"),
     ],
 )

@@ -18,8 +18,9 @@ import pytest
 from diloco_common.errors import ConfigError, InUse
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
+from diloco_deploy.children import Programs, nth_port
 from diloco_deploy.folder import Files, Outputs
-from diloco_deploy.up import Programs, bring_up, check_cluster, nth_port
+from diloco_deploy.up import bring_up, check_cluster
 
 FAKES = Path(__file__).parent / "fakes"
 PROGRAMS = Programs("fake_server", "fake_worker")
@@ -30,7 +31,8 @@ from pathlib import Path
 from diloco_common.command import run_command
 from diloco_common.settings_loader import load
 from diloco_deploy.folder import Outputs
-from diloco_deploy.up import Programs, bring_up
+from diloco_deploy.children import Programs
+from diloco_deploy.up import bring_up
 settings = load(None, {}, sys.argv[1:]).settings
 programs = Programs("fake_server", "fake_worker")
 sys.exit(run_command(lambda: bring_up(settings, Outputs(), programs), name="diloco"))

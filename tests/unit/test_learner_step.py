@@ -98,7 +98,8 @@ def taken(learner: Learner):
     return learner.core.fragments[0].pending
 
 
-def test_a_version_waits_while_its_fragment_is_read_and_those_behind_it_too(learner):
+def test_a_version_waits_while_its_fragment_is_read_and_those_behind_it_too(learner, monkeypatch):
+    monkeypatch.setattr(shell, "APPLY_S", 3600.0)
     pending = taken(learner)
     arrive(learner, 0, 1, 20.0)
     arrive(learner, 1, 1, 20.0)

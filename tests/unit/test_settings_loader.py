@@ -197,3 +197,11 @@ def test_what_the_environment_decided_is_said(capsys: pytest.CaptureFixture[str]
 def test_saved_settings_and_a_file_contradict_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --config"):
         settings_from_args(parsed("--settings=a.json", "--config=b.toml"))
+
+
+def test_a_command_may_have_defaults_of_its_own_which_lose_to_everything_that_is_given(tmp_path):
+    ours = {"train.batch": Given(4, "ours"), "sync.quorum": Given(2, "ours"), "sync.sync_every": Given(8, "ours")}
+    config = tmp_path / "run.toml"
+    config.write_text("[sync]\nquorum = 3\n")
+    settings = load(config, {"DILOCO_SYNC__SYNC_EVERY": "5"}, defaults=ours).settings
+    assert (settings.train.batch, settings.sync.quorum, settings.sync.sync_every) == (4, 3, 5)

@@ -75,7 +75,7 @@ def _train(settings: Settings, args: Namespace) -> None:
     learner = join(
         worker.shards, model, run=run.id, learner_id=worker.learner_id, token=read_token(settings.security),
         inner_step=progress.inner_step, tokens=progress.tokens, http=worker.http,
-        address_file=args.address_file,
+        address_file=args.address_file, history=run.history,
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: learner.stop())
@@ -91,7 +91,8 @@ def _train(settings: Settings, args: Namespace) -> None:
     try:
         training.train(
             learner, model, optimizer, stream, settings.train,
-            budget=learner.tokens_budget, progress=progress, step_delay_s=worker.step_delay_s, saver=saver,
+            budget=learner.tokens_budget, progress=progress, step_delay_s=worker.step_delay_s,
+            step_min_s=worker.step_min_s, saver=saver,
         )  # fmt: skip
     finally:
         learner.close()

@@ -45,6 +45,7 @@ from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, J
 from diloco_worker.core.fragment import Pending
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.history import LearnerHistory
 from diloco_worker.inbox import Inbox
 from diloco_worker.link import ANNOUNCE_WAIT_S
 from diloco_worker.network import Network
@@ -76,6 +77,7 @@ def join(
     tokens: int = 0,
     http: str | None = None,
     address_file: Path | None = None,
+    history: Path | None = None,
     wait_s: float | None = None,
 ) -> Learner:
     """Join a run, and return once the model holds the latest version of every fragment.
@@ -91,6 +93,7 @@ def join(
         tokens: where its count of tokens goes on.
         http: address on which to serve /metrics, /healthz, /readyz and /status; None serves nothing.
         address_file: write the address that is served here, as soon as it is known.
+        history: record what happens to this learner in this folder, as JSON lines; None records nothing.
         wait_s: seconds to wait for shards that do not answer; None waits for ever, and says so every 10 s.
 
     Raises:
@@ -108,7 +111,7 @@ def join(
         raise ConfigError(f"shard {twice[0]} is named twice; name every shard once")
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
     rpc.check_learner_id(name)
-    learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http)
+    learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http, history)
     try:
         learner._start(address_file, wait_s)
     except BaseException:
@@ -122,7 +125,7 @@ class Learner:
 
     def __init__(
         self, replica: Replica, addresses: Sequence[str], run: str, learner_id: str, token: str | None,
-        inner_step: int, tokens: int, http: str | None,
+        inner_step: int, tokens: int, http: str | None, history: Path | None = None,
     ) -> None:  # fmt: skip
         self.learner_id = learner_id
         self.run = run
@@ -149,6 +152,7 @@ class Learner:
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
         self._progress = Progress(inner_step, tokens)
+        self._history = LearnerHistory.of(history, learner_id, inner_step, tokens)
         if replica.device.type == "cpu" and isinstance(why := native.find(), str):
             self.log.warning("no native kernels: encoding takes several times as long", why=why)
         self.transfer = Transfer(replica.device, self.metrics)
@@ -179,6 +183,8 @@ class Learner:
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss, began)
         self.core.stepped(tokens)
+        if self._history is not None:
+            self._history.stepped(self.core.inner_step, self.core.tokens)
         self._take_part(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         self._progress = Progress(self.core.inner_step, self.core.tokens, self.loss, self.step_time_s)
         stall_s = time.monotonic() - began
@@ -226,6 +232,8 @@ class Learner:
         """Leave the run: what is being pushed gets a few seconds. Repeating it is fine."""
         if self.state != "stopped":
             self.state = "done" if len(self._stopped) == len(self._shards) > 0 else "stopped"
+            if self._history is not None:
+                self._history.ended()
         self.network.stop()
 
     def __enter__(self) -> Self:
@@ -288,6 +296,8 @@ class Learner:
                 break
         if self.core is not None and (taken := self.core.snapshots()):
             self._acts.append(partial(self._push, taken))
+            if self._history is not None:  # after it, and so under the same lease
+                self._acts.append(partial(self._pushed, taken, [self._since(pending) for pending in taken]))
 
     def _hand_over(self) -> None:
         """To the network thread, all at once: each time that it is woken, it may take the processor away."""
@@ -303,6 +313,8 @@ class Learner:
             case Asked():
                 self._core.collect(event.directive, event.epoch)
             case Answered():
+                if self._history is not None:
+                    self._history.answered(event)
                 before = self._core.tokens_carried
                 self._core.answered(event.fragment_id, event.round, event.answer)
                 self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
@@ -377,11 +389,15 @@ class Learner:
     def _arrived(self, event: Arrived) -> None:
         began, cpu_began = time.perf_counter(), time.thread_time()
         before, fragment = self._core.tokens_carried, self._core.fragments[event.fragment_id]
-        replaced = fragment.anchor, fragment.pending, event.shift
+        pending, merges = fragment.pending, self._core.contributions["merged"]
+        replaced = fragment.anchor, pending, event.shift
         if self._core.arrived(
             event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.shift
         ):
             seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
+            if self._history is not None:
+                is_merged = pending is not None and self._core.contributions["merged"] > merges
+                self._history.applied(event, merged=pending.round if pending and is_merged else None)
             carried = (self._core.tokens_carried - before) / len(self._core.fragments)
             applied = partial(self._applied, event.fragment_id, event.version, seconds, cpu_seconds, carried, replaced)
             self._acts.append(applied)
@@ -395,6 +411,13 @@ class Learner:
                 pending.reading = False
             else:
                 link.push(pending)
+
+    def _pushed(self, taken: Sequence[Pending], since: Sequence[int]) -> None:
+        assert self._history is not None
+        for pending, tokens in zip(taken, since, strict=True):
+            link = self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index)
+            if link is not None:
+                self._history.pushed(pending, tokens, link.session)
 
     def _applied(
         self, fragment_id: int, version: int, seconds: float, cpu_seconds: float, carried: float, replaced: object
@@ -417,6 +440,10 @@ class Learner:
         return Progress(p.inner_step, p.tokens, p.loss, p.step_time_s, time.monotonic() - self._step_ended)
 
     # ------------------------------------------------------------ helpers
+
+    def _since(self, pending: Pending) -> int:
+        """The learner's count of tokens where the work in a contribution begins."""
+        return self._core.tokens - self._core.fragments[pending.fragment_id].tokens_since(self._core.tokens)
 
     def _read_loss(self, loss: Tensor | float | None, now: float) -> None:
         if isinstance(loss, Tensor):

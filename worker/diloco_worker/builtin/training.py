@@ -91,18 +91,22 @@ def train(
     budget: int,
     progress: TrainingProgress | None = None,
     step_delay_s: float = 0.0,
+    step_min_s: float = 0.0,
     saver: Saver | None = None,
     on_step: Callable[[InnerStep], None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> TrainingProgress:
     """Take inner steps until the synchroniser is done; returns how far the learner has come.
 
     `budget` is run.tokens (0: no end, see schedule.py). `progress` is where a checkpoint left off; the stream
-    is set to its position. `saver` is asked after every step, and called once more at the end.
+    is set to its position. Every step sleeps for `step_delay_s`, and for what it is short of `step_min_s`. `saver` is
+    asked after every step, and called once more at the end.
     """
     progress = progress or TrainingProgress(data_position=stream.position)
     stream.position = progress.data_position
     device = next(model.parameters()).device
+    began = clock()
     while not synchroniser.done:
         rate = rate_at(
             fraction=synchroniser.fraction,
@@ -114,8 +118,10 @@ def train(
         )
         inputs, targets = (part.to(device, non_blocking=True) for part in stream.next_batch())
         loss = _inner_step(model, optimizer, inputs, targets, rate, settings.clip)
-        if step_delay_s:
-            sleep(step_delay_s)
+        rest_s = max(step_delay_s, step_min_s - (clock() - began))
+        if rest_s > 0:
+            sleep(rest_s)
+        began = clock()
         progress = TrainingProgress(progress.inner_step + 1, progress.tokens + inputs.numel(), stream.position)
         synchroniser.step(inputs.numel(), loss)
         if on_step is not None:

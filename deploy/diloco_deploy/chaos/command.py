@@ -1,0 +1,155 @@
+"""`diloco chaos`: a fault-free run, a run that is hurt, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco_common.endpoints import write_json
+from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import Given
+from diloco_deploy.chaos.cluster import Course, HurtCluster
+from diloco_deploy.chaos.disks import SmallDisks
+from diloco_deploy.chaos.histories import Histories, read_histories
+from diloco_deploy.chaos.plan import Fault, make_plan
+from diloco_deploy.chaos.result import Result, make_baseline, make_result, summary
+from diloco_deploy.children import names
+from diloco_deploy.folder import Files, Outputs
+from diloco_deploy.interrupts import Interrupts
+from diloco_deploy.supervisor import Supervisor
+from diloco_deploy.up import check_cluster
+
+_OURS: dict[str, object] = {
+    "cluster.folder": "runs/chaos",
+    "cluster.workers": 8,
+    "worker.step_min_s": 0.1,
+    "worker.threads": 1,
+    "worker.checkpoint_every_s": 1.0,
+    "model.layers": 1,
+    "model.heads": 2,
+    "model.width": 32,
+    "model.context": 32,
+    "train.batch": 4,
+    "sync.fragments": 4,
+    "sync.sync_every": 8,
+    "lease.lease_s": 2.0,
+    "lease.heartbeat_s": 0.5,
+}
+DEFAULTS = {name: Given(value, "a default of `diloco chaos`") for name, value in _OURS.items()}
+"""What a week of training does, in minutes: small steps of a fixed length, that leave the machine mostly idle."""
+HEAL_S = 60.0
+"""Seconds that everybody has to get on after the last fault."""
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """What was asked for."""
+
+    seconds: float
+    every_s: float
+    dead_share: float
+    gap_max_s: float
+    disk_full: bool = False
+    """Whether disks are filled too; needs root."""
+    json: Path | None = None
+    timeline: Path | None = None
+    baseline: Path | None = None
+    """The result of an earlier run, whose fault-free run is taken; none: run one."""
+
+
+def run_chaos(settings: Settings, chaos: Chaos) -> int:
+    """Do it all; the exit code says whether every promise was kept.
+
+    Raises ConfigError, DataError, InUse, or NeverReady where the cluster does not come up.
+    """
+    check_cluster(settings)
+    if chaos.timeline is not None:
+        from diloco_deploy.chaos.timeline import check_timeline
+
+        check_timeline(chaos.timeline)
+    cluster = settings.cluster
+    plan = make_plan(
+        seed=settings.run.seed, seconds=chaos.seconds, every_s=chaos.every_s, dead_share=chaos.dead_share,
+        shards=names("shard", cluster.shards), workers=names("worker", cluster.workers), disk_full=chaos.disk_full,
+    )  # fmt: skip
+    baseline = _read_baseline(chaos.baseline) if chaos.baseline else None
+    with Interrupts() as interrupts:
+        if baseline is None:
+            _tell(f"without faults, for {chaos.seconds:.0f} s")
+            course, histories = _run(settings, "fault-free", (), chaos.seconds, interrupts)
+            baseline = make_baseline(histories, course, _comparable(settings))
+        elif baseline["settings"] != _comparable(settings):
+            raise ConfigError(f"{chaos.baseline}: its fault-free run had other settings; leave out --baseline")
+        _tell(f"{len(plan)} faults in {chaos.seconds:.0f} s, seed {settings.run.seed}")
+        course, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, disk_full=chaos.disk_full)
+    result = make_result(histories, course, plan, baseline, seed=settings.run.seed, gap_max_s=chaos.gap_max_s)
+    print("\n" + summary(result), flush=True)
+    _write(chaos, result, histories, course)
+    return EXIT_UNEXPECTED if result["violations"] else EXIT_OK
+
+
+def _run(
+    settings: Settings,
+    name: str,
+    plan: tuple[Fault, ...],
+    seconds: float,
+    interrupts: Interrupts,
+    *,
+    disk_full: bool = False,
+) -> tuple[Course, Histories]:
+    """One cluster in a folder of its own, which begins empty."""
+    folder = settings.cluster.folder / name
+    files = Files(folder, Outputs())
+    history = folder / "history"
+    with files.owned(), Supervisor(restart=True) as supervisor:
+        files.prepare(settings, fresh=True)
+        shutil.rmtree(history, ignore_errors=True)
+        run = settings.run.model_copy(update={"history": history.absolute(), "tokens": 0})
+        mine = settings.model_copy(
+            update={"run": run, "cluster": settings.cluster.model_copy(update={"folder": folder})}
+        )
+        disks = None
+        if disk_full:
+            shards = names("shard", settings.cluster.shards)
+            disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
+        course = HurtCluster(mine, files, supervisor, interrupts, _tell, disks).run(plan, seconds, HEAL_S)
+        files.clear_addresses()
+    return course, read_histories(history)
+
+
+def _write(chaos: Chaos, result: Result, histories: Histories, course: Course) -> None:
+    if chaos.json is not None:
+        chaos.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(chaos.json, result)
+        print(f"written: {chaos.json}")
+    if chaos.timeline is not None:
+        from diloco_deploy.chaos.timeline import draw
+
+        chaos.timeline.parent.mkdir(parents=True, exist_ok=True)
+        draw(histories, course, result, chaos.timeline)
+        print(f"written: {chaos.timeline}")
+
+
+def _read_baseline(path: Path) -> Result:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(found["baseline"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path} is no result of `diloco chaos`; give the file of an earlier --json") from None
+
+
+def _comparable(settings: Settings) -> dict[str, Any]:
+    """Settings that decide what a fault-free run does."""
+    found = settings.model_dump(mode="json")
+    for section in ("shard", "security"):
+        del found[section]
+    del found["cluster"]["folder"], found["cluster"]["restart"], found["run"]["history"], found["run"]["seed"]
+    return found
+
+
+def _tell(words: str) -> None:
+    print(words, flush=True)

@@ -1,0 +1,126 @@
+"""What `diloco chaos` found, as numbers for `--json` and words for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_deploy.chaos.checks import Violation, stood_still, violations
+from diloco_deploy.chaos.cluster import Course
+from diloco_deploy.chaos.goodput import Work, longest_gaps, work_of
+from diloco_deploy.chaos.histories import Histories
+from diloco_deploy.chaos.plan import Fault
+
+Result = dict[str, Any]
+CHECKS = {
+    "double_counted": "contributions counted twice",
+    "work_lost": "contributions lost",
+    "lost_versions": "announced versions lost",
+    "differing_bytes": "versions whose bytes differ",
+    "fencing": "contributions of generations that were over",
+    "accounting": "contributions unaccounted for",
+    "stood_still": "living workers that stood still",
+    "unplanned": "processes that ended or did not get on",
+}
+"""Key of the result -> what it counts."""
+_SHOWN_MAX = 20
+
+
+def make_baseline(histories: Histories, course: Course, settings: dict[str, Any]) -> Result:
+    """What a fault-free run did: what goodput is measured against."""
+    work = work_of(histories, course)
+    return {
+        "seconds": round(work.seconds, 2),
+        "tokens": round(work.tokens),
+        "tokens_per_alive_s": round(work.per_alive_s, 2),
+        "step_s": round(work.step_s, 4),
+        "longest_step_gap_s": _longest(longest_gaps(histories, course)),
+        "settings": settings,
+    }
+
+
+def make_result(
+    histories: Histories, course: Course, plan: Sequence[Fault], baseline: Result, *, seed: int, gap_max_s: float
+) -> Result:
+    """Everything that is printed and written; `violations` is what must be 0."""
+    work, gaps = work_of(histories, course), longest_gaps(histories, course)
+    found = [
+        *violations(histories),
+        *stood_still(gaps, gap_max_s),
+        *(Violation("unplanned", said) for said in course.exits),
+    ]
+    counts = Counter[str]()
+    for violation in found:
+        counts[violation.check] += violation.count
+    return {
+        "violations": len(found),
+        "faults": len(plan),
+        "goodput_per_alive": _ratio(work.per_alive_s, baseline["tokens_per_alive_s"]),
+        "goodput_absolute": _ratio(work.tokens / work.seconds, baseline["tokens"] / baseline["seconds"]),
+        "longest_step_gap_s": _longest(gaps),
+        **{check: counts[check] for check in CHECKS},
+        "seed": seed,
+        "seconds": round(work.seconds, 2),
+        "dead_share": round(work.dead_share, 4),
+        "healed_s": course.healed_s,
+        "faults_by_kind": dict(Counter(f"{f.harm.value} {f.target.partition('-')[0]}" for f in plan)),
+        "versions": sum(1 for life in histories.shard_lives() for _ in life.of("announced")),
+        "contributions": len(histories.merges()),
+        "evictions": sum(line["code"] != "LEFT" for life in histories.shard_lives() for line in life.of("gone")),
+        **_tokens(work),
+        "baseline": baseline,
+        "plan": [{"at_s": f.at_s, "harm": f.harm.value, "target": f.target, "for_s": f.for_s} for f in plan],
+        "found": [{"check": v.check, "what": v.what} for v in found],
+    }
+
+
+def summary(result: Result) -> str:
+    """The result in words."""
+    baseline = result["baseline"]
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(result["faults_by_kind"].items()))
+    lines = [
+        f"{result['faults']} faults in {result['seconds']:.0f} s, seed {result['seed']}: {kinds}",
+        f"workers dead, starting or frozen {result['dead_share']:.1%} of their time, {result['evictions']} evictions",
+        f"{result['versions']} versions announced, {result['contributions']} contributions merged",
+        "",
+        *(f"  {result[check]:6}  {words}" for check, words in CHECKS.items()),
+        "",
+        f"goodput      {result['goodput_per_alive']:.1%} of fault-free tokens per alive worker-second, "
+        f"{result['goodput_absolute']:.1%} absolute",
+        f"steps        {1000 * result['step_s']:.0f} ms in the median, "
+        f"{1000 * baseline['step_s']:.0f} ms without faults",
+        f"longest gap  {result['longest_step_gap_s']:.2f} s between two inner steps of a living worker, "
+        f"{baseline['longest_step_gap_s']:.2f} s without faults",
+        _healed(result["healed_s"]),
+        "",
+        *(f"  {one['check']}: {one['what']}" for one in result["found"][:_SHOWN_MAX]),
+    ]
+    more = len(result["found"]) - _SHOWN_MAX
+    if more > 0:
+        lines.append(f"  ... and {more} more, in the JSON")
+    lines.append(f"{result['violations']} violations" if result["violations"] else "no violations")
+    return "\n".join(lines)
+
+
+def _healed(healed_s: float | None) -> str:
+    if healed_s is None:
+        return "healing      did not come"
+    return f"healing      {healed_s:.1f} s after the last fault everybody got on"
+
+
+def _tokens(work: Work) -> Result:
+    return {
+        "tokens": round(work.tokens),
+        "tokens_accepted": round(work.tokens_accepted),
+        "tokens_per_alive_s": round(work.per_alive_s, 2),
+        "step_s": round(work.step_s, 4),
+    }
+
+
+def _longest(gaps: Sequence[tuple[float, str]]) -> float:
+    return round(gaps[0][0], 3) if gaps else 0.0
+
+
+def _ratio(value: float, of: float) -> float:
+    return round(value / of, 4) if of else 0.0

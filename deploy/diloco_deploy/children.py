@@ -1,0 +1,118 @@
+"""How the shards and workers of a local cluster are started: their names, arguments, ports, and where they log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_common.endpoints import Endpoints, Role, dialable
+from diloco_common.settings import Settings
+from diloco_deploy.folder import Files
+from diloco_deploy.supervisor import ChildSpec
+
+EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The modules that children run."""
+
+    server: str = "diloco_server"
+    worker: str = "diloco_worker"
+
+
+class Children:
+    """The processes of one cluster, alive or not."""
+
+    def __init__(self, settings: Settings, files: Files, programs: Programs) -> None:
+        self._settings, self._files, self._programs = settings, files, programs
+        self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
+        self.shards = names("shard", settings.cluster.shards)
+        self.workers = names("worker", settings.cluster.workers)
+
+    def found(self, name: str, at: Endpoints) -> None:
+        """A child is up. Later lives of a shard are told the ports of its first."""
+        if name in self.shards:
+            self._ports[name] = (at.grpc, at.http)
+
+    @property
+    def shards_are_up(self) -> bool:
+        """Whether it is known where all shards are reached: workers can be started then."""
+        return len(self._ports) == len(self.shards)
+
+    def shard(self, index: int) -> ChildSpec:
+        """Shard number `index`."""
+        name = self.shards[index]
+        shard, address_file = self._settings.shard, self._files.run / f"{name}.json"
+
+        def arguments() -> Sequence[str]:
+            grpc, http = self._ports.get(name, (nth_port(shard.listen, index), nth_port(shard.http, index)))
+            return [
+                f"--settings={self._files.settings}",
+                *_sets(
+                    ("shard.index", index),
+                    ("shard.count", len(self.shards)),
+                    ("shard.listen", grpc),
+                    ("shard.http", http),
+                    ("shard.data_dir", self._files.shard_folder(index)),
+                ),
+                f"--address-file={address_file}",
+            ]
+
+        return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
+
+    def worker(self, index: int) -> ChildSpec:
+        """Worker number `index`; all shards are up."""
+        name = self.workers[index]
+        worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
+        arguments = [
+            f"--settings={self._files.settings}",
+            *_sets(
+                ("worker.shards", self._shard_addresses()),
+                ("worker.learner_id", name),
+                ("worker.folder", self._files.worker_folder(index)),
+                ("worker.http", nth_port(worker.http, index)),
+                ("worker.threads", worker.threads or _share_of_cores(self.workers)),
+            ),
+            f"--address-file={address_file}",
+            f"--final-status={self._files.final_status(name)}",
+        ]
+        return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self.log(name), address_file)
+
+    def evaluation(self) -> ChildSpec:
+        """The job that evaluates and exports the global model; all shards are up."""
+        arguments = [
+            "evaluate",
+            f"--settings={self._files.settings}",
+            f"--shards={self._shard_addresses()}",
+            f"--export={self._files.model}",
+            f"--out={self._files.evaluation}",
+        ]
+        return ChildSpec(EVALUATE, "job", self._programs.worker, lambda: arguments, self.log(EVALUATE))
+
+    def log(self, name: str) -> Path:
+        return self._files.logs / f"{name}.log"
+
+    def _shard_addresses(self) -> str:
+        return ",".join(dialable(self._ports[name][0]) for name in self.shards)
+
+
+def names(kind: Role, count: int) -> list[str]:
+    """What the processes of a kind are called."""
+    return [f"{kind}-{i}" for i in range(count)]
+
+
+def nth_port(address: str, index: int) -> str:
+    """The address of process number `index` where the settings name one for all: the ports that follow it."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
+
+
+def _sets(*settings: tuple[str, object]) -> list[str]:
+    return [f"--set={name}={value}" for name, value in settings]
+
+
+def _share_of_cores(processes: Sequence[str]) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // len(processes))

@@ -1,0 +1,66 @@
+"""The history of a shard: joins, evictions, contributions, and the versions that it made and announced."""
+
+from __future__ import annotations
+
+import torch
+
+from diloco_common.codec import decode_payload
+from diloco_common.history import History, fingerprint
+from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.settings import Settings
+from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeRound, RoundOpened
+from diloco_server.core.fragment import Published
+
+
+class ShardHistory:
+    """Writes down what happened to one shard in one life."""
+
+    def __init__(self, history: History, life: int) -> None:
+        """`life` is the shard's epoch."""
+        self._history = history
+        history.write("born", role="shard", life=life)
+
+    @classmethod
+    def of(cls, settings: Settings, life: int) -> ShardHistory | None:
+        """None where nothing is to be recorded. Raises OSError."""
+        folder = settings.run.history
+        return cls(History(folder, f"shard-{settings.shard.index}"), life) if folder else None
+
+    def note(self, event: Event) -> None:
+        """An event of the core."""
+        match event:
+            case RoundOpened():
+                self._history.write("opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
+            case LearnerJoined():
+                self._history.write("joined", learner=event.learner_id, generation=event.generation)
+            case LearnerGone():
+                self._history.write("gone", learner=event.learner_id, generation=event.generation, code=event.code)
+
+    def answered(self, learner_id: str, generation: int, header: PushHeader, answer: PushAnswer) -> None:
+        """A push got its outcome."""
+        if header.is_seed:
+            return
+        what = "accepted" if answer.outcome is Outcome.ACCEPTED else "declined"
+        facts = {} if what == "accepted" else {"outcome": answer.outcome.value, "code": answer.code}
+        self._history.write(
+            what, learner=learner_id, generation=generation, fragment=header.fragment_id, round=header.round,
+            epoch=header.epoch, base=header.base_version, tokens=header.tokens, steps=header.steps, **facts,
+        )  # fmt: skip
+
+    def merging(self, merge: MergeRound) -> None:
+        """A closed round is about to become a version. Written first: after a crash, the version tells if it did."""
+        contributions = [
+            {"learner": c.learner_id, "generation": c.generation, "round": c.round, "base": c.base_version,
+             "tokens": c.tokens, "steps": c.steps}
+            for c in merge.contributions
+        ]  # fmt: skip
+        self._history.write("merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions)
+
+    def announcing(self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool) -> None:
+        """A version is durable and about to be announced; `again`: an earlier life has made it."""
+        values = torch.empty(published.values.header.num_elements)
+        decode_payload(published.values, values)
+        self._history.write(
+            "restored" if again else "announced", fragment=fragment_id, epoch=epoch, version=version,
+            checksum=fingerprint(values.numpy().tobytes()),
+        )  # fmt: skip

@@ -1,0 +1,53 @@
+"""The history of a learner: its inner steps, what it pushed, what it heard, and the versions that it applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diloco_common.history import History, fingerprint
+from diloco_worker.core.events import Answered, Arrived
+from diloco_worker.core.fragment import Pending
+from diloco_worker.session import Session
+
+
+class LearnerHistory:
+    """Writes down what happened to one learner in one life."""
+
+    def __init__(self, history: History, inner_step: int, tokens: int) -> None:
+        """Counters as they go on from a checkpoint."""
+        self._history = history
+        history.write("born", role="worker", step=inner_step, tokens=tokens)
+
+    @classmethod
+    def of(cls, folder: Path | None, learner_id: str, inner_step: int, tokens: int) -> LearnerHistory | None:
+        """None where nothing is to be recorded. Raises OSError."""
+        return cls(History(folder, learner_id), inner_step, tokens) if folder else None
+
+    def stepped(self, inner_step: int, tokens: int) -> None:
+        """An inner step has ended."""
+        self._history.write("stepped", step=inner_step, tokens=tokens)
+
+    def pushed(self, pending: Pending, since: int, session: Session) -> None:
+        """A contribution is handed out: what was trained while the learner's tokens went from `since` on."""
+        life, generation = session.lease
+        self._history.write(
+            "pushed", life=life, generation=generation, fragment=pending.fragment_id, round=pending.round,
+            epoch=pending.epoch, base=pending.base_version, tokens=pending.tokens, steps=pending.steps, since=since,
+        )  # fmt: skip
+
+    def answered(self, answered: Answered) -> None:
+        """A push has its outcome."""
+        outcome, code = answered.answer.outcome.value, answered.answer.code
+        self._history.write("answered", fragment=answered.fragment_id, round=answered.round, outcome=outcome, code=code)
+
+    def applied(self, arrived: Arrived, *, merged: int | None) -> None:
+        """A version lies under the local progress. `merged`: round of the contribution that it was found to hold."""
+        checksum = fingerprint(arrived.values.cpu().numpy().tobytes())
+        self._history.write(
+            "applied", fragment=arrived.fragment_id, epoch=arrived.epoch, version=arrived.version, checksum=checksum,
+            merged=merged,
+        )  # fmt: skip
+
+    def ended(self) -> None:
+        """The learner is leaving the run."""
+        self._history.write("ended")
