@@ -1,44 +1,26 @@
-"""Every metric of shards and workers: names, help, labels and buckets stand here and nowhere else.
-
-Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has
-its own registry, because a worker may live in a process that has metrics of its own. Labels are bounded:
-fragments, codes of errors.py, and learner ids, which the shard checks before they get here and forgets when
-they are gone.
-
-The methods are named after what happened; the gauges of one sort are set together.
-"""
+"""What a shard measures."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import platform
-import time
-from collections.abc import Callable, Iterable
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client import Counter, Gauge, Histogram
 
-PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
-"""What became of a push: the four of the protocol, and "failed" for no answer."""
+from diloco_common.metrics.registry import COUNTS, SECONDS, new_registry, start_at_zero
+
 CloseReason = Literal["all", "grace", "lease"]
 """Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
 ComputePhase = Literal["inspect", "seed", "merge", "save", "encode"]
 """What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, making it
 durable, and encoding for an observer."""
-SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
-"""What synchronisation computes on a learner."""
-
-_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-_STALL_SECONDS = (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
 
 class ShardMetrics:
     """What a shard measures. Safe to call from any thread."""
 
     def __init__(self) -> None:
-        self.registry = registry = _new_registry()
+        self.registry = registry = new_registry()
         self._ready = Gauge("diloco_shard_ready", "1 while the shard can do its work.", registry=registry)
         self._epoch = Gauge("diloco_shard_epoch", "Restores of this shard.", registry=registry)
         self._learners = Gauge(
@@ -70,7 +52,7 @@ class ShardMetrics:
         self._staleness = Histogram(
             "diloco_shard_staleness_versions",
             "Latest version minus base version of accepted contributions.",
-            buckets=_COUNTS,
+            buckets=COUNTS,
             registry=registry,
         )
         self._received = Counter(
@@ -90,25 +72,25 @@ class ShardMetrics:
         self._participants = Histogram(
             "diloco_shard_round_participants",
             "Contributions merged per round.",
-            buckets=_COUNTS,
+            buckets=COUNTS,
             registry=registry,
         )
         self._round_seconds = Histogram(
             "diloco_shard_round_seconds",
             "From opening a round to announcing its version.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._quorum_seconds = Histogram(
             "diloco_shard_quorum_seconds",
             "From opening a round to its quorum.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._merge_seconds = Histogram(
             "diloco_shard_merge_seconds",
             "Merging contributions and taking the outer step.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._compute_seconds = Counter(
@@ -150,10 +132,10 @@ class ShardMetrics:
             self._learner_silent,
         )
 
-        _start_at_zero(self._learners, ("alive", "stalled"))
-        _start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "save", "encode"))
-        _start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
-        _start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
+        start_at_zero(self._learners, ("alive", "stalled"))
+        start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "save", "encode"))
+        start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
+        start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
         self._tokens_merged_before = 0
 
     # The shard itself
@@ -255,169 +237,3 @@ class ShardMetrics:
         self._tokens_merged.inc(max(merged - self._tokens_merged_before, 0))
         self._tokens_merged_before = max(merged, self._tokens_merged_before)
         self._tokens_budget.set(budget)
-
-
-class WorkerMetrics:
-    """What a learner measures. Safe to call from any thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.registry = registry = _new_registry()
-        self._inner_steps = Counter("diloco_worker_inner_steps_total", "Inner steps taken.", registry=registry)
-        self._tokens = Counter("diloco_worker_tokens_total", "Tokens trained on.", registry=registry)
-        self._loss = Gauge("diloco_worker_loss", "Training loss of the last inner step.", registry=registry)
-        self._loss.set(float("nan"))  # unknown is not zero
-        self._step_seconds = Histogram(
-            "diloco_worker_inner_step_seconds",
-            "From the end of one inner step to the end of the next.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._stall_seconds = Histogram(
-            "diloco_worker_sync_stall_seconds",
-            "How long learner.step held the training loop.",
-            buckets=_STALL_SECONDS,
-            registry=registry,
-        )
-
-        self._pushes = Counter(
-            "diloco_worker_pushes_total",
-            "Pushes of contributions, by outcome; repeats count.",
-            ["outcome"],
-            registry=registry,
-        )
-        self._unmerged = Gauge(
-            "diloco_worker_contributions_unmerged",
-            "Contributions pushed, or waiting to be, that are in no version yet.",
-            registry=registry,
-        )
-        self._tokens_carried = Counter(
-            "diloco_worker_tokens_carried_total",
-            "Tokens that missed a round and went on into a later one, averaged over fragments.",
-            registry=registry,
-        )
-        self._pushed_bytes = Counter(
-            "diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.", registry=registry
-        )
-        self._pulled_bytes = Counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.", registry=registry)
-        self._encode_seconds = Histogram(
-            "diloco_worker_encode_seconds",
-            "Making and encoding one pseudo-gradient.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-
-        self._connected_shards = Gauge(
-            "diloco_worker_connected_shards", "Shards where the learner holds a lease.", registry=registry
-        )
-        self._reconnects = Counter(
-            "diloco_worker_reconnects_total", "Control streams opened after the first one.", registry=registry
-        )
-        self._version = Gauge(
-            "diloco_worker_version",
-            "Version that was applied last, by fragment.",
-            ["fragment"],
-            registry=registry,
-        )
-        self._version_age = Gauge(
-            "diloco_worker_version_age_seconds",
-            "Time since a version was applied, by fragment.",
-            ["fragment"],
-            registry=registry,
-        )
-        self._apply_seconds = Histogram(
-            "diloco_worker_apply_seconds",
-            "Laying one version under the learner's own progress.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-
-        self._sync_seconds = Counter(
-            "diloco_worker_sync_seconds_total",
-            "CPU time that synchronisation took, by what for; snapshot and apply in the training thread.",
-            ["phase"],
-            registry=registry,
-        )
-
-        _start_at_zero(self._sync_seconds, ("snapshot", "encode", "decode", "apply"))
-        _start_at_zero(self._pushes, ("accepted", "duplicate", "late", "rejected", "failed"))
-
-    def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
-        """One inner step ended."""
-        self._inner_steps.inc()
-        self._tokens.inc(tokens)
-        self._step_seconds.observe(seconds)
-        if loss is not None:
-            self._loss.set(loss)
-
-    def stalled(self, seconds: float) -> None:
-        """learner.step returned after `seconds`."""
-        self._stall_seconds.observe(seconds)
-
-    def encoded(self, seconds: float) -> None:
-        self._encode_seconds.observe(seconds)
-
-    def pushed(self, outcome: PushOutcome, num_bytes: int) -> None:
-        self._pushes.labels(outcome).inc()
-        self._pushed_bytes.inc(num_bytes)
-
-    def contributions_unmerged(self, count: int) -> None:
-        self._unmerged.set(count)
-
-    def carried(self, tokens: int | float) -> None:
-        self._tokens_carried.inc(tokens)
-
-    def pulled(self, num_bytes: int) -> None:
-        self._pulled_bytes.inc(num_bytes)
-
-    def applied(self, fragment: int, version: int, seconds: float) -> None:
-        self._apply_seconds.observe(seconds)
-        self._version.labels(str(fragment)).set(version)
-        at = self._clock()
-        self._version_age.labels(str(fragment)).set_function(lambda: self._clock() - at)
-
-    def computed(self, phase: SyncPhase, cpu_seconds: float) -> None:
-        self._sync_seconds.labels(phase).inc(cpu_seconds)
-
-    def connected(self, shards: int) -> None:
-        self._connected_shards.set(shards)
-
-    def reconnected(self) -> None:
-        self._reconnects.inc()
-
-
-class _Registry(CollectorRegistry):
-    """A registry without the `_created` series that the library adds to every counter and histogram."""
-
-    def collect(self) -> Iterable[Metric]:
-        for family in super().collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
-
-
-def _new_registry() -> CollectorRegistry:
-    registry = _Registry()
-    ProcessCollector(registry=registry)
-    build = Gauge(
-        "diloco_build_info",
-        "Versions of this process; always 1.",
-        ["version", "python", "torch", "grpcio"],
-        registry=registry,
-    )
-    build.labels(
-        _installed("decoupled-diloco"), platform.python_version(), _installed("torch"), _installed("grpcio")
-    ).set(1)
-    return registry
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
-
-
-def _start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
-    """Rates and alerts need a series before its first event."""
-    for value in values:
-        metric.labels(value)
