@@ -33,19 +33,28 @@ def busy_shard() -> ShardMetrics:
     m.learners(alive=3, stalled=1)
     m.learner_progress("worker-1", inner_step=10, tokens=1000, step_seconds=0.25, loss=2.5)
     m.learner_silent("worker-1", 0.5)
+    m.learner_state("worker-1", "stalled")
+    m.learner_contributions("worker-1", asked=5, contributed=4, merged=3)
+    m.settings({"sync.quorum": 2})
+    m.contributed_tokens(accepted=900, merged=800, late=30, refused=20, fenced=10)
     m.contribution_accepted(staleness=1)
     m.contribution_duplicate()
     m.contribution_late()
     m.contribution_rejected("NOT_FINITE")
     m.received(100)
     m.sent(200)
-    m.open_rounds(4)
+    m.open_rounds(4, oldest_s=2.5)
     m.grace(0.75)
     m.quorum_reached(0.1)
     m.round_closed("grace", 2)
     m.merged(0.02)
     m.version_committed(3, 7, 1.5)
     m.tokens(merged=5000, budget=10_000)
+    m.saved(4096, 0.05)
+    m.save_failed()
+    m.versions_lost(2)
+    m.versions_not_durable(3)
+    m.disk_free(10_000_000)
     return m
 
 
@@ -87,7 +96,15 @@ def busy_worker(now: float = 0.0) -> WorkerMetrics:
         ("diloco_shard_staleness_versions_sum", 1),
         ("diloco_shard_received_bytes_total", 100),
         ("diloco_shard_sent_bytes_total", 200),
+        ("diloco_shard_learner_state{learner=worker-1}{state=stalled}", 1),
+        ("diloco_shard_learner_state{learner=worker-1}{state=alive}", 0),
+        ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=asked}", 5),
+        ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=merged}", 3),
+        ("diloco_shard_settings{setting=sync.quorum}", 2),
+        ("diloco_shard_contributed_tokens_total{fate=merged}", 800),
+        ("diloco_shard_contributed_tokens_total{fate=fenced}", 10),
         ("diloco_shard_open_rounds", 4),
+        ("diloco_shard_oldest_round_seconds", 2.5),
         ("diloco_shard_grace_seconds", 0.75),
         ("diloco_shard_quorum_seconds_sum", 0.1),
         ("diloco_shard_rounds_closed_total{why=grace}", 1),
@@ -98,6 +115,12 @@ def busy_worker(now: float = 0.0) -> WorkerMetrics:
         ("diloco_shard_version{fragment=3}", 7),
         ("diloco_shard_tokens_merged_total", 5000),
         ("diloco_shard_tokens_budget", 10_000),
+        ("diloco_shard_saved_bytes_total", 4096),
+        ("diloco_shard_save_seconds_count", 1),
+        ("diloco_shard_save_failures_total", 1),
+        ("diloco_shard_versions_lost_total", 2),
+        ("diloco_shard_versions_not_durable", 3),
+        ("diloco_shard_disk_free_bytes", 10_000_000),
     ],
 )
 def test_what_happens_in_a_shard_is_counted(series, value):
@@ -142,11 +165,13 @@ def test_the_age_of_a_version_grows_until_the_next_one():
     assert values(m.registry)[age] == 0
 
 
-def test_an_unknown_loss_is_not_zero():
+def test_what_is_unknown_is_not_zero():
     unknown = values(WorkerMetrics().registry)["diloco_worker_loss"]
     assert unknown != unknown
 
     m = ShardMetrics()
+    free = values(m.registry)["diloco_shard_disk_free_bytes"]
+    assert free != free
     m.learner_progress("worker-1", inner_step=0, tokens=0, step_seconds=0, loss=None)
     assert "diloco_shard_learner_loss{learner=worker-1}" not in values(m.registry)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, ProcessCollector
 
@@ -33,6 +33,28 @@ def start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
     """Rates and alerts need a series before its first event."""
     for value in values:
         metric.labels(value)
+
+
+class Totals:
+    """A counter that follows totals kept elsewhere. It never falls: a total that begins anew adds nothing until it is
+    above the old one."""
+
+    def __init__(self, name: str, what: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._counter = Counter(name, what, labels, registry=registry)
+        self._seen: dict[tuple[str, ...], float] = {}
+
+    def follow(self, total: float, *labels: str) -> None:
+        """The total of these labels is now this much."""
+        seen = self._seen.get(labels, 0)
+        series = self._counter.labels(*labels) if labels else self._counter
+        series.inc(max(total - seen, 0))
+        self._seen[labels] = max(total, seen)
+
+    def forget(self, first_label: str) -> None:
+        """Drop every series whose first label is this one."""
+        for labels in [labels for labels in self._seen if labels[0] == first_label]:
+            self._counter.remove(*labels)
+            del self._seen[labels]
 
 
 class _Registry(CollectorRegistry):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from diloco_common.metrics.registry import COUNTS, SECONDS, new_registry, start_at_zero
+from diloco_common.metrics.registry import COUNTS, SECONDS, Totals, new_registry, start_at_zero
 
 CloseReason = Literal["all", "grace", "lease"]
 """Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
 ComputePhase = Literal["inspect", "seed", "merge", "save", "encode"]
 """What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, making it
 durable, and encoding for an observer."""
+LearnerState = Literal["alive", "stalled", "evicted", "left"]
+"""As in the core: evicted is one whose lease ran out, left one that said goodbye."""
+LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
 
 
 class ShardMetrics:
@@ -23,6 +27,9 @@ class ShardMetrics:
         self.registry = registry = new_registry()
         self._ready = Gauge("diloco_shard_ready", "1 while the shard can do its work.", registry=registry)
         self._epoch = Gauge("diloco_shard_epoch", "Restores of this shard.", registry=registry)
+        self._settings = Gauge(
+            "diloco_shard_settings", "Settings that alerts compare with, by name.", ["setting"], registry=registry
+        )
         self._learners = Gauge(
             "diloco_shard_learners",
             'Learners with a lease: "alive" are all, "stalled" those that send heartbeats but end no step.',
@@ -49,6 +56,13 @@ class ShardMetrics:
             ["code"],
             registry=registry,
         )
+        self._tokens = Totals(
+            "diloco_shard_contributed_tokens_total",
+            "Tokens of contributions, once per fragment, by fate: accepted ones end as merged or fenced (their learner "
+            "lost its lease first); late, refused and fenced ones are carried on by a learner that lives.",
+            ["fate"],
+            registry,
+        )
         self._staleness = Histogram(
             "diloco_shard_staleness_versions",
             "Latest version minus base version of accepted contributions.",
@@ -63,6 +77,11 @@ class ShardMetrics:
         self._sent = Counter("diloco_shard_sent_bytes_total", "Payload bytes of versions.", registry=registry)
 
         self._open_rounds = Gauge("diloco_shard_open_rounds", "Rounds collecting contributions.", registry=registry)
+        self._oldest_round = Gauge(
+            "diloco_shard_oldest_round_seconds",
+            "How long the open round that was opened first has been collecting; 0 without one.",
+            registry=registry,
+        )
         self._rounds_closed = Counter(
             "diloco_shard_rounds_closed_total",
             "Rounds closed: all asked contributed, the grace window ended, or the missing lost their leases.",
@@ -105,10 +124,41 @@ class ShardMetrics:
             registry=registry,
         )
         self._version = Gauge("diloco_shard_version", "Latest version, by fragment.", ["fragment"], registry=registry)
-        self._tokens_merged = Counter(
+        self._save_seconds = Histogram(
+            "diloco_shard_save_seconds",
+            "Making a version durable: writing, and waiting for the disk.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._saved_bytes = Counter(
+            "diloco_shard_saved_bytes_total", "Bytes of versions made durable.", registry=registry
+        )
+        self._save_failures = Counter(
+            "diloco_shard_save_failures_total",
+            "Attempts to make a version durable that the disk refused; repeats count.",
+            registry=registry,
+        )
+        self._versions_lost = Counter(
+            "diloco_shard_versions_lost_total",
+            "Announced versions that this shard came back without, as learners told that hold them.",
+            registry=registry,
+        )
+        self._versions_not_durable = Gauge(
+            "diloco_shard_versions_not_durable",
+            "Versions that are computed but not on disk yet.",
+            registry=registry,
+        )
+        self._disk_free = Gauge(
+            "diloco_shard_disk_free_bytes",
+            "Free space where versions are kept; NaN where they are kept in memory only.",
+            registry=registry,
+        )
+        self._disk_free.set(float("nan"))  # unknown is not zero
+        self._tokens_merged = Totals(
             "diloco_shard_tokens_merged_total",
             "Tokens merged in this run, averaged over the shard's fragments.",
-            registry=registry,
+            [],
+            registry,
         )
         self._tokens_budget = Gauge(
             "diloco_shard_tokens_budget",
@@ -131,12 +181,23 @@ class ShardMetrics:
             self._learner_loss,
             self._learner_silent,
         )
+        self._learner_state = Gauge(
+            "diloco_shard_learner_state",
+            "1 for the state that the learner is in, 0 for the others.",
+            ["learner", "state"],
+            registry=registry,
+        )
+        self._learner_contributions = Totals(
+            "diloco_shard_learner_contributions_total",
+            "Contributions by learner and fate: asked for, contributed, merged.",
+            ["learner", "fate"],
+            registry,
+        )
 
         start_at_zero(self._learners, ("alive", "stalled"))
         start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "save", "encode"))
         start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
         start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
-        self._tokens_merged_before = 0
 
     # The shard itself
 
@@ -145,6 +206,11 @@ class ShardMetrics:
 
     def epoch(self, epoch: int) -> None:
         self._epoch.set(epoch)
+
+    def settings(self, settings: Mapping[str, float]) -> None:
+        """By name, such as sync.quorum."""
+        for name, value in settings.items():
+            self._settings.labels(name).set(value)
 
     def call_refused(self, code: str) -> None:
         self._refused_calls.labels(code).inc()
@@ -174,11 +240,24 @@ class ShardMetrics:
     def learner_silent(self, learner: str, seconds: float) -> None:
         self._learner_silent.labels(learner).set(seconds)
 
+    def learner_state(self, learner: str, state: LearnerState) -> None:
+        for one in LEARNER_STATES:
+            self._learner_state.labels(learner, one).set(one == state)
+
+    def learner_contributions(self, learner: str, *, asked: int, contributed: int, merged: int) -> None:
+        """Totals over all generations of the learner."""
+        for fate, total in (("asked", asked), ("contributed", contributed), ("merged", merged)):
+            self._learner_contributions.follow(total, learner, fate)
+
     def forget(self, learner: str) -> None:
         """Drop the series of a learner that has been gone for long. Repeating it is fine."""
         for gauge in self._per_learner:
             with contextlib.suppress(KeyError):
                 gauge.remove(learner)
+        for state in LEARNER_STATES:
+            with contextlib.suppress(KeyError):
+                self._learner_state.remove(learner, state)
+        self._learner_contributions.forget(learner)
 
     # Contributions and versions on the wire
 
@@ -195,6 +274,12 @@ class ShardMetrics:
     def contribution_rejected(self, code: str) -> None:
         self._rejected.labels(code).inc()
 
+    def contributed_tokens(self, *, accepted: int, merged: int, late: int, refused: int, fenced: int) -> None:
+        """Totals of this life of the shard."""
+        fates = {"accepted": accepted, "merged": merged, "late": late, "refused": refused, "fenced": fenced}
+        for fate, total in fates.items():
+            self._tokens.follow(total, fate)
+
     def received(self, num_bytes: int) -> None:
         self._received.inc(num_bytes)
 
@@ -203,8 +288,10 @@ class ShardMetrics:
 
     # Rounds
 
-    def open_rounds(self, count: int) -> None:
+    def open_rounds(self, count: int, *, oldest_s: float) -> None:
+        """`oldest_s` since the first of them was opened."""
         self._open_rounds.set(count)
+        self._oldest_round.set(oldest_s)
 
     def grace(self, seconds: float) -> None:
         self._grace_seconds.set(seconds)
@@ -228,12 +315,28 @@ class ShardMetrics:
         self.version(fragment, version)
         self._round_seconds.observe(seconds)
 
+    def saved(self, num_bytes: int, seconds: float) -> None:
+        """A version is durable."""
+        self._saved_bytes.inc(num_bytes)
+        self._save_seconds.observe(seconds)
+
+    def save_failed(self) -> None:
+        self._save_failures.inc()
+
+    def versions_lost(self, count: int) -> None:
+        self._versions_lost.inc(count)
+
+    def versions_not_durable(self, count: int) -> None:
+        self._versions_not_durable.set(count)
+
+    def disk_free(self, num_bytes: int) -> None:
+        self._disk_free.set(num_bytes)
+
     def version(self, fragment: int, version: int) -> None:
         """A version that came by seeding or restoring, without a round."""
         self._version.labels(str(fragment)).set(version)
 
     def tokens(self, *, merged: int, budget: int) -> None:
         """`merged` is the whole of the run so far; what it was when the shard was restored counts too."""
-        self._tokens_merged.inc(max(merged - self._tokens_merged_before, 0))
-        self._tokens_merged_before = max(merged, self._tokens_merged_before)
+        self._tokens_merged.follow(merged)
         self._tokens_budget.set(budget)
