@@ -19,6 +19,12 @@ LearnerState = Literal["alive", "stalled", "evicted", "left"]
 """As in the core: evicted is one whose lease ran out, left one that said goodbye."""
 LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
 
+REJECTIONS = (
+    "MANIFEST_MISMATCH", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING", "NOT_SEEDED", "WRONG_EPOCH", "WRONG_ROUND", "TOO_STALE",
+    "BAD_SIZE", "BAD_CHECKSUM", "BAD_ENCODING", "CONTRIBUTION_CONFLICT", "NOT_FINITE", "NORM_TOO_LARGE",
+)  # fmt: skip
+"""Codes of a rejected contribution, as docs/errors.md lists them."""
+
 
 class ShardMetrics:
     """What a shard measures. Safe to call from any thread."""
@@ -197,6 +203,8 @@ class ShardMetrics:
         start_at_zero(self._learners, ("alive", "stalled"))
         start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "save", "encode"))
         start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
+        start_at_zero(self._rejected, REJECTIONS)
+        start_at_zero(self._evictions, ("LEASE_EXPIRED", "STALLED"))
         start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
 
     # The shard itself
