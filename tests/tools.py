@@ -24,3 +24,7 @@ def need(program: str, package: str) -> str:
 
 def promtool() -> str:
     return need("promtool", "Debian and Ubuntu: apt install prometheus")
+
+
+def kubectl() -> str:
+    return need("kubectl", "the command line of Kubernetes; .ci/run gets it")
