@@ -1,4 +1,4 @@
-"""What a PromQL query names: enough of the grammar to find metrics, the labels they are asked for, and where they lie."""
+"""What a PromQL query names: enough of the grammar to find metrics, labels they are asked for, and where they lie."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import LocalCluster, http_get, until
 from prometheus_client.parser import text_string_to_metric_families
+
 from promql import FROM_TARGETS, Query, in_dashboards, in_rules
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -21,7 +21,7 @@ Series = dict[str, dict[str, set[str]]]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Series:
     """What a shard and its worker serve after a worker died; and what is made of it by recording."""
     with LocalCluster(tmp_path_factory.mktemp("queries") / "run") as cluster:
         cluster.start(shards=1, workers=["ann", "bob"])
@@ -38,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
     for query in QUERIES:
         if ":" in (name := query.where.split(": ")[1]):
             series[name] = {label: set() for label in query.grouped_by}
-    yield series
+    return series
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.where)

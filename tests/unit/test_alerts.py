@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from programs import promtool
 from promql import in_dashboards, in_rules
-from tools import promtool
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/prometheus"
 RULES, CASES = sorted((FOLDER / "rules").glob("*.yml")), sorted((FOLDER / "tests").glob("*.yml"))

@@ -13,10 +13,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from tools import kubectl
 
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.settings_loader import load
+from programs import kubectl
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy/kubernetes"

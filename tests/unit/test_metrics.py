@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -221,3 +223,14 @@ def test_two_learners_in_one_process_do_not_share_metrics():
     busy_worker()
 
     assert values(WorkerMetrics().registry)["diloco_worker_inner_steps_total"] == 0
+
+
+def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_event(repository: Path):
+    page = (repository / "docs/errors.md").read_text(encoding="utf-8")
+    rows = page.partition("| code of a rejected contribution |")[2].partition("\n\n")[0].splitlines()
+    codes = {code for row in rows[2:] for code in re.findall(r"`([A-Z_]+)`", row.split("|")[1])}
+    assert codes == {
+        series.split("=")[1].rstrip("}")
+        for series in values(ShardMetrics().registry)
+        if series.startswith("diloco_shard_contributions_rejected_total")
+    }
