@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes: Kustomize builds them, the API takes them, and they agree with themselves and with us."""
+"""The manifests for Kubernetes: Kustomize builds them, the API takes them, and all parts agree with each other."""
 
 from __future__ import annotations
 
