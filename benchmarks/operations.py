@@ -3,8 +3,8 @@
     python benchmarks/operations.py                 # five minutes: a real Prometheus scrapes a real `diloco up`
     python benchmarks/operations.py --draw          # the picture alone, from results/operations.json
 
-Two shards, three workers, our own rules. After WORKED_S the process of worker-1 gets SIGKILL; AWAY_S later it is started
-again with its name and its folder. Then the query API is asked for the whole time. Needs `prometheus` on PATH (Debian:
+Two shards, three workers, our own rules. After WORKED_S the process of worker-1 gets SIGKILL; AWAY_S later it is
+started again under its name. Then the query API is asked for the whole time. Needs `prometheus` on PATH (Debian:
 apt install prometheus); steps of the small model sleep, so that it does not need a quiet machine.
 """
 
@@ -26,9 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from operations_plot import draw
-
 from diloco_common.endpoints import Endpoints, read_address
+from operations_plot import draw
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PICTURE = HERE / "results/operations.json", HERE.parent / "docs/operations.png"
