@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
-_UNPACKED = {"promtool": CACHE / "prometheus/usr/bin/promtool", "kubectl": CACHE / "kubectl/kubectl"}
+_UNPACKED = {
+    "prometheus": CACHE / "prometheus/usr/bin/prometheus",
+    "promtool": CACHE / "prometheus/usr/bin/promtool",
+    "kubectl": CACHE / "kubectl/kubectl",
+}
 """Where .ci/run puts what the machine lacks."""
 
 
