@@ -20,8 +20,8 @@ LearnerState = Literal["alive", "stalled", "evicted", "left"]
 LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
 
 REJECTIONS = (
-    "MANIFEST_MISMATCH", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING", "NOT_SEEDED", "WRONG_EPOCH", "WRONG_ROUND", "TOO_STALE",
-    "BAD_SIZE", "BAD_CHECKSUM", "BAD_ENCODING", "CONTRIBUTION_CONFLICT", "NOT_FINITE", "NORM_TOO_LARGE",
+    "MANIFEST_MISMATCH", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING", "NOT_SEEDED", "WRONG_EPOCH", "WRONG_ROUND",
+    "TOO_STALE", "BAD_SIZE", "BAD_CHECKSUM", "BAD_ENCODING", "CONTRIBUTION_CONFLICT", "NOT_FINITE", "NORM_TOO_LARGE",
 )  # fmt: skip
 """Codes of a rejected contribution, as docs/errors.md lists them."""
 
