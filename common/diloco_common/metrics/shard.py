@@ -12,9 +12,9 @@ from diloco_common.metrics.registry import COUNTS, SECONDS, Totals, new_registry
 
 CloseReason = Literal["all", "grace", "lease"]
 """Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
-ComputePhase = Literal["inspect", "seed", "merge", "save", "encode"]
-"""What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, making it
-durable, and encoding for an observer."""
+ComputePhase = Literal["inspect", "seed", "merge", "encode"]
+"""What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, and encoding
+for an observer."""
 LearnerState = Literal["alive", "stalled", "evicted", "left"]
 """As in the core: evicted is one whose lease ran out, left one that said goodbye."""
 LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
@@ -201,7 +201,7 @@ class ShardMetrics:
         )
 
         start_at_zero(self._learners, ("alive", "stalled"))
-        start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "save", "encode"))
+        start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "encode"))
         start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
         start_at_zero(self._rejected, REJECTIONS)
         start_at_zero(self._evictions, ("LEASE_EXPIRED", "STALLED"))
