@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from diloco_common.settings import Settings, ShardSettings
+from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
 from programs import kubectl
 
@@ -58,10 +58,7 @@ def environment(build: str, pod: Resource) -> dict[str, str]:
             variables |= resource["data"]
     for variable in container["env"]:
         variables[variable["name"]] = variable.get("value", "0").replace("$(INDEX)", "0")
-    ours = {name: value for name, value in variables.items() if name.startswith("DILOCO_")}
-    if "data_dir" not in ShardSettings.model_fields:  # comes with the durable store
-        ours.pop("DILOCO_SHARD__DATA_DIR", None)
-    return ours
+    return {name: value for name, value in variables.items() if name.startswith("DILOCO_")}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
