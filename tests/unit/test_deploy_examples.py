@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -46,6 +47,32 @@ def test_slurm_reads_the_options_before_the_first_command(script: Path) -> None:
     assert lines[0] == "#!/bin/bash"
     assert options
     assert all(line.startswith("#") for line in lines[: options[-1]])
+
+
+STANDS_FOR = {
+    "scontrol": "printf 'node-%s\\n' 7 9",
+    "diloco": '[ "$1" = token ] && echo secret >"$2"',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@"; done',
+    "diloco-server": 'printf "%s " "$@"; echo',
+    "diloco-worker": 'printf "%s " "$@"; echo',
+}
+"""Programs of a Slurm node, which tell what they were asked for."""
+
+
+def test_slurm_starts_each_shard_with_its_index_and_workers_find_them_all(tmp_path: Path) -> None:
+    programs, folder = tmp_path / "bin", tmp_path / "a run"
+    programs.mkdir()
+    for name, body in STANDS_FOR.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    node = {"PATH": f"{programs}:{os.environ['PATH']}", "RUN_DIR": str(folder)}
+
+    shards = run("bash", SCRIPTS[0], SLURM_JOB_NODELIST="node-[7,9]", **node).splitlines()
+    assert [re.findall(r"--(?:index|count) (\d)", line) for line in shards] == [["0", "2"], ["1", "2"]]
+    assert [f"shard.data_dir={folder}/shard-{i}" in line for i, line in enumerate(shards)] == [True, True]
+
+    worker = run("bash", SCRIPTS[1], SLURM_ARRAY_TASK_ID="5", **node)
+    assert "--shards node-7:50051,node-9:50051 --learner-id worker-5 " in worker
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)

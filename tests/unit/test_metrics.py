@@ -185,6 +185,18 @@ def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
     assert values(m.registry)["diloco_shard_tokens_merged_total"] == 6000
 
 
+def test_a_learner_is_in_one_state():
+    m = ShardMetrics()
+    for state in ("alive", "evicted", "evicted", "alive", "left"):
+        m.learner_state("worker-1", state)
+
+    states = {series: value for series, value in values(m.registry).items() if "learner_state" in series}
+    assert [series for series, value in states.items() if value] == [
+        "diloco_shard_learner_state{learner=worker-1}{state=left}"
+    ]
+    assert len(states) == 4
+
+
 def test_a_learner_that_is_forgotten_leaves_no_series():
     m = busy_shard()
     m.learner_silent("worker-2", 0.1)

@@ -45,10 +45,12 @@ class Totals:
 
     def follow(self, total: float, *labels: str) -> None:
         """The total of these labels is now this much."""
-        seen = self._seen.get(labels, 0)
+        seen = self._seen.get(labels)
+        if seen is not None and total <= seen:  # most are, each time they are looked at
+            return
         series = self._counter.labels(*labels) if labels else self._counter
-        series.inc(max(total - seen, 0))
-        self._seen[labels] = max(total, seen)
+        series.inc(total - (seen or 0))
+        self._seen[labels] = total
 
     def forget(self, first_label: str) -> None:
         """Drop every series whose first label is this one."""

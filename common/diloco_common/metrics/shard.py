@@ -193,6 +193,7 @@ class ShardMetrics:
             ["learner", "state"],
             registry=registry,
         )
+        self._states: dict[str, LearnerState] = {}
         self._learner_contributions = Totals(
             "diloco_shard_learner_contributions_total",
             "Contributions by learner and fate: asked for, contributed, merged.",
@@ -249,8 +250,10 @@ class ShardMetrics:
         self._learner_silent.labels(learner).set(seconds)
 
     def learner_state(self, learner: str, state: LearnerState) -> None:
-        for one in LEARNER_STATES:
-            self._learner_state.labels(learner, one).set(one == state)
+        if self._states.get(learner) != state:
+            self._states[learner] = state
+            for one in LEARNER_STATES:
+                self._learner_state.labels(learner, one).set(one == state)
 
     def learner_contributions(self, learner: str, *, asked: int, contributed: int, merged: int) -> None:
         """Totals over all generations of the learner."""
@@ -262,8 +265,8 @@ class ShardMetrics:
         for gauge in self._per_learner:
             with contextlib.suppress(KeyError):
                 gauge.remove(learner)
-        for state in LEARNER_STATES:
-            with contextlib.suppress(KeyError):
+        if self._states.pop(learner, None):
+            for state in LEARNER_STATES:
                 self._learner_state.remove(learner, state)
         self._learner_contributions.forget(learner)
 
