@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from programs import kubectl
 
 ROOT = Path(__file__).resolve().parents[1]
