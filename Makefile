@@ -84,9 +84,9 @@ check-proto: $(PROTO_INSTALLED)
 
 check-metrics: $(INSTALLED)
 	@command -v promtool >/dev/null || printf '%s\n' '' \
-	  '  NOT CHECKED: promtool is not on PATH, so nobody looks at the metrics as Prometheus would.' \
+	  '  NOT CHECKED: promtool is not on PATH, so nobody looks at metrics and alerts as Prometheus would.' \
 	  '  It comes with Prometheus (Debian and Ubuntu: apt install prometheus).' '' >&2
-	$(BIN)/python -m pytest -q tests/unit/test_metrics.py -k promtool
+	$(BIN)/python -m pytest -q tests/unit/test_metrics.py tests/unit/test_alerts.py
 
 check-layers: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/unit/test_layering.py

@@ -130,6 +130,7 @@ class ShardHost:
                 self.shard.send_pulses()
                 next_pulse = now + self.settings.lease.heartbeat_s
                 self.observer.sample(now, is_ready=self.ready()[0])
+                self.metrics.versions_not_durable(self.keeper.not_durable)
             self.advance()
             await asyncio.sleep(TICK_S)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +34,14 @@ class Keeper:
 
     def __init__(self, store: Store, settings: ShardSettings, metrics: ShardMetrics, log: Log) -> None:
         self._store = store
+        self._folder = settings.data_dir
         self._interval_s = settings.interval_s if settings.durability == "interval" else 0.0
         self._metrics = metrics
         self._log = log
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="diloco-storage")
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._due: dict[int, tuple[StoredVersion, Manifest]] = {}  # fragment -> announced but not on disk
+        self._waiting = 0  # versions that are announced once they are on disk
         self._written_at: dict[int, float] = {}
         self._writing: dict[int, asyncio.Task[None]] = {}
         self._hurry = asyncio.Event()
@@ -55,6 +58,11 @@ class Keeper:
         """Fragments whose announced version is not on disk yet."""
         return len(self._due)
 
+    @property
+    def not_durable(self) -> int:
+        """Versions that are computed but not on disk yet, announced or not."""
+        return self._waiting + len(self._due)
+
     def hold(self, fragment_id: int) -> asyncio.Lock:
         """Hold this while the fragment's values change and until `keep` has returned."""
         return self._locks[fragment_id]
@@ -63,8 +71,12 @@ class Keeper:
         """Make a version durable, or see to it that it soon is. It may be announced when this returns."""
         fragment_id = version.record.fragment_id
         if not self._interval_s or fragment_id not in self._written_at:  # what a run begins with is always written
-            while not await self._write(version, manifest):  # noqa: ASYNC110 - a disk tells nobody
-                await asyncio.sleep(RETRY_S)
+            self._waiting += 1
+            try:
+                while not await self._write(version, manifest):  # noqa: ASYNC110 - a disk tells nobody
+                    await asyncio.sleep(RETRY_S)
+            finally:
+                self._waiting -= 1
             return
         self._due[fragment_id] = (version, manifest)
         if fragment_id not in self._writing:
@@ -106,7 +118,7 @@ class Keeper:
         """Try to write a version; False if the disk refused."""
         record, began = version.record, time.monotonic()
         try:
-            save = asyncio.get_running_loop().run_in_executor(self._threads, self._store.save, version, manifest)
+            save = asyncio.get_running_loop().run_in_executor(self._threads, self._save, version, manifest)
             num_bytes = await save
         except OSError as error:
             self._failed(version, error)
@@ -117,6 +129,15 @@ class Keeper:
         if self._failing.pop(record.fragment_id, None) and not self._failing:
             self._log.event("storage works again", fragment=record.fragment_id, version=record.version)
         return True
+
+    def _save(self, version: StoredVersion, manifest: Manifest) -> int:
+        """On a storage thread: looking at a disk may hang as writing to it may."""
+        try:
+            return self._store.save(version, manifest)
+        finally:
+            if self._folder is not None:
+                with contextlib.suppress(OSError):
+                    self._metrics.disk_free(shutil.disk_usage(self._folder).free)
 
     def _failed(self, version: StoredVersion, error: OSError) -> None:
         self._metrics.save_failed()

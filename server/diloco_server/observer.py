@@ -43,6 +43,11 @@ class Observer:
         self.bytes_pulled = 0
         self._history = ShardHistory.of(shard.settings, shard.epoch)
         metrics.epoch(shard.epoch)
+        settings = shard.settings
+        compared = {"shard.count": settings.shard.count, "sync.staleness_max": settings.sync.staleness_max}
+        if settings.sync.quorum != "all":
+            compared["sync.quorum"] = settings.sync.quorum
+        metrics.settings(compared)
 
     def note(self, event: Event) -> None:
         """An event of the core."""
@@ -134,10 +139,23 @@ class Observer:
         live = shard.membership.live()
         metrics.ready(is_ready)
         metrics.learners(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
-        metrics.open_rounds(sum(s.round is not None for s in shard.fragments.values()))
+        opened_at = [s.round.opened_at for s in shard.fragments.values() if s.round is not None]
+        metrics.open_rounds(len(opened_at), oldest_s=now - min(opened_at, default=now))
         metrics.grace(shard.grace_s())
         metrics.tokens(merged=shard.tokens_merged, budget=shard.settings.run.tokens)
+        ledger = shard.ledger
+        metrics.contributed_tokens(
+            accepted=ledger.tokens_accepted,
+            merged=ledger.tokens_merged,
+            late=ledger.tokens_late,
+            refused=sum(ledger.tokens_refused.values()),
+            fenced=ledger.tokens_fenced,
+        )
         for member in shard.membership.all():
+            metrics.learner_state(member.learner_id, member.state.value)
+            metrics.learner_contributions(
+                member.learner_id, asked=member.asked, contributed=member.contributed, merged=member.merged
+            )
             metrics.learner_silent(member.learner_id, now - member.last_heard)
             p = member.progress
             metrics.learner_progress(

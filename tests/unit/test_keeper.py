@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,3 +148,39 @@ def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
         keeper.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("durability", ["version", "interval"])
+def test_versions_that_wait_for_the_disk_are_counted(durability: str) -> None:
+    async def run() -> list[int]:
+        store = SlowStore()
+        keeper, _ = make_keeper(store, durability=durability, interval_s=0.005)
+        keeper.recovered(0)
+        store.gates[0] = threading.Event()
+        counts = [keeper.not_durable]
+        keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+        await eventually(lambda: keeper.not_durable)
+        counts.append(keeper.not_durable)
+        store.gates[0].set()
+        await asyncio.wait_for(keeping, 20.0)
+        await eventually(lambda: not keeper.not_durable)
+        keeper.close()
+        return counts
+
+    assert asyncio.run(run()) == [0, 1]
+
+
+@pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["taken", "refused"])
+def test_every_attempt_to_write_tells_how_much_room_is_left(tmp_path: Path, error: OSError | None) -> None:
+    async def run() -> float:
+        store = SlowStore()
+        keeper, metrics = make_keeper(store, data_dir=tmp_path)
+        store.error = error
+        keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+        free = lambda: metrics.registry.get_sample_value("diloco_shard_disk_free_bytes") or 0.0  # noqa: E731
+        await eventually(lambda: free() > 0)
+        keeping.cancel()
+        keeper.close()
+        return free()
+
+    assert asyncio.run(run()) == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import subprocess
-import warnings
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from diloco_common.metrics import ShardMetrics, WorkerMetrics
+from programs import promtool
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
@@ -33,19 +34,28 @@ def busy_shard() -> ShardMetrics:
     m.learners(alive=3, stalled=1)
     m.learner_progress("worker-1", inner_step=10, tokens=1000, step_seconds=0.25, loss=2.5)
     m.learner_silent("worker-1", 0.5)
+    m.learner_state("worker-1", "stalled")
+    m.learner_contributions("worker-1", asked=5, contributed=4, merged=3)
+    m.settings({"sync.quorum": 2})
+    m.contributed_tokens(accepted=900, merged=800, late=30, refused=20, fenced=10)
     m.contribution_accepted(staleness=1)
     m.contribution_duplicate()
     m.contribution_late()
     m.contribution_rejected("NOT_FINITE")
     m.received(100)
     m.sent(200)
-    m.open_rounds(4)
+    m.open_rounds(4, oldest_s=2.5)
     m.grace(0.75)
     m.quorum_reached(0.1)
     m.round_closed("grace", 2)
     m.merged(0.02)
     m.version_committed(3, 7, 1.5)
     m.tokens(merged=5000, budget=10_000)
+    m.saved(4096, 0.05)
+    m.save_failed()
+    m.versions_lost(2)
+    m.versions_not_durable(3)
+    m.disk_free(10_000_000)
     return m
 
 
@@ -87,7 +97,15 @@ def busy_worker(now: float = 0.0) -> WorkerMetrics:
         ("diloco_shard_staleness_versions_sum", 1),
         ("diloco_shard_received_bytes_total", 100),
         ("diloco_shard_sent_bytes_total", 200),
+        ("diloco_shard_learner_state{learner=worker-1}{state=stalled}", 1),
+        ("diloco_shard_learner_state{learner=worker-1}{state=alive}", 0),
+        ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=asked}", 5),
+        ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=merged}", 3),
+        ("diloco_shard_settings{setting=sync.quorum}", 2),
+        ("diloco_shard_contributed_tokens_total{fate=merged}", 800),
+        ("diloco_shard_contributed_tokens_total{fate=fenced}", 10),
         ("diloco_shard_open_rounds", 4),
+        ("diloco_shard_oldest_round_seconds", 2.5),
         ("diloco_shard_grace_seconds", 0.75),
         ("diloco_shard_quorum_seconds_sum", 0.1),
         ("diloco_shard_rounds_closed_total{why=grace}", 1),
@@ -98,6 +116,12 @@ def busy_worker(now: float = 0.0) -> WorkerMetrics:
         ("diloco_shard_version{fragment=3}", 7),
         ("diloco_shard_tokens_merged_total", 5000),
         ("diloco_shard_tokens_budget", 10_000),
+        ("diloco_shard_saved_bytes_total", 4096),
+        ("diloco_shard_save_seconds_count", 1),
+        ("diloco_shard_save_failures_total", 1),
+        ("diloco_shard_versions_lost_total", 2),
+        ("diloco_shard_versions_not_durable", 3),
+        ("diloco_shard_disk_free_bytes", 10_000_000),
     ],
 )
 def test_what_happens_in_a_shard_is_counted(series, value):
@@ -142,11 +166,13 @@ def test_the_age_of_a_version_grows_until_the_next_one():
     assert values(m.registry)[age] == 0
 
 
-def test_an_unknown_loss_is_not_zero():
+def test_what_is_unknown_is_not_zero():
     unknown = values(WorkerMetrics().registry)["diloco_worker_loss"]
     assert unknown != unknown
 
     m = ShardMetrics()
+    free = values(m.registry)["diloco_shard_disk_free_bytes"]
+    assert free != free
     m.learner_progress("worker-1", inner_step=0, tokens=0, step_seconds=0, loss=None)
     assert "diloco_shard_learner_loss{learner=worker-1}" not in values(m.registry)
 
@@ -157,6 +183,18 @@ def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
         m.tokens(merged=merged, budget=0)
 
     assert values(m.registry)["diloco_shard_tokens_merged_total"] == 6000
+
+
+def test_a_learner_is_in_one_state():
+    m = ShardMetrics()
+    for state in ("alive", "evicted", "evicted", "alive", "left"):
+        m.learner_state("worker-1", state)
+
+    states = {series: value for series, value in values(m.registry).items() if "learner_state" in series}
+    assert [series for series, value in states.items() if value] == [
+        "diloco_shard_learner_state{learner=worker-1}{state=left}"
+    ]
+    assert len(states) == 4
 
 
 def test_a_learner_that_is_forgotten_leaves_no_series():
@@ -181,13 +219,8 @@ def test_every_process_says_what_it_runs_and_what_it_uses(metrics):
 
 @pytest.mark.parametrize("metrics", [busy_shard(), busy_worker()], ids=["shard", "worker"])
 def test_promtool_finds_nothing_to_say(metrics):
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        warnings.warn("promtool is not installed: the metrics were NOT checked by it", stacklevel=1)
-        pytest.skip("promtool is not installed (Debian package: prometheus)")
-
     text = generate_latest(metrics.registry)
-    found = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
+    found = subprocess.run([promtool(), "check", "metrics"], input=text, capture_output=True, check=False)
 
     assert (found.returncode, found.stdout + found.stderr) == (0, b"")
 
@@ -196,3 +229,14 @@ def test_two_learners_in_one_process_do_not_share_metrics():
     busy_worker()
 
     assert values(WorkerMetrics().registry)["diloco_worker_inner_steps_total"] == 0
+
+
+def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_event(repository: Path):
+    page = (repository / "docs/errors.md").read_text(encoding="utf-8")
+    rows = page.partition("| code of a rejected contribution |")[2].partition("\n\n")[0].splitlines()
+    codes = {code for row in rows[2:] for code in re.findall(r"`([A-Z_]+)`", row.split("|")[1])}
+    assert codes == {
+        series.split("=")[1].rstrip("}")
+        for series in values(ShardMetrics().registry)
+        if series.startswith("diloco_shard_contributions_rejected_total")
+    }

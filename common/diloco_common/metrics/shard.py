@@ -1,46 +1,41 @@
-"""Every metric of shards and workers: names, help, labels and buckets stand here and nowhere else.
-
-Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has
-its own registry, because a worker may live in a process that has metrics of its own. Labels are bounded:
-fragments, codes of errors.py, and learner ids, which the shard checks before they get here and forgets when
-they are gone.
-
-The methods are named after what happened; the gauges of one sort are set together.
-"""
+"""What a shard measures."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import platform
-import time
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client import Counter, Gauge, Histogram
 
-PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
-"""What became of a push: the four of the protocol, and "failed" for no answer."""
+from diloco_common.metrics.registry import COUNTS, SECONDS, Totals, new_registry, start_at_zero
+
 CloseReason = Literal["all", "grace", "lease"]
 """Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
 ComputePhase = Literal["inspect", "seed", "merge", "encode"]
 """What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, and encoding
 for an observer."""
-SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
-"""What synchronisation computes on a learner."""
+LearnerState = Literal["alive", "stalled", "evicted", "left"]
+"""As in the core: evicted is one whose lease ran out, left one that said goodbye."""
+LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
 
-_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-_STALL_SECONDS = (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
+REJECTIONS = (
+    "MANIFEST_MISMATCH", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING", "NOT_SEEDED", "WRONG_EPOCH", "WRONG_ROUND",
+    "TOO_STALE", "BAD_SIZE", "BAD_CHECKSUM", "BAD_ENCODING", "CONTRIBUTION_CONFLICT", "NOT_FINITE", "NORM_TOO_LARGE",
+)  # fmt: skip
+"""Codes of a rejected contribution, as docs/errors.md lists them."""
 
 
 class ShardMetrics:
     """What a shard measures. Safe to call from any thread."""
 
     def __init__(self) -> None:
-        self.registry = registry = _new_registry()
+        self.registry = registry = new_registry()
         self._ready = Gauge("diloco_shard_ready", "1 while the shard can do its work.", registry=registry)
         self._epoch = Gauge("diloco_shard_epoch", "Restores of this shard.", registry=registry)
+        self._settings = Gauge(
+            "diloco_shard_settings", "Settings that alerts compare with, by name.", ["setting"], registry=registry
+        )
         self._learners = Gauge(
             "diloco_shard_learners",
             'Learners with a lease: "alive" are all, "stalled" those that send heartbeats but end no step.',
@@ -67,10 +62,17 @@ class ShardMetrics:
             ["code"],
             registry=registry,
         )
+        self._tokens = Totals(
+            "diloco_shard_contributed_tokens_total",
+            "Tokens of contributions, once per fragment, by fate: accepted ones end as merged or fenced (their learner "
+            "lost its lease first); late, refused and fenced ones are carried on by a learner that lives.",
+            ["fate"],
+            registry,
+        )
         self._staleness = Histogram(
             "diloco_shard_staleness_versions",
             "Latest version minus base version of accepted contributions.",
-            buckets=_COUNTS,
+            buckets=COUNTS,
             registry=registry,
         )
         self._received = Counter(
@@ -81,6 +83,11 @@ class ShardMetrics:
         self._sent = Counter("diloco_shard_sent_bytes_total", "Payload bytes of versions.", registry=registry)
 
         self._open_rounds = Gauge("diloco_shard_open_rounds", "Rounds collecting contributions.", registry=registry)
+        self._oldest_round = Gauge(
+            "diloco_shard_oldest_round_seconds",
+            "How long the open round that was opened first has been collecting; 0 without one.",
+            registry=registry,
+        )
         self._rounds_closed = Counter(
             "diloco_shard_rounds_closed_total",
             "Rounds closed: all asked contributed, the grace window ended, or the missing lost their leases.",
@@ -90,25 +97,25 @@ class ShardMetrics:
         self._participants = Histogram(
             "diloco_shard_round_participants",
             "Contributions merged per round.",
-            buckets=_COUNTS,
+            buckets=COUNTS,
             registry=registry,
         )
         self._round_seconds = Histogram(
             "diloco_shard_round_seconds",
             "From opening a round to announcing its version.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._quorum_seconds = Histogram(
             "diloco_shard_quorum_seconds",
             "From opening a round to its quorum.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._merge_seconds = Histogram(
             "diloco_shard_merge_seconds",
             "Merging contributions and taking the outer step.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._compute_seconds = Counter(
@@ -126,7 +133,7 @@ class ShardMetrics:
         self._save_seconds = Histogram(
             "diloco_shard_save_seconds",
             "Making a version durable: writing, and waiting for the disk.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._saved_bytes = Counter(
@@ -142,10 +149,22 @@ class ShardMetrics:
             "Announced versions that this shard came back without, as learners told that hold them.",
             registry=registry,
         )
-        self._tokens_merged = Counter(
+        self._versions_not_durable = Gauge(
+            "diloco_shard_versions_not_durable",
+            "Versions that are computed but not on disk yet.",
+            registry=registry,
+        )
+        self._disk_free = Gauge(
+            "diloco_shard_disk_free_bytes",
+            "Free space where versions are kept; NaN where they are kept in memory only.",
+            registry=registry,
+        )
+        self._disk_free.set(float("nan"))  # unknown is not zero
+        self._tokens_merged = Totals(
             "diloco_shard_tokens_merged_total",
             "Tokens merged in this run, averaged over the shard's fragments.",
-            registry=registry,
+            [],
+            registry,
         )
         self._tokens_budget = Gauge(
             "diloco_shard_tokens_budget",
@@ -168,12 +187,26 @@ class ShardMetrics:
             self._learner_loss,
             self._learner_silent,
         )
+        self._learner_state = Gauge(
+            "diloco_shard_learner_state",
+            "1 for the state that the learner is in, 0 for the others.",
+            ["learner", "state"],
+            registry=registry,
+        )
+        self._states: dict[str, LearnerState] = {}
+        self._learner_contributions = Totals(
+            "diloco_shard_learner_contributions_total",
+            "Contributions by learner and fate: asked for, contributed, merged.",
+            ["learner", "fate"],
+            registry,
+        )
 
-        _start_at_zero(self._learners, ("alive", "stalled"))
-        _start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "encode"))
-        _start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
-        _start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
-        self._tokens_merged_before = 0
+        start_at_zero(self._learners, ("alive", "stalled"))
+        start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "encode"))
+        start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
+        start_at_zero(self._rejected, REJECTIONS)
+        start_at_zero(self._evictions, ("LEASE_EXPIRED", "STALLED"))
+        start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
 
     # The shard itself
 
@@ -182,6 +215,11 @@ class ShardMetrics:
 
     def epoch(self, epoch: int) -> None:
         self._epoch.set(epoch)
+
+    def settings(self, settings: Mapping[str, float]) -> None:
+        """By name, such as sync.quorum."""
+        for name, value in settings.items():
+            self._settings.labels(name).set(value)
 
     def call_refused(self, code: str) -> None:
         self._refused_calls.labels(code).inc()
@@ -211,11 +249,26 @@ class ShardMetrics:
     def learner_silent(self, learner: str, seconds: float) -> None:
         self._learner_silent.labels(learner).set(seconds)
 
+    def learner_state(self, learner: str, state: LearnerState) -> None:
+        if self._states.get(learner) != state:
+            self._states[learner] = state
+            for one in LEARNER_STATES:
+                self._learner_state.labels(learner, one).set(one == state)
+
+    def learner_contributions(self, learner: str, *, asked: int, contributed: int, merged: int) -> None:
+        """Totals over all generations of the learner."""
+        for fate, total in (("asked", asked), ("contributed", contributed), ("merged", merged)):
+            self._learner_contributions.follow(total, learner, fate)
+
     def forget(self, learner: str) -> None:
         """Drop the series of a learner that has been gone for long. Repeating it is fine."""
         for gauge in self._per_learner:
             with contextlib.suppress(KeyError):
                 gauge.remove(learner)
+        if self._states.pop(learner, None):
+            for state in LEARNER_STATES:
+                self._learner_state.remove(learner, state)
+        self._learner_contributions.forget(learner)
 
     # Contributions and versions on the wire
 
@@ -232,6 +285,12 @@ class ShardMetrics:
     def contribution_rejected(self, code: str) -> None:
         self._rejected.labels(code).inc()
 
+    def contributed_tokens(self, *, accepted: int, merged: int, late: int, refused: int, fenced: int) -> None:
+        """Totals of this life of the shard."""
+        fates = {"accepted": accepted, "merged": merged, "late": late, "refused": refused, "fenced": fenced}
+        for fate, total in fates.items():
+            self._tokens.follow(total, fate)
+
     def received(self, num_bytes: int) -> None:
         self._received.inc(num_bytes)
 
@@ -240,8 +299,10 @@ class ShardMetrics:
 
     # Rounds
 
-    def open_rounds(self, count: int) -> None:
+    def open_rounds(self, count: int, *, oldest_s: float) -> None:
+        """`oldest_s` since the first of them was opened."""
         self._open_rounds.set(count)
+        self._oldest_round.set(oldest_s)
 
     def grace(self, seconds: float) -> None:
         self._grace_seconds.set(seconds)
@@ -276,178 +337,17 @@ class ShardMetrics:
     def versions_lost(self, count: int) -> None:
         self._versions_lost.inc(count)
 
+    def versions_not_durable(self, count: int) -> None:
+        self._versions_not_durable.set(count)
+
+    def disk_free(self, num_bytes: int) -> None:
+        self._disk_free.set(num_bytes)
+
     def version(self, fragment: int, version: int) -> None:
         """A version that came by seeding or restoring, without a round."""
         self._version.labels(str(fragment)).set(version)
 
     def tokens(self, *, merged: int, budget: int) -> None:
         """`merged` is the whole of the run so far; what it was when the shard was restored counts too."""
-        self._tokens_merged.inc(max(merged - self._tokens_merged_before, 0))
-        self._tokens_merged_before = max(merged, self._tokens_merged_before)
+        self._tokens_merged.follow(merged)
         self._tokens_budget.set(budget)
-
-
-class WorkerMetrics:
-    """What a learner measures. Safe to call from any thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.registry = registry = _new_registry()
-        self._inner_steps = Counter("diloco_worker_inner_steps_total", "Inner steps taken.", registry=registry)
-        self._tokens = Counter("diloco_worker_tokens_total", "Tokens trained on.", registry=registry)
-        self._loss = Gauge("diloco_worker_loss", "Training loss of the last inner step.", registry=registry)
-        self._loss.set(float("nan"))  # unknown is not zero
-        self._step_seconds = Histogram(
-            "diloco_worker_inner_step_seconds",
-            "From the end of one inner step to the end of the next.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._stall_seconds = Histogram(
-            "diloco_worker_sync_stall_seconds",
-            "How long learner.step held the training loop.",
-            buckets=_STALL_SECONDS,
-            registry=registry,
-        )
-
-        self._pushes = Counter(
-            "diloco_worker_pushes_total",
-            "Pushes of contributions, by outcome; repeats count.",
-            ["outcome"],
-            registry=registry,
-        )
-        self._unmerged = Gauge(
-            "diloco_worker_contributions_unmerged",
-            "Contributions pushed, or waiting to be, that are in no version yet.",
-            registry=registry,
-        )
-        self._tokens_carried = Counter(
-            "diloco_worker_tokens_carried_total",
-            "Tokens that missed a round and went on into a later one, averaged over fragments.",
-            registry=registry,
-        )
-        self._pushed_bytes = Counter(
-            "diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.", registry=registry
-        )
-        self._pulled_bytes = Counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.", registry=registry)
-        self._encode_seconds = Histogram(
-            "diloco_worker_encode_seconds",
-            "Making and encoding one pseudo-gradient.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-
-        self._connected_shards = Gauge(
-            "diloco_worker_connected_shards", "Shards where the learner holds a lease.", registry=registry
-        )
-        self._reconnects = Counter(
-            "diloco_worker_reconnects_total", "Control streams opened after the first one.", registry=registry
-        )
-        self._version = Gauge(
-            "diloco_worker_version",
-            "Version that was applied last, by fragment.",
-            ["fragment"],
-            registry=registry,
-        )
-        self._version_age = Gauge(
-            "diloco_worker_version_age_seconds",
-            "Time since a version was applied, by fragment.",
-            ["fragment"],
-            registry=registry,
-        )
-        self._apply_seconds = Histogram(
-            "diloco_worker_apply_seconds",
-            "Laying one version under the learner's own progress.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-
-        self._sync_seconds = Counter(
-            "diloco_worker_sync_seconds_total",
-            "CPU time that synchronisation took, by what for; apply in the training thread.",
-            ["phase"],
-            registry=registry,
-        )
-
-        _start_at_zero(self._sync_seconds, ("snapshot", "encode", "decode", "apply"))
-        _start_at_zero(self._pushes, ("accepted", "duplicate", "late", "rejected", "failed"))
-
-    def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
-        """One inner step ended."""
-        self._inner_steps.inc()
-        self._tokens.inc(tokens)
-        self._step_seconds.observe(seconds)
-        if loss is not None:
-            self._loss.set(loss)
-
-    def stalled(self, seconds: float) -> None:
-        """learner.step returned after `seconds`."""
-        self._stall_seconds.observe(seconds)
-
-    def encoded(self, seconds: float) -> None:
-        self._encode_seconds.observe(seconds)
-
-    def pushed(self, outcome: PushOutcome, num_bytes: int) -> None:
-        self._pushes.labels(outcome).inc()
-        self._pushed_bytes.inc(num_bytes)
-
-    def contributions_unmerged(self, count: int) -> None:
-        self._unmerged.set(count)
-
-    def carried(self, tokens: int | float) -> None:
-        self._tokens_carried.inc(tokens)
-
-    def pulled(self, num_bytes: int) -> None:
-        self._pulled_bytes.inc(num_bytes)
-
-    def applied(self, fragment: int, version: int, seconds: float) -> None:
-        self._apply_seconds.observe(seconds)
-        self._version.labels(str(fragment)).set(version)
-        at = self._clock()
-        self._version_age.labels(str(fragment)).set_function(lambda: self._clock() - at)
-
-    def computed(self, phase: SyncPhase, cpu_seconds: float) -> None:
-        self._sync_seconds.labels(phase).inc(cpu_seconds)
-
-    def connected(self, shards: int) -> None:
-        self._connected_shards.set(shards)
-
-    def reconnected(self) -> None:
-        self._reconnects.inc()
-
-
-class _Registry(CollectorRegistry):
-    """A registry without the `_created` series that the library adds to every counter and histogram."""
-
-    def collect(self) -> Iterable[Metric]:
-        for family in super().collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
-
-
-def _new_registry() -> CollectorRegistry:
-    registry = _Registry()
-    ProcessCollector(registry=registry)
-    build = Gauge(
-        "diloco_build_info",
-        "Versions of this process; always 1.",
-        ["version", "python", "torch", "grpcio"],
-        registry=registry,
-    )
-    build.labels(
-        _installed("decoupled-diloco"), platform.python_version(), _installed("torch"), _installed("grpcio")
-    ).set(1)
-    return registry
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
-
-
-def _start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
-    """Rates and alerts need a series before its first event."""
-    for value in values:
-        metric.labels(value)

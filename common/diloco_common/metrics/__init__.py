@@ -1,0 +1,14 @@
+"""Every metric of shards and workers: names, help, labels and buckets stand in this folder and nowhere else.
+
+Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has
+its own registry, because a worker may live in a process that has metrics of its own. Labels are bounded:
+fragments, codes of errors.py, and learner ids, which the shard checks before they get here and forgets when
+they are gone.
+
+The methods are named after what happened; the gauges of one sort are set together.
+"""
+
+from diloco_common.metrics.shard import CloseReason, ComputePhase, ShardMetrics
+from diloco_common.metrics.worker import PushOutcome, SyncPhase, WorkerMetrics
+
+__all__ = ["CloseReason", "ComputePhase", "PushOutcome", "ShardMetrics", "SyncPhase", "WorkerMetrics"]

@@ -1,0 +1,75 @@
+"""What the metrics of both processes begin with: a registry, what runs in the process, and buckets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, ProcessCollector
+
+COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+"""Buckets of small whole numbers."""
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+
+def new_registry() -> CollectorRegistry:
+    """An empty registry but for the process itself and its versions."""
+    registry = _Registry()
+    ProcessCollector(registry=registry)
+    build = Gauge(
+        "diloco_build_info",
+        "Versions of this process; always 1.",
+        ["version", "python", "torch", "grpcio"],
+        registry=registry,
+    )
+    build.labels(
+        _installed("decoupled-diloco"), platform.python_version(), _installed("torch"), _installed("grpcio")
+    ).set(1)
+    return registry
+
+
+def start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
+    """Rates and alerts need a series before its first event."""
+    for value in values:
+        metric.labels(value)
+
+
+class Totals:
+    """A counter that follows totals kept elsewhere. It never falls: a total that begins anew adds nothing until it is
+    above the old one."""
+
+    def __init__(self, name: str, what: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._counter = Counter(name, what, labels, registry=registry)
+        self._seen: dict[tuple[str, ...], float] = {}
+
+    def follow(self, total: float, *labels: str) -> None:
+        """The total of these labels is now this much."""
+        seen = self._seen.get(labels)
+        if seen is not None and total <= seen:  # most are, each time they are looked at
+            return
+        series = self._counter.labels(*labels) if labels else self._counter
+        series.inc(total - (seen or 0))
+        self._seen[labels] = total
+
+    def forget(self, first_label: str) -> None:
+        """Drop every series whose first label is this one."""
+        for labels in [labels for labels in self._seen if labels[0] == first_label]:
+            self._counter.remove(*labels)
+            del self._seen[labels]
+
+
+class _Registry(CollectorRegistry):
+    """A registry without the `_created` series that the library adds to every counter and histogram."""
+
+    def collect(self) -> Iterable[Metric]:
+        for family in super().collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

@@ -1,0 +1,52 @@
+"""Dashboards of Grafana: whole, readable without asking, and of one data source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+GRAFANA = Path(__file__).resolve().parents[2] / "deploy/grafana"
+BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def test_every_dashboard_has_a_name_of_its_own() -> None:
+    assert sorted(board["uid"] for board in BOARDS.values()) == ["diloco-run", "diloco-workers"]
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_panel_says_what_it_shows_and_in_which_unit(name: str) -> None:
+    for panel in panels(BOARDS[name]):
+        assert panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        if panel["type"] in ("timeseries", "stat"):
+            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_panels_fill_the_page_and_never_overlap(name: str) -> None:
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in BOARDS[name]["panels"]):
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken
+        taken |= cells
+    assert {x for x, _ in taken} == set(range(24))
+    assert len(taken) == 24 * len({y for _, y in taken})
+
+
+def test_every_query_asks_the_data_source_that_is_provisioned() -> None:
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    named = {
+        target["datasource"]["uid"]
+        for board in BOARDS.values()
+        for panel in panels(board)
+        for target in [panel, *panel["targets"]]
+    }
+    assert named == {source["uid"]}
