@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from diloco_common.metrics import ShardMetrics
 from diloco_common.security import read_token
 from diloco_common.settings import Settings
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_server.clock import AwakeClock
 from diloco_server.host import ShardHost
 from diloco_server.service import ParameterServer
 from diloco_server.status import shard_status
@@ -35,8 +35,8 @@ DRAIN_S = 5.0
 class ShardServer:
     """A shard that serves. Use inside one event loop: `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` counts seconds; leases and grace windows are measured by it.
+    def __init__(self, settings: Settings, clock: Callable[[], float] | None = None) -> None:
+        """`clock` counts seconds; leases and grace windows are measured by it. None: while this process is awake.
 
         Raises InUse or DataError where the data folder cannot be had.
         """
@@ -45,7 +45,7 @@ class ShardServer:
         self.http_address = ""
         metrics = ShardMetrics()
         store, self._lock = open_store(settings)
-        self.host = ShardHost(settings, store, metrics, clock)
+        self.host = ShardHost(settings, store, metrics, clock or AwakeClock(settings.lease.heartbeat_s))
         self._http = HttpServer(
             settings.shard.http,
             registry=metrics.registry,
