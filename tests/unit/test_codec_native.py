@@ -151,3 +151,29 @@ def test_they_are_compiled_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> No
     assert again is not None
     assert again.path == first.path
     assert list(tmp_path.rglob("*.so")) == [first.path]
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_a_portable_library_beside_the_source_needs_no_compiler_and_no_cache(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "installed" / native.SOURCE.name
+    source.parent.mkdir()
+    source.write_bytes(native.SOURCE.read_bytes())
+    monkeypatch.setattr(native, "SOURCE", source)
+    portable = native.compile_portable()
+    if portable is None:
+        pytest.skip("this machine's CPU is older than the portable instruction set")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = native.kernels()
+    assert found is not None
+    assert found.path == portable
+    assert encoded(get_codec("int8"), torch.ones(3)).numel() == 7
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_a_portable_library_is_left_alone_by_a_cpu_that_lacks_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_cpu", lambda: "flags : fpu sse2")
+    assert native.compile_portable() is None

@@ -3,7 +3,8 @@
 Compiled with the machine's C compiler when they are first used, in under a second, and kept under the user's cache
 folder by the hash of source, compiler flags and CPU. Nothing depends on them: without a compiler, with DILOCO_NATIVE=0,
 or on another device, the torch code runs and gives the same bytes. `python -m diloco_common.codec.native` compiles them
-now and says whether they are used.
+now and says whether they are used; with `--portable` it lays a library beside the source that runs on other machines
+too, for container images, which have no compiler. Where that library fits the CPU, it is the one that is used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+PORTABLE = {"x86_64": ("-march=x86-64-v3", "abm avx2 bmi1 bmi2 f16c fma movbe"), "aarch64": ("-march=armv8-a", "asimd")}
+"""Machine -> the instruction set of a portable library, and what /proc/cpuinfo says where a CPU has it."""
 COMPILE_S = 60.0
 
 
@@ -73,24 +76,54 @@ def kernels() -> Kernels | None:
         return None
 
 
+def compile_portable() -> Path | None:
+    """Lay the portable library beside the source; None where this CPU could not run it.
+
+    Raises OSError or CalledProcessError.
+    """
+    path = _portable()
+    if path is not None:
+        _compile(PORTABLE[platform.machine()][0], path)
+    return path
+
+
 def _compiled() -> Path | None:
     """Where the compiled kernels are; compiles them if they are not there yet."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    source = SOURCE.read_bytes()
-    what = hashlib.sha256(source + " ".join(FLAGS).encode() + _cpu().encode()).hexdigest()[:16]
+    portable = _portable()
+    if portable is not None and portable.exists():
+        return portable
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache_home / "decoupled-diloco" / f"kernels-{what}.so"
-    if path.exists():
-        return path
-    if compiler is None:
+    path = cache_home / "decoupled-diloco" / f"kernels-{_digest(_cpu())}.so"
+    if not path.exists():
+        if shutil.which(_compiler()) is None:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _compile("-march=native", path)
+    return path
+
+
+def _portable() -> Path | None:
+    """Where the library beside the source lies, if there is one; None where this CPU could not run it."""
+    march, needed = PORTABLE.get(platform.machine(), ("", ""))
+    if not march or not set(needed.split()) <= set(_cpu().split()):
         return None
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return SOURCE.with_name(f"kernels-{_digest(march)}.so")
+
+
+def _digest(runs_on: str) -> str:
+    return hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + runs_on.encode()).hexdigest()[:16]
+
+
+def _compiler() -> str:
+    return os.environ.get("CC", "cc")
+
+
+def _compile(march: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder, path.name)
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+        command = [_compiler(), march, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
         made.replace(path)  # at once, so that processes that start together do not read half of it
-    return path
 
 
 def _cpu() -> str:
@@ -118,6 +151,8 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 if __name__ == "__main__":
+    if "--portable" in sys.argv[1:]:
+        compile_portable()
     found = kernels()
     print(f"native kernels: {found.path}" if found else "no native kernels (no C compiler, or DILOCO_NATIVE=0)")
     sys.exit(0 if found else 1)
