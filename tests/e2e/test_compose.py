@@ -119,7 +119,7 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
     page.follow("bring the shard back")
     until(lambda: targets_up(project, shards=2, workers=3), "the shard to be scraped again")
     until(lambda: min_over_shards(project, PROGRESS) > before, "both shards to go on where they were")
-    assert "restored" in project.said("shard-0"), "it came back from its volume, not from the learners"
+    assert "recovered fragments=" in project.said("shard-0"), "it came back from its volume, not from the learners"
     page.note("the shard came back with its versions")
 
     page.follow("scale")
