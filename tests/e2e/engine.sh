@@ -24,7 +24,9 @@ start_engine() {
   fi
   docker compose version >/dev/null 2>&1 || command -v docker-compose >/dev/null \
     || { [ "$(id -u)" = 0 ] && _install docker-compose:docker-compose; } || { echo "there is no docker-compose" >&2; return 1; }
-  _images
+  _images || return 1
+  docker run --rm --network none python:3.11-slim true >/dev/null 2>&1 \
+    || { echo "the engine answers, but containers do not run on it here" >&2; return 1; }
 }
 
 stop_engine() {
