@@ -16,7 +16,7 @@ GRPCIO_TOOLS := grpcio-tools==1.71.2
 SOURCES := protos/diloco_protos common server worker simulator deploy tests tools benchmarks examples
 
 # Overridable: make demo DEMO="--workers 4 --tokens 4_000_000"; make test TESTS="tests/unit -k round"
-DEMO ?= --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
+DEMO ?= --fresh --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
 UP ?= --shards 2 --workers 3
 TESTS ?=
 # The interpreter that .venv is made with; without it, the first of these that is new enough.
@@ -60,6 +60,15 @@ e2e-compose: $(INSTALLED) ## Follow docs/deploy.md on real containers (needs a D
 	@source tests/e2e/engine.sh; trap stop_engine EXIT; PYTHON=$(BIN)/python start_engine \
 	  || { echo "make: NOT RUN: docs/deploy.md was not followed on real containers, see above" >&2; exit $(if $(CI),0,2); }; \
 	$(BIN)/python -m pytest -m compose -s tests/e2e/test_compose.py
+
+SIMULATE ?= --schedules 10000 --jobs 2
+
+.PHONY: simulate mutants
+simulate: $(INSTALLED) ## Run 10 000 random schedules of 3 shards and 5 learners in virtual time
+	OMP_NUM_THREADS=1 $(BIN)/python -m diloco_simulator $(SIMULATE)
+
+mutants: $(INSTALLED) ## Break one guard at a time: the simulation has to find each
+	$(BIN)/python -m pytest -q tests/simulation/test_simulation_mutants.py
 
 .PHONY: check
 check: check-format check-types check-proto check-metrics check-layers check-wheel ## Check style, types, protocol, metrics, layers and wheel

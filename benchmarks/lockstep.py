@@ -29,7 +29,7 @@ from diloco_common.messages import Collect, Committed, Progress, PushAnswer, Pus
 from diloco_common.settings import Settings, ShardSettings
 from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import MergeRound, SeedFragment, Tell
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.shard import Shard
 from diloco_worker.builtin import training
@@ -95,7 +95,6 @@ class ShardRig:
         self._cluster = cluster
         self._sync = settings.sync
         self._outer = make_outer_optimizer(settings.outer)
-        self._workspace = Workspace()
 
     def advance(self) -> None:
         self.shard.tick(self._cluster.clock.now)
@@ -128,7 +127,7 @@ class ShardRig:
         assert state.values is not None
         arithmetic.step(
             state.values, state.fragment, effect.contributions,
-            outer_step=effect.version, rule=self._sync.merge, optimizer=self._outer, workspace=self._workspace,
+            outer_step=effect.version, rule=self._sync.merge, optimizer=self._outer,
         )  # fmt: skip
         published = arithmetic.publish(state.values, self._sync.pull, state.published)
         self.shard.committed(effect.fragment_id, published, self._cluster.clock.now)

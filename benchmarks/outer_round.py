@@ -6,9 +6,9 @@
 
 Real shard and learner processes on loopback. A round: every learner snapshots, encodes and pushes all fragments, the
 shards merge and step, every learner pulls, decodes and applies. In the same run, round by round in turn: the same
-number of float32 parameters all-reduced by torch.distributed with Gloo among the same learner processes, and the
-machine's ceilings. The first rounds of each, in which memory is faulted in, are not counted. Needs Linux; memory: about
-36 bytes per parameter and learner.
+number of float32 parameters all-reduced by torch.distributed with Gloo among the same learner processes; the same bytes
+sent by bare gRPC (bare_wire.py, the floor of every design over gRPC); and the machine's ceilings. The first rounds of
+each, in which memory is faulted in, are not counted. Needs Linux; memory: about 36 bytes per parameter and learner.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from bare_wire import BareWire, WireSpec
 from ceilings import Memory, loopback_bytes_per_s
 from diloco_common.allocator import tune_allocator
 from light_learners import ShardProcess, running_shard, tensors_of
@@ -152,13 +153,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
         usage = Usage(learners, shards)
         memory = Memory()
-        ours_s, gloo_s, memory_bps, loopback_bps = [], [], [], []
-        for i in range(-WARM_UP, args.rounds):
+        ours_s, gloo_s, bare_s, bare_cpu_s, memory_bps, loopback_bps = [], [], [], [], [], []
+        up, down = bytes_of_a_round(learners)
+        bare = BareWire(WireSpec(args.learners, args.shards, args.fragments, up, down), stack)
+        for i in range(1 - WARM_UP, args.rounds):
             seconds = usage.during(lambda: learners.timed("round")) if i >= 0 else learners.timed("round")
             peer_s = 0.0 if args.no_gloo else learners.timed("gloo")
             if i >= 0:
                 ours_s.append(seconds)
                 gloo_s.append(peer_s)
+                seconds_bare, cpu_bare = bare.round()
+                bare_s.append(seconds_bare)
+                bare_cpu_s.append(cpu_bare)
                 memory_bps.append(memory.bytes_per_s())
                 loopback_bps.append(loopback_bytes_per_s())
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
@@ -177,6 +183,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": ours_s, "seconds_median": median(ours_s), "gloo_seconds": gloo_s,
         "gloo_seconds_median": median(gloo_s) or None,
         "ratio_to_gloo": None if args.no_gloo else median(o / g for o, g in zip(ours_s, gloo_s, strict=True)),
+        "bare_grpc_seconds": bare_s, "bare_grpc_seconds_median": median(bare_s),
+        "bare_grpc_cpu_seconds": median(bare_cpu_s),
+        "ratio_to_bare_grpc": median(o / b for o, b in zip(ours_s, bare_s, strict=True)),
         "bytes_up_per_param": bytes_up, "bytes_down_per_param": bytes_down,
         "share_of_data_parallel_per_step": (bytes_up + bytes_down) / args.fragments / (2 * FP32_BYTES),
         "learner_cpu_seconds": usage.learner_cpu_s / args.rounds / args.learners,
@@ -193,6 +202,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def bytes_of_a_round(learners: Learners) -> tuple[int, int]:
+    """What one learner sends and what it receives in a round: takes one."""
+    before = learners.usage()[0]
+    learners.timed("round")
+    after = learners.usage()[0]
+    return after["bytes_up"] - before["bytes_up"], after["bytes_down"] - before["bytes_down"]
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -204,7 +221,7 @@ def free_port() -> int:
 
 
 WHAT = {
-    "snapshot": "learner: snapshot, in learner.step",
+    "snapshot": "learner: snapshot, beside the training",
     "encode": "learner: pseudo-gradient, error feedback, encode",
     "inspect": "shard:   norms of what came in",
     "merge": "shard:   merge, outer step, encode the version",
@@ -225,6 +242,8 @@ def show(r: dict[str, Any]) -> None:
     if r["ratio_to_gloo"] is not None:
         line(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
         line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
+    line(f"bare gRPC        {spread(r['bare_grpc_seconds'])}: the same bytes and nothing else;")
+    line(f"                 ours takes {r['ratio_to_bare_grpc']:.2f} of that")
     line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
     line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
     line(f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard")
@@ -251,6 +270,7 @@ def show(r: dict[str, Any]) -> None:
     for phase, what in WHAT.items():
         seconds = r["phases_cpu_seconds"].get(phase, 0.0)
         line(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
+    line(f"    of which bare gRPC takes                         {r['bare_grpc_cpu_seconds']:7.2f} s")
     cores = os.cpu_count() or 1
     line(f"  {'together':<50} {total:6.2f} s, so on {cores} cores at least {total / cores:.2f} s")
 

@@ -1,6 +1,7 @@
 """How much memory a shard takes: a real server process, learners that only push and pull, peak RSS from the kernel.
 
     python benchmarks/shard_memory.py                  # 100 M parameters, 4 learners, 24 fragments: about a minute
+    python benchmarks/shard_memory.py --push int4 --pull int8
     python benchmarks/shard_memory.py --json
 
 The learners seed all fragments at once, as real ones do that start together. Then a round of every fragment is opened,
@@ -27,10 +28,10 @@ BYTES_PER_PARAMETER_MAX = 12.0
 MB = 1e6
 
 
-async def load(shard: ShardProcess, manifest: Manifest, learners: int, rounds: int) -> Accepted:
+async def load(shard: ShardProcess, manifest: Manifest, learners: int, rounds: int, push: str) -> Accepted:
     """Seed and contribute as described above."""
     accepted = Accepted()
-    contributions = noise_of(manifest.fragments, 0.001, "int8")
+    contributions = noise_of(manifest.fragments, 0.001, push)
     all_learners = [
         LightLearner(f"learner-{i}", shard, manifest, manifest.fragments, contributions, accepted)
         for i in range(learners)
@@ -60,6 +61,8 @@ def main() -> int:
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3, help="of every fragment")
+    parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
+    parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -69,20 +72,25 @@ def main() -> int:
     every = f"sync.sync_every={args.fragments}"
     # The learners share an event loop that also encodes: a lease must outlast that.
     lease = ("lease.lease_s=300", "lease.heartbeat_s=1")
-    with running_shard(f"sync.fragments={args.fragments}", every, "sync.quorum=all", *lease) as shard:
+    encodings = (f"sync.push={args.push}", f"sync.pull={args.pull}")
+    with running_shard(f"sync.fragments={args.fragments}", every, "sync.quorum=all", *encodings, *lease) as shard:
         idle = shard.rss_bytes()
-        accepted = asyncio.run(load(shard, manifest, args.learners, args.rounds))
+        accepted = asyncio.run(load(shard, manifest, args.learners, args.rounds, args.push))
         peak = shard.rss_bytes("VmHWM")
     own = (peak - idle - accepted.most) / parameters
     result = {
         "parameters": parameters, "learners": args.learners, "fragments": args.fragments, "rounds": args.rounds,
+        "push": args.push, "pull": args.pull,
         "idle_bytes": idle, "peak_bytes": peak, "open_contribution_bytes": accepted.most,
         "bytes_per_parameter": round(own, 3), "bytes_per_parameter_max": BYTES_PER_PARAMETER_MAX,
     }  # fmt: skip
     if args.json:
         print(json.dumps(result, indent=2))
     else:
-        print(f"{parameters / 1e6:.1f} M parameters, {args.learners} learners, {args.fragments} fragments")
+        print(
+            f"{parameters / 1e6:.1f} M parameters, {args.learners} learners, {args.fragments} fragments,",
+            f"push {args.push}, pull {args.pull}",
+        )
         print(f"idle shard                    {idle / MB:8.0f} MB")
         print(f"peak                          {peak / MB:8.0f} MB")
         print(f"contributions of open rounds  {accepted.most / MB:8.0f} MB")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.manifest import Piece
 from diloco_common.settings import Settings
-from diloco_server.core.merge import Workspace, merge_pieces, piece_norms
+from diloco_server.core.merge import merge as merged_slices
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.rounds import Contribution
 
 
@@ -36,12 +37,9 @@ def decoded(payload: Payload) -> Tensor:
     return out
 
 
-def merge(
-    contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str, workspace: Workspace | None = None
-) -> Tensor:
+def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str) -> Tensor:
     """The merged pseudo-gradient of all pieces: float32 [num_elements]."""
-    parts = merge_pieces(contributions, pieces, rule, workspace or Workspace())
-    return torch.cat([values.clone() for _, values in parts])
+    return torch.cat([merged.tensor().clone() for merged in merged_slices(contributions, pieces, rule)])
 
 
 def one_piece(num_elements: int, *, mean_merge: bool = False) -> tuple[Piece, ...]:

@@ -28,7 +28,7 @@ from diloco_common.settings import Settings, ShardSettings
 from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import Event, MergeRound, SeedFragment, Tell
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.shard import Shard
 from diloco_worker.core.fragment import Pending
@@ -50,7 +50,6 @@ class ShardShell:
         """What the compute thread would have to do, while `holds_jobs`."""
         self.holds_jobs = False
         self._outer = make_outer_optimizer(settings.outer)
-        self._workspace = Workspace()
 
     def advance(self, seconds: float = 0.0) -> None:
         """Let time pass, and everything happen that is due."""
@@ -101,7 +100,7 @@ class ShardShell:
         assert state.values is not None
         arithmetic.step(
             state.values, state.fragment, job.contributions, outer_step=job.version, rule=self.settings.sync.merge,
-            optimizer=self._outer, workspace=self._workspace,
+            optimizer=self._outer,
         )  # fmt: skip
         published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
         self.shard.committed(job.fragment_id, published, self.now)
@@ -177,7 +176,10 @@ class Lockstep:
             for learner_id in order or sorted(self.learners):
                 learner = self.learners[learner_id]
                 moved |= self._hear(learner)
-                learner.outbox += learner.core.snapshots()
+                taken = learner.core.snapshots()
+                for pending in taken:
+                    pending.take_snapshot()
+                learner.outbox += taken
                 if not learner.held:
                     moved |= self.send(learner_id)
 

@@ -30,6 +30,8 @@ class Collect:
 
     fragment_id: int
     round: int
+    epoch: int
+    """That the latest version was made in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Committed:
     participants: int
     merged_version: int
     """The last version that the receiver's contribution was merged into; 0 if there is none."""
+    epoch: int
+    """That the version was made in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,17 @@ class FragmentStatus:
     seeded: bool
     version: int
     merged_version: int
+    epoch: int
+    """That the version was made in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version that a learner holds."""
+
+    fragment_id: int
+    epoch: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,7 @@ class PushHeader:
     fragment_id: int
     round: int
     epoch: int
+    """That the base version was made in; of a seed, the shard's."""
     base_version: int
     tokens: int
     steps: int

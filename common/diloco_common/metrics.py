@@ -23,9 +23,9 @@ PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """What became of a push: the four of the protocol, and "failed" for no answer."""
 CloseReason = Literal["all", "grace", "lease"]
 """Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
-ComputePhase = Literal["inspect", "seed", "merge", "save", "encode"]
-"""What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, making it
-durable, and encoding for an observer."""
+ComputePhase = Literal["inspect", "seed", "merge", "encode"]
+"""What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, and encoding
+for an observer."""
 SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
 """What synchronisation computes on a learner."""
 
@@ -123,6 +123,25 @@ class ShardMetrics:
             registry=registry,
         )
         self._version = Gauge("diloco_shard_version", "Latest version, by fragment.", ["fragment"], registry=registry)
+        self._save_seconds = Histogram(
+            "diloco_shard_save_seconds",
+            "Making a version durable: writing, and waiting for the disk.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._saved_bytes = Counter(
+            "diloco_shard_saved_bytes_total", "Bytes of versions made durable.", registry=registry
+        )
+        self._save_failures = Counter(
+            "diloco_shard_save_failures_total",
+            "Attempts to make a version durable that the disk refused; repeats count.",
+            registry=registry,
+        )
+        self._versions_lost = Counter(
+            "diloco_shard_versions_lost_total",
+            "Announced versions that this shard came back without, as learners told that hold them.",
+            registry=registry,
+        )
         self._tokens_merged = Counter(
             "diloco_shard_tokens_merged_total",
             "Tokens merged in this run, averaged over the shard's fragments.",
@@ -151,7 +170,7 @@ class ShardMetrics:
         )
 
         _start_at_zero(self._learners, ("alive", "stalled"))
-        _start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "save", "encode"))
+        _start_at_zero(self._compute_seconds, ("inspect", "seed", "merge", "encode"))
         _start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
         _start_at_zero(self._rounds_closed, ("all", "grace", "lease"))
         self._tokens_merged_before = 0
@@ -246,6 +265,17 @@ class ShardMetrics:
         self.version(fragment, version)
         self._round_seconds.observe(seconds)
 
+    def saved(self, num_bytes: int, seconds: float) -> None:
+        """A version is durable."""
+        self._saved_bytes.inc(num_bytes)
+        self._save_seconds.observe(seconds)
+
+    def save_failed(self) -> None:
+        self._save_failures.inc()
+
+    def versions_lost(self, count: int) -> None:
+        self._versions_lost.inc(count)
+
     def version(self, fragment: int, version: int) -> None:
         """A version that came by seeding or restoring, without a round."""
         self._version.labels(str(fragment)).set(version)
@@ -334,7 +364,7 @@ class WorkerMetrics:
 
         self._sync_seconds = Counter(
             "diloco_worker_sync_seconds_total",
-            "CPU time that synchronisation took, by what for; snapshot and apply in the training thread.",
+            "CPU time that synchronisation took, by what for; apply in the training thread.",
             ["phase"],
             registry=registry,
         )

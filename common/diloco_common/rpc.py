@@ -23,6 +23,7 @@ from diloco_common.messages import (
     Drain,
     Evicted,
     FragmentStatus,
+    Held,
     LearnerPolicy,
     Outcome,
     Progress,
@@ -251,11 +252,20 @@ def status_to_pb(status: FragmentStatus) -> pb.FragmentStatus:
         seeded=status.seeded,
         version=status.version,
         merged_version=status.merged_version,
+        epoch=status.epoch,
     )
 
 
 def status_from_pb(status: pb.FragmentStatus) -> FragmentStatus:
-    return FragmentStatus(status.fragment_id, status.seeded, status.version, status.merged_version)
+    return FragmentStatus(status.fragment_id, status.seeded, status.version, status.merged_version, status.epoch)
+
+
+def held_to_pb(held: Iterable[Held]) -> list[pb.Held]:
+    return [pb.Held(fragment_id=h.fragment_id, epoch=h.epoch, version=h.version) for h in held]
+
+
+def held_from_pb(held: Iterable[pb.Held]) -> list[Held]:
+    return [Held(h.fragment_id, h.epoch, h.version) for h in held]
 
 
 def progress_to_pb(progress: Progress) -> pb.Progress:
@@ -292,7 +302,9 @@ def pulse_from_pb(pulse: pb.Pulse) -> Pulse:
 def directive_to_pb(directive: Directive) -> pb.Directive:
     match directive:
         case Collect():
-            return pb.Directive(collect=pb.Collect(fragment_id=directive.fragment_id, round=directive.round))
+            return pb.Directive(
+                collect=pb.Collect(fragment_id=directive.fragment_id, round=directive.round, epoch=directive.epoch)
+            )
         case Committed():
             return pb.Directive(
                 committed=pb.Committed(
@@ -300,6 +312,7 @@ def directive_to_pb(directive: Directive) -> pb.Directive:
                     version=directive.version,
                     participants=directive.participants,
                     merged_version=directive.merged_version,
+                    epoch=directive.epoch,
                 )
             )
         case Pulse():
@@ -316,10 +329,10 @@ def directive_from_pb(directive: pb.Directive) -> Directive | None:
     """None for a kind that this version does not know."""
     match directive.WhichOneof("kind"):
         case "collect":
-            return Collect(directive.collect.fragment_id, directive.collect.round)
+            return Collect(directive.collect.fragment_id, directive.collect.round, directive.collect.epoch)
         case "committed":
             c = directive.committed
-            return Committed(c.fragment_id, c.version, c.participants, c.merged_version)
+            return Committed(c.fragment_id, c.version, c.participants, c.merged_version, c.epoch)
         case "pulse":
             return pulse_from_pb(directive.pulse)
         case "drain":

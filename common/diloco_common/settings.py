@@ -116,6 +116,13 @@ class ShardSettings(Section):
     """Pushes that may be open at once; more are answered BUSY."""
     max_learners: int = Field(default=1024, ge=1)
     """Leases held at once; more are answered BUSY."""
+    data_dir: Path | None = None
+    """Folder of this shard alone in which versions are kept; none: in memory, and a restart begins anew."""
+    durability: Literal["version", "interval"] = "version"
+    """"version": a version is on disk before anybody hears of it. "interval": announced at once and written every
+    `interval_s`, for slow disks; what a crash then loses is reported when learners come back that hold it."""
+    interval_s: float = Field(default=60.0, gt=0)
+    """Seconds between two writes of a fragment, where durability is "interval"."""
 
     @model_validator(mode="after")
     def _index_within_count(self) -> Self:

@@ -47,7 +47,7 @@ def _up(args: argparse.Namespace) -> int:
     from diloco_deploy.up import bring_up
 
     settings = settings_from_args(args, _UP_FLAGS)
-    return bring_up(settings, Outputs(report=args.report, model=args.export))
+    return bring_up(settings, Outputs(report=args.report, model=args.export), fresh=args.fresh)
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -89,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--tokens", metavar="N", help="end when this many tokens were merged (0: never)")
     up.add_argument("--seed", metavar="N", help="of the initial weights and the order of the data")
     up.add_argument("--data", metavar="PATH", help="file or folder of text, or 'stdlib'")
-    up.add_argument("--folder", metavar="PATH", help="where logs, addresses and results go")
+    up.add_argument("--folder", metavar="PATH", help="where versions, logs, addresses and results go")
+    up.add_argument("--fresh", action="store_true", help="delete the run in the folder and begin anew")
     up.add_argument("--report", type=Path, metavar="FILE.json", help="default: report.json in the folder")
     up.add_argument("--export", type=Path, metavar="FILE.safetensors", help="default: model.safetensors in the folder")
     add_settings_arguments(up)

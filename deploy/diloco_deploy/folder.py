@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 from diloco_common.errors import ConfigError, InUse
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import load_saved
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,25 @@ class Outputs:
     model: Path | None = None
 
 
+_IDENTITY: dict[str, tuple[str, ...]] = {
+    "run": ("id", "seed"),
+    "sync": ("fragments",),
+    "outer": ("optimizer",),
+    "shard": ("data_dir",),
+    "model": (),
+    "data": (),
+    "cluster": ("shards",),
+}
+"""What may not differ when a run is resumed: keys by section; none: all of them."""
+
+
 class Files:
     """The folder of a cluster."""
 
-    def __init__(self, folder: Path, outputs: Outputs) -> None:
+    def __init__(self, folder: Path, outputs: Outputs, data: Path | None = None) -> None:
+        """`data`: where shards keep their versions, if not in the folder itself."""
         self.folder = folder
+        self._data = data or folder
         self.run = folder / "run"
         self.logs = folder / "logs"
         self.settings = folder / "settings.json"
@@ -60,14 +77,40 @@ class Files:
         lock.write(str(os.getpid()))
         lock.flush()
 
-    def clear(self, workers: int) -> None:
-        """Take away what an earlier cluster left. Its versions lived in the memory of its shards, so the
-        checkpoints of its workers belong to nothing any more."""
+    def prepare(self, settings: Settings, *, fresh: bool) -> bool:
+        """Take away what is of no use to another start; returns whether there is a run to go on with.
+
+        A run that is `fresh` begins anew. Raises ConfigError where the folder holds a run that differs in what it is.
+        """
         self.clear_addresses()
         for path in (self.evaluation, *self.run.glob("*.final.json")):
             path.unlink(missing_ok=True)
-        for index in range(workers):
-            shutil.rmtree(self.worker_folder(index), ignore_errors=True)
+        shards, workers = _numbered(self._data, "shard"), _numbered(self.folder, "worker")
+        is_resumed = not fresh and any(any(shard.glob("fragment-*")) for shard in shards)
+        if is_resumed:
+            self._check(settings)
+        else:  # without versions, the checkpoints of workers belong to nothing
+            for path in (*shards, *workers):
+                shutil.rmtree(path)
+        return is_resumed
+
+    def _check(self, settings: Settings) -> None:
+        """Raises ConfigError where these settings make another run than the one in the folder."""
+        if not self.settings.exists():
+            return
+        mine, theirs = settings.model_dump(mode="json"), load_saved(self.settings).settings.model_dump(mode="json")
+        names = [(section, key) for section, keys in _IDENTITY.items() for key in keys or mine[section]]
+        lines = [
+            f"{section}.{key}: {theirs[section][key]} <-> {mine[section][key]}"
+            for section, key in names
+            if mine[section][key] != theirs[section][key]
+        ]
+        if lines:
+            raise ConfigError(
+                f"{self.folder} holds another run (its settings <-> these):\n  "
+                + "\n  ".join(lines)
+                + "\ngive the settings that it was begun with, another --folder, or --fresh to delete it and begin anew"
+            )
 
     def clear_addresses(self) -> None:
         """Nobody is running any more."""
@@ -78,5 +121,14 @@ class Files:
     def worker_folder(self, index: int) -> Path:
         return self.folder / f"worker-{index}"
 
+    def shard_folder(self, index: int) -> Path:
+        """Where a shard keeps its versions."""
+        return self._data / f"shard-{index}"
+
     def final_status(self, name: str) -> Path:
         return self.run / f"{name}.final.json"
+
+
+def _numbered(folder: Path, name: str) -> list[Path]:
+    """The folders NAME-0, NAME-1, ... in a folder."""
+    return [path for path in sorted(folder.glob(f"{name}-*")) if path.is_dir() and re.fullmatch(r".+-\d+", path.name)]

@@ -46,21 +46,30 @@ class Programs:
 
 
 def bring_up(
-    settings: Settings, outputs: Outputs, programs: Programs | None = None, console: Console | None = None
+    settings: Settings,
+    outputs: Outputs,
+    programs: Programs | None = None,
+    console: Console | None = None,
+    *,
+    fresh: bool = False,
 ) -> int:
     """Run a cluster until its token budget is reached, and return the exit code of the command.
 
+    Goes on with the run in the folder, if there is one; `fresh` deletes it and begins anew.
+
     Raises:
-        ConfigError: the settings cannot make a cluster, or an output cannot be written.
+        ConfigError: the settings cannot make a cluster, the folder holds another run, or an output cannot be written.
         InUse: another `diloco up` works in the same folder.
     """
     check_cluster(settings)
     console = console or Console()
-    files = Files(settings.cluster.folder, outputs)
+    files = Files(settings.cluster.folder, outputs, settings.shard.data_dir)
     with files.owned(), Supervisor(settings.cluster.restart) as supervisor, Interrupts() as interrupts:
-        files.clear(settings.cluster.workers)
+        is_resumed = files.prepare(settings, fresh=fresh)
         save(settings, files.settings)
         display = display_for(console)
+        if is_resumed:
+            display.tell(f"going on with the run in {files.folder} (--fresh begins anew)")
         poller = Poller()
         poller.start()
         try:
@@ -224,7 +233,7 @@ class Cluster:
         print(
             f"interrupted after {wall_s:.0f} s, {when}; no model was exported.\n"
             f"the report so far: {self._files.report}, logs: {self._files.logs}\n"
-            "versions live in the memory of the shards: the same command starts from the beginning",
+            "every announced version is on disk: the same command goes on from here, with --fresh it begins anew",
             flush=True,
         )
         return EXIT_INTERRUPTED
@@ -320,6 +329,7 @@ class Cluster:
                     ("shard.count", len(self._shards)),
                     ("shard.listen", grpc),
                     ("shard.http", http),
+                    ("shard.data_dir", self._files.shard_folder(index)),
                 ),
                 f"--address-file={address_file}",
             ]

@@ -17,18 +17,30 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "instance", "tensors", "decodes", "observe")
+    __slots__ = ("protocol", "instance", "tensors", "decodes", "observe", "held")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     DECODES_FIELD_NUMBER: _ClassVar[int]
     OBSERVE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     instance: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     decodes: _containers.RepeatedScalarFieldContainer[str]
     observe: bool
-    def __init__(self, protocol: _Optional[int] = ..., instance: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[Held]
+    def __init__(self, protocol: _Optional[int] = ..., instance: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("fragment_id", "epoch", "version")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    epoch: int
+    version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("generation", "epoch", "lease_s", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors")
@@ -75,16 +87,18 @@ class LearnerPolicy(_message.Message):
     def __init__(self, sync_every: _Optional[int] = ..., push_encoding: _Optional[str] = ..., pull_encoding: _Optional[str] = ..., on_commit: _Optional[str] = ..., blend_alpha: _Optional[float] = ..., error_feedback: bool = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "seeded", "version", "merged_version")
+    __slots__ = ("fragment_id", "seeded", "version", "merged_version", "epoch")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SEEDED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     seeded: bool
     version: int
     merged_version: int
-    def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "idle_s")
@@ -117,24 +131,28 @@ class Directive(_message.Message):
     def __init__(self, collect: _Optional[_Union[Collect, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class Collect(_message.Message):
-    __slots__ = ("fragment_id", "round")
+    __slots__ = ("fragment_id", "round", "epoch")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     round: int
-    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("fragment_id", "version", "participants", "merged_version")
+    __slots__ = ("fragment_id", "version", "participants", "merged_version", "epoch")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     participants: int
     merged_version: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., participants: _Optional[int] = ..., merged_version: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., participants: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Pulse(_message.Message):
     __slots__ = ("tokens_merged", "tokens_budget", "learners_alive")

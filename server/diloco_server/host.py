@@ -2,6 +2,7 @@
 
 Everything that touches the core runs in the event loop, so it has one owner. Arithmetic on whole fragments (checking
 norms, seeding, merging, encoding) runs on one compute thread: two OpenMP teams on the same cores are slower than one.
+Versions are made durable by `Keeper`, on threads of its own.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec.change import VALUES
 from diloco_common.logs import Log
 from diloco_common.messages import Directive, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.settings import Settings
 from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
+from diloco_server.core.fragment import Published, Record, Values
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.shard import Shard
+from diloco_server.keeper import Keeper
 from diloco_server.observer import Observer
-from diloco_server.store import Store, StoredVersion
+from diloco_server.recovery import recover
+from diloco_server.storage.store import Store
+from diloco_server.storage.version import StoredVersion
 
 TICK_S = 0.02
 """How often time passes for the core; the resolution of grace windows and leases."""
@@ -32,7 +39,6 @@ DECISION_WAIT = 4.0
 """How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
 BACKLOG_MAX = 4096
 """Directives that wait for a learner that does not read; more, and its stream is ended so that it comes back."""
-SAVE_RETRY_S = 1.0
 
 T = TypeVar("T")
 
@@ -80,9 +86,10 @@ class ShardHost:
         self.started_at = clock()
         self.log = Log(f"shard-{settings.shard.index}")
         self.observer = Observer(self.shard, metrics, self.log, clock)
+        self.keeper = Keeper(store, settings.shard, metrics, self.log)
         self._store = store
+        self._recovering = False
         self._outer = make_outer_optimizer(settings.outer)
-        self._workspace = Workspace()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="diloco-compute")
         self._streams: dict[str, ControlStream] = {}
         self._jobs: set[asyncio.Task[None]] = set()
@@ -90,6 +97,24 @@ class ShardHost:
         self._decision_s = 0.0  # how long the last decision took
 
     # ------------------------------------------------------------ life
+
+    async def recover(self) -> None:
+        """Go on from what the store holds, before anybody is served. Raises DataError and OSError."""
+        self._recovering, began = True, self.clock()
+        work = partial(recover, self._store, self.settings, self._outer, self.log)
+        recovered = await asyncio.get_running_loop().run_in_executor(self._compute, work)
+        self._recovering = False
+        if recovered is None:
+            return
+        manifest, fragments = recovered
+        self.shard.restore(manifest, fragments)
+        for restored in fragments:
+            self.keeper.recovered(restored.record.fragment_id)
+            self.metrics.version(restored.record.fragment_id, restored.record.version)
+        self.log.event(
+            "recovered", fragments=len(fragments), parameters=sum(r.values.theta.numel() for r in fragments),
+            tokens_merged=self.shard.tokens_merged, epoch=self.shard.epoch, took_s=round(self.clock() - began, 2),
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Let time pass for the core until cancelled."""
@@ -99,7 +124,7 @@ class ShardHost:
             if now >= next_pulse:
                 self.shard.send_pulses()
                 next_pulse = now + self.settings.lease.heartbeat_s
-                self.observer.sample(now)
+                self.observer.sample(now, is_ready=self.ready()[0])
             self.advance()
             await asyncio.sleep(TICK_S)
 
@@ -115,6 +140,7 @@ class ShardHost:
         deadline = loop.time() + timeout_s  # not `clock`: the process is about to be killed in real time
         while (self._jobs or (self.shard.open_rounds and self._streams)) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(TICK_S)
+        await self.keeper.flush(timeout_s)
 
     def close(self) -> None:
         """End every control stream and the compute thread."""
@@ -123,10 +149,17 @@ class ShardHost:
         for stream in self._streams.values():
             stream.end()
         self._compute.shutdown(wait=False, cancel_futures=True)
+        self.keeper.close()
 
     def ready(self) -> tuple[bool, str]:
         """Whether learners are welcome, and why not."""
-        return (False, "draining") if self.shard.draining else (True, "serving")
+        if self._recovering:
+            return False, "recovering"
+        if self.shard.draining:
+            return False, "draining"
+        if self.keeper.failing:
+            return False, f"storage: {self.keeper.failing}"
+        return True, "serving"
 
     # ------------------------------------------------------------ for the service
 
@@ -235,7 +268,6 @@ class ShardHost:
     async def _seed(self, effect: SeedFragment) -> None:
         """Make version 0 of a fragment."""
         encoding = self.settings.sync.pull
-        state = self.shard.fragments[effect.fragment_id]
 
         def work() -> tuple[arithmetic.Values, arithmetic.Published]:
             values = arithmetic.seed(effect.payload, self._outer)
@@ -243,7 +275,7 @@ class ShardHost:
 
         try:
             values, published = await self.compute("seed", work)
-            await self._save(StoredVersion(effect.fragment_id, 0, values, {}, state.tokens_merged))
+            await self._keep(self.shard.seed_record(effect.fragment_id), values, published)
         except Exception:
             self.shard.seed_failed(effect.fragment_id)
             raise
@@ -262,24 +294,20 @@ class ShardHost:
             began = time.perf_counter()
             arithmetic.step(
                 values, state.fragment, effect.contributions,
-                outer_step=effect.version, rule=sync.merge, optimizer=self._outer, workspace=self._workspace,
+                outer_step=effect.version, rule=sync.merge, optimizer=self._outer,
             )  # fmt: skip
             merged_s = time.perf_counter() - began
             return arithmetic.publish(values, sync.pull, before), merged_s
 
-        published, merged_s = await self.compute("merge", work)
-        self.metrics.merged(merged_s)
-        merged = state.merged_versions | {c.learner_id: effect.version for c in effect.contributions}
-        tokens = state.tokens_merged + sum(c.tokens for c in effect.contributions)
-        await self._save(StoredVersion(effect.fragment_id, effect.version, values, merged, tokens))
+        async with self.keeper.hold(effect.fragment_id):  # a write of the version before may be under way
+            published, merged_s = await self.compute("merge", work)
+            self.metrics.merged(merged_s)
+            await self._keep(self.shard.next_record(effect.fragment_id), values, published)
         self.shard.committed(effect.fragment_id, published, self.clock())
         self.advance()
 
-    async def _save(self, version: StoredVersion) -> None:
-        """Make a version durable, however often it takes; until then it is not announced."""
-        while True:
-            try:
-                return await self.compute("save", lambda: self._store.save(version))
-            except OSError as error:
-                self.log.error("version not durable", fragment=version.fragment_id, version=version.version, why=error)
-                await asyncio.sleep(SAVE_RETRY_S)
+    async def _keep(self, record: Record, values: Values, published: Published) -> None:
+        """Make a version durable, as far as the settings ask for it; until then it is not announced."""
+        assert self.shard.manifest is not None
+        anchor = None if self.settings.sync.pull in VALUES else published.values
+        await self.keeper.keep(StoredVersion(record, values, anchor), self.shard.manifest)

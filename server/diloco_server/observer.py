@@ -19,6 +19,7 @@ from diloco_server.core.effects import (
     RoundClosed,
     RoundOpened,
     VersionCommitted,
+    VersionsLost,
 )
 from diloco_server.core.membership import State
 from diloco_server.core.shard import Shard
@@ -58,6 +59,13 @@ class Observer:
                 self._log.debug(
                     "version committed", fragment=event.fragment_id, version=event.version,
                     participants=event.participants, tokens=event.tokens, round_s=round(event.round_s, 3),
+                )  # fmt: skip
+            case VersionsLost():
+                lost = event.seen - event.recovered
+                self._metrics.versions_lost(lost)
+                self._remember(
+                    "versions lost", fragment=event.fragment_id, epoch=event.epoch, recovered=event.recovered,
+                    seen=event.seen, learner=event.learner_id,
                 )  # fmt: skip
             case LearnerJoined():
                 self._metrics.learner_joined()
@@ -100,11 +108,11 @@ class Observer:
         self.bytes_pulled += num_bytes
         self._metrics.sent(num_bytes)
 
-    def sample(self, now: float) -> None:
+    def sample(self, now: float, *, is_ready: bool) -> None:
         """Set the gauges; about once per heartbeat."""
         shard, metrics = self._shard, self._metrics
         live = shard.membership.live()
-        metrics.ready(not shard.draining)
+        metrics.ready(is_ready)
         metrics.learners(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
         metrics.open_rounds(shard.open_rounds)
         metrics.grace(shard.grace_s())

@@ -24,7 +24,7 @@ from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_server.host import ShardHost
 from diloco_server.service import ParameterServer
 from diloco_server.status import shard_status
-from diloco_server.store import MemoryStore
+from diloco_server.storage.folder import open_store
 
 SERVICE = "diloco.v1.ParameterServer"
 DRAIN_S = 5.0
@@ -35,12 +35,16 @@ class ShardServer:
     """A shard that serves. Use inside one event loop: `start`, then `stop`."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` counts seconds; leases and grace windows are measured by it."""
+        """`clock` counts seconds; leases and grace windows are measured by it.
+
+        Raises InUse or DataError where the data folder cannot be had.
+        """
         self.settings = settings
         self.grpc_address = ""
         self.http_address = ""
         metrics = ShardMetrics()
-        self.host = ShardHost(settings, MemoryStore(), metrics, clock)
+        store, self._lock = open_store(settings)
+        self.host = ShardHost(settings, store, metrics, clock)
         self._http = HttpServer(
             settings.shard.http,
             registry=metrics.registry,
@@ -52,7 +56,7 @@ class ShardServer:
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind both ports and serve. Raises ConfigError or InUse."""
+        """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
         token = _token_for(self.settings)
         pb_grpc.add_ParameterServerServicer_to_server(  # type: ignore[no-untyped-call]
             ParameterServer(self.host, token), self._server
@@ -64,11 +68,14 @@ class ShardServer:
             port = self._server.add_insecure_port(str(listen))
         except RuntimeError:
             raise in_use(self.settings.shard.listen) from None
+        self.http_address = await self._http.start()
+        await self.host.recover()
         await self._server.start()
         self.grpc_address = f"{str(listen).rpartition(':')[0]}:{port}"
-        self.http_address = await self._http.start()
         self._ticking = asyncio.create_task(self.host.run(), name="ticking")
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        if self.settings.shard.data_dir is None:
+            self.host.log.warning("versions are kept in memory only: a restart begins anew (shard.data_dir keeps them)")
         self.host.log.event(
             "serving",
             run=self.settings.run.id,
@@ -81,6 +88,8 @@ class ShardServer:
         """End what a `start` that failed has left, while there is a loop to end it in."""
         self.host.close()
         await self._server.stop(None)
+        await self._http.stop()
+        self._release()
 
     async def stop(self) -> None:
         """Drain and end. Repeating it is fine."""
@@ -91,7 +100,12 @@ class ShardServer:
         self.host.close()
         await self._server.stop(grace=1.0)
         await self._http.stop()
+        self._release()
         self.host.log.event("ended", tokens_merged=self.host.shard.tokens_merged)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE):

@@ -57,7 +57,8 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             if not caller.learner_id:
                 raise BadRequest("metadata diloco-learner is missing")
             self._check_decodes(request.decodes)
-            member = shard.join(caller.learner_id, request.instance, tensors, host.clock())
+            held = rpc.held_from_pb(request.held)
+            member = shard.join(caller.learner_id, request.instance, tensors, host.clock(), held)
             host.advance()
             return self._join_response(member.learner_id, member.generation)
         except Refusal as refusal:
@@ -103,7 +104,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 host.shard.check(caller.learner_id, caller.generation, caller.epoch)
             version, values = host.shard.published(request.fragment_id)
             theirs = request.epoch, request.have_version if request.HasField("have_version") else None
-            has_it = theirs == (host.shard.epoch, version)
+            has_it = theirs == host.shard.owned(request.fragment_id).identity
             change = host.shard.change_since(request.fragment_id, *theirs)
             made = {p.header.encoding: p for p in (change, values) if p is not None}
             encoding = self._choose_encoding(request.encodings, made)
@@ -122,7 +123,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 header=pb.PullHeader(
                     fragment_id=request.fragment_id,
                     version=version,
-                    epoch=host.shard.epoch,
+                    epoch=state.epoch,
                     payload=None if has_it else rpc.payload_to_pb(payload.header),
                     merged_version=min(state.merged_versions.get(caller.learner_id, 0), version),
                     tokens_merged=state.tokens_merged,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_simulator import invariants
+from diloco_simulator.arithmetic import arithmetic_of, computing_with
 from diloco_simulator.faults import Faults
 from diloco_simulator.invariants import Violation
 from diloco_simulator.learner import SimulatedLearner
@@ -18,7 +20,6 @@ from diloco_simulator.shard import SimulatedShard
 from diloco_simulator.timeline import Process, Timeline
 from diloco_simulator.truth import Truth
 
-CHECK_EVERY_S = 1.0
 TAIL = 40
 
 
@@ -29,9 +30,16 @@ class Result:
     seed: int
     events: int
     virtual_s: float
-    trace: str
-    """sha256 over everything that happened, in order."""
     counts: dict[str, int]
+    faults: dict[str, int]
+    """By kind."""
+    happened: list[tuple[Any, ...]] = field(repr=False)
+    """Everything, in order."""
+
+    @property
+    def trace(self) -> str:
+        """sha256 over everything that happened."""
+        return hashlib.sha256(repr(self.happened).encode()).hexdigest()
 
 
 class ScheduleFailed(Exception):
@@ -39,28 +47,30 @@ class ScheduleFailed(Exception):
 
     def __init__(self, violation: Exception, options: Options, tail: list[str]) -> None:
         self.violation = violation
-        self.seed = options.seed
         lines = [
-            f"seed {options.seed}: {type(violation).__name__} {violation}",
+            f"{options.name}: {type(violation).__name__} {violation}",
             f"options: {options}",
             f"the last {len(tail)} events:",
             *tail,
-            f"replay: python -m diloco_simulator --replay {options.seed}",
+            f"replay: python -m diloco_simulator --replay {options.name}",
         ]
         super().__init__("\n".join(lines))
 
 
 def run_schedule(options: Options) -> Result:
     """Raises ScheduleFailed."""
+    collects = gc.isenabled()
     gc.disable()  # a tenth of the time; what a schedule leaves behind is collected at its end
     try:
-        cluster = Cluster(options)
-        try:
-            return cluster.run()
-        except Exception as error:
-            raise ScheduleFailed(error, options, cluster.tail()) from error
+        with computing_with(options.arithmetic):
+            cluster = Cluster(options)
+            try:
+                return cluster.run()
+            except Exception as error:
+                raise ScheduleFailed(error, options, cluster.tail()) from error
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 class Cluster:
@@ -69,8 +79,9 @@ class Cluster:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.timeline = Timeline()
-        self.network = Network(self.timeline, options)
-        self.truth = Truth()
+        self.faults: Counter[str] = Counter()
+        self.network = Network(self.timeline, options, self.faults)
+        self.truth = Truth(arithmetic_of(options.arithmetic))
         self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
         self.learners: list[SimulatedLearner] = []
         """Every process that was ever started."""
@@ -78,23 +89,19 @@ class Cluster:
         self.healed = False
         self._random = random.Random(f"cluster {options.seed}")
         self._trace: list[tuple[Any, ...]] = []
-        self._finished = False
         self._marks: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) when all had joined again
         self._to_resolve: list[Any] = []
         for index in range(options.shards):
             self.start_shard(index)
         for learner_id in self.learner_ids:
-            self.timeline.later(self._random.random() * 2, self.start_learner, learner_id)
-        self.timeline.later(CHECK_EVERY_S, self._look_after)
+            self.timeline.later(self._random.random() * options.starts_s, self.start_learner, learner_id)
+        self.timeline.later(self.options.look_every_s, self._look_after)
         Faults(self)
 
     def run(self) -> Result:
-        events = 0
-        while not self._finished:
-            self.timeline.step()
-            events += 1
-        trace = hashlib.sha256(repr(self._trace).encode()).hexdigest()
-        return Result(self.options.seed, events, self.timeline.now, trace, dict(sorted(self.truth.counts.items())))
+        events = self.timeline.run()
+        counts, faults = (dict(sorted(c.items())) for c in (self.truth.counts, self.faults))
+        return Result(self.options.seed, events, self.timeline.now, counts, faults, self._trace)
 
     def note(self, *what: Any) -> None:
         """Something happened, for the trace."""
@@ -212,18 +219,18 @@ class Cluster:
         return any(p.learner_id == learner_id and p.state == "done" for p in self.learners)
 
     def _look_after(self) -> None:
-        """Once a second: what ended is started again; when all is well, the schedule is over."""
+        """Every now and then: what ended is started again; when all is well, the schedule is over."""
         for learner in self.learners:
             if learner.process.alive and not learner.process.frozen and learner.state in ("failed", "done"):
                 self._bury(learner)
         if self.healed:
             well, why = self._is_well()
             if well:
-                self._finished = True
+                self.timeline.stop()
             elif self.timeline.now > self.options.faults_s + self.options.well_within_s:
                 words = f"not after {self.options.well_within_s:.0f} s: {why}"
                 raise Violation("well_again_after_faults", words)
-        self.timeline.later(CHECK_EVERY_S, self._look_after)
+        self.timeline.later(self.options.look_every_s, self._look_after)
 
     def _bury(self, learner: SimulatedLearner) -> None:
         if learner.error is not None:
@@ -253,10 +260,15 @@ class Cluster:
         return self._versions_go_on()
 
     def _versions_go_on(self) -> tuple[bool, str]:
+        if not self._marks:
+            self._marks = {
+                fragment_id: (shard.core.epoch, state.version)
+                for shard in self.shards.values()
+                for fragment_id, state in shard.core.fragments.items()
+            }
         for shard in self.shards.values():
             for fragment_id, state in shard.core.fragments.items():
-                now = (shard.core.epoch, state.version)
-                epoch, marked = self._marks.setdefault(fragment_id, now)
+                epoch, marked = self._marks[fragment_id]
                 if state.version <= marked:
                     return False, f"fragment {fragment_id} stays at version {state.version} of epoch {epoch}"
                 for learner_id in self.learner_ids:

@@ -31,6 +31,7 @@ class Faults:
         learner = r.choice(cluster.learner_ids)
         shard = r.randrange(self._options.shards)
         lasts_s = lease_s * r.choice((0.2, 0.8, 1.5, 3.0))
+        cluster.faults[kind] += 1
         cluster.note("fault", kind, learner, shard, round(lasts_s, 3))
         match kind:
             case "crash learner":

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from diloco_common.codec import Payload
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, State
 from diloco_server.core.rounds import Contribution
+from diloco_simulator.arithmetic import Value
 from diloco_simulator.truth import Origin, Truth
 from diloco_worker.core.fragment import LearnerFragment, Pending
 
@@ -161,23 +159,22 @@ def tokens_add_up(truth: Truth, instance: str, fragment: LearnerFragment, base: 
         raise Violation("tokens_add_up", f"{instance} fragment {p}: counts {base} tokens as merged, {reached} are")
 
 
-def progress_is_kept(theta: Tensor, fragment: LearnerFragment, pattern: Tensor, tokens: int) -> None:
+def progress_is_kept(truth: Truth, theta: Value, fragment: LearnerFragment, pattern: Value, tokens: int) -> None:
     """theta = anchor + all that was trained and is not merged yet: nothing is lost, nothing is there twice."""
     assert fragment.anchor is not None
-    off = float((theta - fragment.anchor).sub_(pattern, alpha=tokens).abs_().max())
+    compute = truth.arithmetic
+    off = compute.distance(theta, compute.plus(fragment.anchor, pattern, tokens))
     if not off <= TOLERANCE:
         raise Violation(
             "progress_is_kept", f"fragment {fragment.fragment.fragment_id}: off by {off:.3f} at {tokens} tokens"
         )
 
 
-def contribution_is_what_was_trained(truth: Truth, origin: Origin, pending: Pending, pattern: Tensor) -> None:
+def contribution_is_what_was_trained(truth: Truth, origin: Origin, pending: Pending, pattern: Value) -> None:
     """delta = -(what was trained since the last merged one) + what encoders lost until then: error feedback."""
-    expected = pattern * -float(origin.end - origin.start)
+    compute = truth.arithmetic
     residual = truth.residuals.get((origin.instance, origin.fragment_id))
-    if residual is not None:
-        expected += residual
-    off = float((pending.delta() - expected).abs_().max())
+    off = compute.distance(pending.delta(), compute.plus(residual, pattern, origin.start - origin.end))
     if not off <= TOLERANCE:
         raise Violation("contribution_is_what_was_trained", f"{_name(origin)} is off by {off:.3f}")
 
@@ -185,7 +182,7 @@ def contribution_is_what_was_trained(truth: Truth, origin: Origin, pending: Pend
 def anchors_are_published_values(truth: Truth, fragment: LearnerFragment) -> None:
     """P3: whoever holds a version holds the same values, bit for bit."""
     known = truth.published[fragment.epoch, fragment.fragment.fragment_id].get(fragment.version)
-    if known is None or fragment.anchor is None or not torch.equal(known.values, fragment.anchor):
+    if known is None or fragment.anchor is None or not truth.arithmetic.same(known.values, fragment.anchor):
         raise Violation(
             "anchors_are_published_values",
             f"fragment {fragment.fragment.fragment_id}: version {fragment.version} of epoch {fragment.epoch}",

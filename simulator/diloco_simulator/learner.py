@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from functools import lru_cache
 
 from diloco_common.codec import Payload
 from diloco_common.errors import DilocoError
 from diloco_common.manifest import cut
 from diloco_common.messages import Progress
 from diloco_simulator import invariants
+from diloco_simulator.arithmetic import Value, arithmetic_of
 from diloco_simulator.link import LinkContext, ShardLink
-from diloco_simulator.model import Counting, pattern_of, replica
 from diloco_simulator.network import Network
 from diloco_simulator.options import Options
 from diloco_simulator.timeline import Process
-from diloco_simulator.truth import Origin, Truth, decoded
+from diloco_simulator.truth import Origin, Truth
 from diloco_worker.core.events import Answered, Arrived, Asked, Event, EventQueue, Failed, Joined, Stopped
 from diloco_worker.core.fragment import LearnerFragment, Pending
 from diloco_worker.core.learner import LearnerCore
 
+_cut = lru_cache(64)(cut)
 JOINING_S = 0.2
 SETTLE_S = 5.0
+APPLIES_LAST = 0.2
+"""How often a version is the last that a step applies, although more has come."""
 
 
 class SimulatedLearner:
@@ -47,14 +48,15 @@ class SimulatedLearner:
         self._options = options
         self._truth = truth
         self._note = note
-        self._model = Counting(10.0 + number)
-        self._replica = replica(self._model)
+        self._arithmetic = arithmetic_of(options.arithmetic)
+        self._model, self._replica = self._arithmetic.model(10.0 + number, options.fragments)
         self._random = random.Random(f"learner {options.seed} {instance}")
+        self._slow = random.Random(f"applies {options.seed} {instance}")  # apart: the rest of a seed stays what it was
         self._inbox = EventQueue()
         self._shards: dict[int, Joined] = {}
         self._stopped: set[int] = set()
         self._progress = Progress(0, 0)
-        self._patterns: dict[int, Tensor] = {}
+        self._patterns: dict[int, Value] = {}
         self._epochs: dict[int, list[int]] = {}  # fragment -> epochs that its anchors were of
         self._step_s = options.step_s[number]
         self._carries = options.on_commit == "carry"
@@ -66,7 +68,7 @@ class SimulatedLearner:
         self._thawed_at = 0.0
         context = LinkContext(
             learner_id, instance, tuple(self._replica.specs), self._inbox, process, network, self._random,
-            options.call_s, lambda: self._progress, self._encoded, note,
+            options.call_s, self._arithmetic, lambda: self._progress, self._encoded, note,
         )  # fmt: skip
         self.links = [ShardLink(index, context) for index in range(options.shards)]
         for link in self.links:
@@ -137,10 +139,12 @@ class SimulatedLearner:
 
     def _boundary(self) -> None:
         invariants.inbox_is_bounded(len(self._inbox), self._options.fragments, self._options.shards)
-        for event in self._inbox.take():
+        while (event := self._inbox.pop()) is not None:
             self._handle(event)
             if self.state == "failed":
                 return
+            if isinstance(event, Arrived) and self.state == "training" and self._slow.random() < APPLIES_LAST:
+                break  # applying took long: the rest waits for the next step
         if self.core is None:
             return
         for pending in self.core.snapshots():
@@ -189,10 +193,10 @@ class SimulatedLearner:
                 self._resolve(status.fragment_id)
             self._seed(answer)
         elif len(self._shards) == len(self.links):
-            manifest = cut(self._replica.specs, answer.num_fragments, answer.num_shards)
+            manifest = _cut(tuple(self._replica.specs), answer.num_fragments, answer.num_shards)
             assert manifest.digest == answer.manifest_digest
             self.core = LearnerCore(self._replica, manifest, answer.policy)
-            self._patterns = {i: pattern_of(f.fragment) for i, f in self.core.fragments.items()}
+            self._patterns = {i: self._arithmetic.pattern(f.fragment) for i, f in self.core.fragments.items()}
             for link in self.links:
                 link.know(manifest)
             for shard in self._shards.values():
@@ -206,7 +210,6 @@ class SimulatedLearner:
                 values = self._core.fragments[status.fragment_id].values()
                 self.links[answer.shard_index].seed(status.fragment_id, values)
 
-    @torch.no_grad()
     def _arrived(self, event: Arrived) -> None:
         fragment = self._core.fragments[event.fragment_id]
         before = (fragment.epoch, fragment.version)
@@ -223,10 +226,9 @@ class SimulatedLearner:
             self._truth.entries[self.instance, event.fragment_id, event.epoch] = base
         invariants.anchors_are_published_values(self._truth, fragment)
         if self._counts_values:
-            theta = torch.empty(fragment.fragment.num_elements)
-            self._replica.read(fragment.fragment, theta)
+            theta = self._arithmetic.theta(self._replica, fragment.fragment)
             tokens = fragment.tokens_since(self._core.tokens)
-            invariants.progress_is_kept(theta, fragment, self._patterns[event.fragment_id], tokens)
+            invariants.progress_is_kept(self._truth, theta, fragment, self._patterns[event.fragment_id], tokens)
 
     # ------------------------------------------------------------ what the judge needs to know
 
@@ -269,4 +271,4 @@ class SimulatedLearner:
         invariants.belief_is_true(self._truth, origin)
         if origin.belief == "merged" and core.policy.error_feedback:
             assert origin.payload is not None
-            self._truth.residuals[self.instance, fragment_id] = origin.meant - decoded(origin.payload)
+            self._truth.residuals[self.instance, fragment_id] = self._arithmetic.lost(origin.meant, origin.payload)

@@ -12,11 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from diloco_common.codec import Payload, encode_payload
-from diloco_common.codec.change import decode_version
+from diloco_common.codec import Payload
 from diloco_common.errors import (
     BadRequest,
     LeaseExpired,
@@ -40,6 +36,7 @@ from diloco_common.messages import (
     PushHeader,
     Stop,
 )
+from diloco_simulator.arithmetic import Arithmetic, Value
 from diloco_simulator.messages import JoinAnswer, JoinRequest, PullAnswer, PullRequest, PushRequest
 from diloco_simulator.network import Network, Stream, Unavailable
 from diloco_simulator.timeline import Process, Signal, Task
@@ -69,6 +66,7 @@ class LinkContext:
     network: Network
     random: random.Random
     call_s: float
+    arithmetic: Arithmetic
     progress: Callable[[], Progress]
     encoded: Callable[[Pending, Payload], None]
     """A contribution was encoded."""
@@ -92,7 +90,7 @@ class ShardLink:
         self._manifest: Manifest | None = None
         self._announced: dict[int, int] = {}
         self._fetched: dict[int, tuple[int, int]] = {}
-        self._anchors: dict[int, Tensor] = {}
+        self._anchors: dict[int, Value] = {}
         self._news = Signal()
         self._stepped = Signal()
         self._encoded: dict[int, tuple[Pending, Payload]] = {}
@@ -125,7 +123,7 @@ class ShardLink:
         if not any(task.name == name for task in self._pushes):
             self._pushes.append(self._c.process.spawn(self._push_contribution(pending, self._lease), name))
 
-    def seed(self, fragment_id: int, values: Tensor) -> None:
+    def seed(self, fragment_id: int, values: Value) -> None:
         push = self._push_seed(fragment_id, values, self._lease)
         self._pushes.append(self._c.process.spawn(push, f"seed {fragment_id}"))
 
@@ -256,8 +254,8 @@ class ShardLink:
             return
         if pulled.base_version is not None and (pulled.epoch, pulled.base_version) != (request.epoch, have_version):
             raise BadRequest("a change since another version than was asked for")
-        values = torch.empty(self._manifest.fragments[fragment_id].num_elements)
-        decode_version(pulled.payload, anchor if pulled.base_version is not None else None, values)
+        base = anchor if pulled.base_version is not None else None
+        values = self._c.arithmetic.decode_version(pulled.payload, base)
         await self._codec()
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
         self._anchors[fragment_id] = values
@@ -280,11 +278,11 @@ class ShardLink:
         if known is not None and known[0].round <= version:
             del self._encoded[fragment_id]
 
-    async def _push_seed(self, fragment_id: int, values: Tensor, lease: Lease) -> None:
+    async def _push_seed(self, fragment_id: int, values: Value, lease: Lease) -> None:
         if fragment_id in self._announced:
             return
         await self._codec()
-        payload = encode_payload(values, SEED_ENCODING)
+        payload = self._c.arithmetic.encode_seed(values, SEED_ENCODING)
         known = self._tokens_merged.get(fragment_id, 0)
         header = self._header(fragment_id, 0, 0, 0, 0, payload, known)
         await self._push_until_answered(header, payload, lease)

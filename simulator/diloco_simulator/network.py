@@ -7,7 +7,7 @@ a deadline. A control stream keeps its order, as TCP does, but it may break for 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class ShardSide(Protocol):
 class Network:
     """All paths of one cluster."""
 
-    def __init__(self, timeline: Timeline, options: Options) -> None:
+    def __init__(self, timeline: Timeline, options: Options, faults: Counter[str]) -> None:
         self.timeline = timeline
         self.healed = False
         self.shards: dict[int, ShardSide] = {}
@@ -50,24 +50,28 @@ class Network:
         self.streams: list[Stream] = []
         self.random = random.Random(f"network {options.seed}")
         self._options = options
+        self._faults = faults
+        self._draw = self.random.random
+        self._delay_s, self._long_delays = options.delay_s, options.long_delays
 
     def delay_s(self) -> float:
         """One way."""
-        mean = self._options.delay_s
-        if not self.healed and self.random.random() < self._options.long_delays:
+        drawn = self._draw
+        if not self.healed and drawn() < self._long_delays:
+            self._faults["message late"] += 1
             return self.random.uniform(0.0, 3 * self._options.lease_s)
-        return mean * (0.5 + self.random.random())
+        return self._delay_s * (0.5 + drawn())
 
     def is_cut(self, path: Path, up: bool) -> bool:
-        return self.cuts.get((path, up), 0) > 0
+        return bool(self.cuts) and self.cuts.get((path, up), 0) > 0
 
     def call(self, caller: Process, path: Path, method: str, request: Any, timeout_s: float) -> Future[Any]:
         """A unary call. Raises Unavailable, TimeoutError, or the Refusal that was answered."""
         outcome: Future[Any] = Future()
-        caller.later(timeout_s, outcome.fail, TimeoutError())
-        copies = 2 if self._happens(self._options.duplicates) else 1
+        caller.within(outcome, timeout_s)
+        copies = 2 if self._happens(self._options.duplicates, "call twice") else 1
         for _ in range(copies):
-            if self.is_cut(path, True) or self._happens(self._options.loss):
+            if self.is_cut(path, True) or self._happens(self._options.loss, "request lost"):
                 self._maybe_fail(caller, outcome)
             else:
                 self.timeline.later(self.delay_s(), self._arrive, caller, path, method, request, outcome)
@@ -80,7 +84,7 @@ class Network:
             return
 
         def respond(answer: Any) -> None:
-            if self.is_cut(path, False) or self._happens(self._options.loss):
+            if self.is_cut(path, False) or self._happens(self._options.loss, "answer lost"):
                 self._maybe_fail(caller, outcome)
             else:
                 act = outcome.fail if isinstance(answer, Refusal) else outcome.set
@@ -93,8 +97,11 @@ class Network:
         if self.healed or self.random.random() < 0.5:
             self.timeline.later(self.delay_s(), caller.deliver, outcome.fail, Unavailable())
 
-    def _happens(self, probability: float) -> bool:
-        return not self.healed and probability > 0 and self.random.random() < probability
+    def _happens(self, probability: float, fault: str) -> bool:
+        happens = not self.healed and probability > 0 and self.random.random() < probability
+        if happens:
+            self._faults[fault] += 1
+        return happens
 
     def attend(self, client: Process, path: Path, generation: int, epoch: int) -> Stream:
         """Open a control stream. That it did not work shows when nothing comes, or an error."""
@@ -206,9 +213,10 @@ class Stream:
         if network.is_cut(self.path, up) or self._held[up]:
             self._held[up].append((act, args))
             return
-        arrives_at = max(self._arrives_at[up] + 1e-6, network.timeline.now + network.delay_s())
+        timeline = network.timeline
+        arrives_at = max(self._arrives_at[up] + 1e-6, timeline.now + network.delay_s())
         self._arrives_at[up] = arrives_at
-        network.timeline.later(arrives_at - network.timeline.now, self._arrive, up, act, args)
+        timeline.later(arrives_at - timeline.now, self._arrive, up, act, args)
 
     def _arrive(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
         if self._dead:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from diloco_common.settings import (
@@ -15,11 +17,15 @@ from diloco_common.settings import (
     ShardSettings,
     SyncSettings,
 )
+from diloco_simulator.arithmetic import ArithmeticName
 
 FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
     "cut", "cut one way", "break stream",
 )  # fmt: skip
+_DEFAULTS = Settings()
+TENSORS_SHARE = 0.02
+"""Of the short schedules, those that compute on tensors."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,20 @@ class Options:
     """When the faults are over."""
     fault_every_s: float
     faults: tuple[str, ...]
+    family: str = "long"
+    """How it was drawn."""
+    arithmetic: ArithmeticName = "tensors"
+    """What values are made of."""
+    starts_s: float = 2.0
+    """Within this time all learners are started."""
+    heartbeat_s: float = 1.0
+    look_every_s: float = 1.0
+    """How often it is looked whether a cluster is well, and what ended is started again."""
+
+    @property
+    def name(self) -> str:
+        """Draws it again: FAMILY:SEED."""
+        return f"{self.family}:{self.seed}"
 
     @property
     def well_within_s(self) -> float:
@@ -70,20 +90,63 @@ class Options:
         rounds_s = 6 * (self.sync_every + 4) * slowest_s
         return 4 * self.lease_s + 4 * self.call_s + 20 + rounds_s + 2 * self.budget * slowest_s
 
-    def settings(self, shard_index: int) -> Settings:
-        """As the shard would have been given."""
-        return Settings.model_construct(  # each section was validated: do not do it again
-            run=RunSettings(tokens=self.budget),
-            sync=SyncSettings(
+    @cached_property
+    def settings(self) -> tuple[Settings, ...]:
+        """Of each shard, as it would have been given."""
+        return tuple(self._settings(index) for index in range(self.shards))
+
+    def _settings(self, shard_index: int) -> Settings:
+        sections = {
+            "run": RunSettings(tokens=self.budget),
+            "sync": SyncSettings(
                 fragments=self.fragments, sync_every=self.sync_every, quorum=self.quorum, grace=self.grace,
                 staleness_max=self.staleness_max, merge=self.merge, on_commit=self.on_commit, push=self.push,
                 pull=self.pull, error_feedback=self.error_feedback,
             ),
-            outer=OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
-            guard=GuardSettings(norm_factor=self.norm_factor),
-            lease=LeaseSettings(lease_s=self.lease_s, progress_timeout_s=self.progress_timeout_s),
-            shard=ShardSettings(index=shard_index, count=self.shards),
-        )  # fmt: skip
+            "outer": OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
+            "guard": GuardSettings(norm_factor=self.norm_factor),
+            "lease": LeaseSettings(
+                lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
+            ),
+            "shard": ShardSettings(index=shard_index, count=self.shards),
+        }  # fmt: skip
+        return _DEFAULTS.model_copy(update=sections)  # each section was validated: do not do it again
+
+
+def draw_short(seed: int) -> Options:
+    """A short schedule of 3 shards and 5 learners, that says little about values and much about everything else.
+
+    Times are a third of those of `draw_options`, and faults come so much the faster.
+    """
+    r = random.Random(f"short {seed}")
+    lease_s = r.uniform(1.0, 1.6)
+    pace_s = r.uniform(0.2, 0.4)
+    budget = r.choice((0, 0, 0, 0, 0, r.randint(20, 40)))
+    return replace(
+        draw_options(seed),
+        family="short",
+        shards=3,
+        learners=5,
+        fragments=r.choice((3, 3, 3, 4)),
+        sync_every=r.choice((1, 1, 2, 3)),
+        quorum=r.choice((1, 1, 2, 2, "all")),
+        grace=r.choice((0.0, 0.1, 0.5, "adaptive", "adaptive")),
+        pull=r.choice(("float32", "bfloat16", "int8", "int4")),
+        norm_factor=1000.0,
+        budget=budget,
+        lease_s=lease_s,
+        heartbeat_s=0.5,
+        progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
+        step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.4), r.uniform(1.0, 2.0))) for _ in range(5)),
+        compute_s=r.choice((0.005, 0.03, 0.1)),
+        call_s=r.uniform(0.8, 1.5),
+        delay_s=r.choice((0.002, 0.01, 0.06)),
+        faults_s=r.uniform(1.2, 2.2),
+        fault_every_s=r.uniform(0.15, 0.4),
+        arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
+        starts_s=0.3,
+        look_every_s=0.2,
+    )
 
 
 def draw_options(seed: int) -> Options:
@@ -126,3 +189,14 @@ def draw_options(seed: int) -> Options:
     )
     changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
     return replace(drawn, pull=changes) if changes else drawn  # drawn apart: the rest of a seed stays what it was
+
+
+FAMILIES: dict[str, Callable[[int], Options]] = {"short": draw_short, "long": draw_options}
+
+
+def draw(name: str) -> Options:
+    """Of a schedule's name, FAMILY:SEED. Raises ValueError."""
+    family, _, seed = name.partition(":")
+    if family not in FAMILIES or not seed.isdecimal():
+        raise ValueError(f"{name!r} names no schedule; say {' or '.join(f'{f}:SEED' for f in sorted(FAMILIES))}")
+    return FAMILIES[family](int(seed))

@@ -8,13 +8,11 @@ from typing import Any
 
 from diloco_common.errors import BadRequest, Refusal
 from diloco_common.messages import Committed, Directive, Evicted, Progress, PushHeader
-from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import Workspace, piece_norms
-from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.shard import Shard
 from diloco_simulator import invariants
+from diloco_simulator.arithmetic import arithmetic_of
 from diloco_simulator.messages import JoinAnswer, JoinRequest, PullAnswer, PullRequest, PushRequest
 from diloco_simulator.network import Respond, Stream
 from diloco_simulator.options import Options
@@ -33,13 +31,12 @@ class SimulatedShard:
     def __init__(self, index: int, epoch: int, process: Process, options: Options, truth: Truth, note: Note) -> None:
         self.index = index
         self.process = process
-        self.settings = options.settings(index)
+        self.settings = options.settings[index]
         self.core = Shard(self.settings, epoch)
         self._options = options
         self._truth = truth
         self._note = note
-        self._outer = make_outer_optimizer(self.settings.outer)
-        self._workspace = Workspace()
+        self._arithmetic = arithmetic_of(options.arithmetic)
         self._streams: dict[str, Stream] = {}
         self._random = random.Random(f"shard {options.seed} {epoch}")
         self._compute_free_at = 0.0
@@ -77,9 +74,10 @@ class SimulatedShard:
         self._check(now)
 
     def _check(self, now: float) -> None:
-        if any(state.round is not None and state.round.quorum_at is not None for state in self.core.fragments.values()):
+        collecting = [state for state in self.core.fragments.values() if state.round is not None]
+        if any(state.round is not None and state.round.quorum_at is not None for state in collecting):
             self._grace_s_max = max(self._grace_s_max, self.core.grace_s())
-        for state in self.core.fragments.values():
+        for state in collecting:
             invariants.rounds_make_the_next_version(state)
             invariants.rounds_are_bounded(state, self._options.learners)
             invariants.nobody_delays_a_round_beyond_its_grace(
@@ -119,8 +117,8 @@ class SimulatedShard:
 
     def _seed(self, effect: SeedFragment) -> None:
         """Make version 0 of a fragment."""
-        values = arithmetic.seed(effect.payload, self._outer)
-        published = arithmetic.publish(values, self.settings.sync.pull)
+        values = self._arithmetic.seed(effect.payload)
+        published = self._arithmetic.publish(values, self._options.pull, None)
         self._truth.publish(self.core.epoch, effect.fragment_id, 0, published.values)
         self.core.seeded(effect.fragment_id, values, published)
         self.advance()
@@ -135,11 +133,8 @@ class SimulatedShard:
         """Make the next version of a fragment from a closed round."""
         state = self.core.fragments[effect.fragment_id]
         assert state.values is not None
-        arithmetic.step(
-            state.values, state.fragment, effect.contributions,
-            outer_step=effect.version, rule=self.settings.sync.merge, optimizer=self._outer, workspace=self._workspace,
-        )  # fmt: skip
-        published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
+        self._arithmetic.step(state.values, state.fragment, effect.contributions, effect.version, self._options.merge)
+        published = self._arithmetic.publish(state.values, self._options.pull, state.published)
         truth, before = self._truth, state.version
         truth.publish(self.core.epoch, effect.fragment_id, effect.version, published.values)
         origins = [truth.origin(c.payload) for c in effect.contributions]
@@ -253,7 +248,7 @@ class SimulatedShard:
     def _take_bytes(self, request: PushRequest, respond: Respond) -> None:
         try:
             pieces = self.core.owned(request.header.fragment_id).fragment.pieces
-            norms = piece_norms(request.payload, pieces)
+            norms = self._arithmetic.norms(request.payload, pieces)
             member = self._member(request)  # the lease may have ended while the bytes came
             answer = self.core.contribute(member, request.header, request.payload, norms, self.process.timeline.now)
         except Refusal as refusal:

@@ -23,6 +23,7 @@ class Timeline:
         self._later: list[tuple[float, int, Act, tuple[Any, ...]]] = []
         self._soon: deque[tuple[Act, tuple[Any, ...]]] = deque()
         self._asked = 0
+        self._stopped = False
 
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
         """Call `act` in `delay_s` seconds."""
@@ -33,13 +34,24 @@ class Timeline:
         """Call `act` now, after what was asked for now before."""
         self._soon.append((act, args))
 
-    def step(self) -> None:
-        """Let the next thing happen, and all that follows from it at once."""
-        self.now, _, act, args = heapq.heappop(self._later)
-        act(*args)
-        while self._soon:
-            act, args = self._soon.popleft()
+    def run(self) -> int:
+        """Let one thing after the other happen, each with all that follows from it at once, until `stop`.
+
+        Returns how many there were.
+        """
+        later, soon, heappop, popleft = self._later, self._soon, heapq.heappop, self._soon.popleft
+        events = 0
+        while not self._stopped:
+            self.now, _, act, args = heappop(later)
             act(*args)
+            while soon:
+                act, args = popleft()
+                act(*args)
+            events += 1
+        return events
+
+    def stop(self) -> None:
+        self._stopped = True
 
 
 class Future(Generic[T]):
@@ -64,12 +76,18 @@ class Future(Generic[T]):
             self.done, self._error = True, error
             self._wake()
 
+    def time_out(self, process: Process) -> None:
+        """The time of whoever waits, in this process, is over."""
+        if not self.done:
+            process.deliver(self.fail, TimeoutError())
+
     def wait_for(self, task: Task) -> None:
         self._task = task
 
     def _wake(self) -> None:
-        if self._task is not None:
-            self._task.process.timeline.soon(self._task.process.deliver, self._task.resume)
+        task = self._task
+        if task is not None:
+            task.process.timeline.soon(task.wake)
 
     def __await__(self) -> Generator[Future[T], None, T]:
         if not self.done:
@@ -87,6 +105,14 @@ class Task:
         self.name = name
         self.done = False
         self._coroutine = coroutine
+
+    def wake(self) -> None:
+        """What it waited for is there."""
+        process = self.process
+        if process.frozen:
+            process.deliver(self.resume)
+        elif process.alive:
+            self.resume()
 
     def resume(self) -> None:
         if self.done:
@@ -122,6 +148,7 @@ class Process:
             act(*args)
 
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
+        """Call `act` in `delay_s` seconds, if the process runs then."""
         self.timeline.later(delay_s, self.deliver, act, *args)
 
     def spawn(self, coroutine: Coroutine[Future[Any], None, None], name: str) -> Task:
@@ -129,7 +156,7 @@ class Process:
         self._tasks = [t for t in self._tasks if not t.done]
         task = Task(self, coroutine, name)
         self._tasks.append(task)
-        self.timeline.soon(self.deliver, task.resume)
+        self.timeline.soon(task.wake)
         return task
 
     def sleep(self, seconds: float) -> Future[None]:
@@ -139,7 +166,7 @@ class Process:
 
     def within(self, future: Future[T], seconds: float) -> Future[T]:
         """The same future; it raises TimeoutError if it takes longer."""
-        self.later(seconds, future.fail, TimeoutError())
+        self.timeline.later(seconds, future.time_out, self)
         return future
 
     def freeze(self) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from diloco_common.codec import Payload, decode_payload
+from diloco_common.codec import Payload
+from diloco_simulator.arithmetic import Arithmetic, Value
 
 
 @dataclass
@@ -28,8 +26,8 @@ class Origin:
     start: int
     """Tokens that the process had trained before those in here."""
     end: int
-    meant: Tensor
-    """What was to be encoded: float32 [num_elements]."""
+    meant: Value
+    """What was to be encoded."""
     payload: Payload | None = None
     merged: bool = False
     """In the version `round` of `epoch`."""
@@ -42,14 +40,15 @@ class Published:
     """A version as its shard serves it."""
 
     payload: Payload
-    values: Tensor
-    """Decoded: float32 [num_elements]."""
+    values: Value
+    """Decoded."""
 
 
 class Truth:
     """The omniscient record of one cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self.arithmetic = arithmetic
         self.live_epochs: dict[int, int] = {}
         """Shard -> the epoch of the process that runs."""
         self.published: dict[tuple[int, int], dict[int, Published]] = defaultdict(dict)
@@ -60,7 +59,7 @@ class Truth:
         """(instance, fragment, epoch) -> its contributions in versions, in the order of the versions."""
         self.entries: dict[tuple[str, int, int], int] = {}
         """(instance, fragment, epoch) -> tokens that the process counted as merged when it took over the epoch."""
-        self.residuals: dict[tuple[str, int], Tensor] = {}
+        self.residuals: dict[tuple[str, int], Value] = {}
         """(instance, fragment) -> what encoders lost of contributions that the learner counts as merged."""
         self.counts: Counter[str] = Counter()
         self._origins: dict[int, Origin] = {}
@@ -74,14 +73,7 @@ class Truth:
         return self._origins[id(payload)]
 
     def publish(self, epoch: int, fragment_id: int, version: int, payload: Payload) -> None:
-        self.published[epoch, fragment_id][version] = Published(payload, decoded(payload))
+        self.published[epoch, fragment_id][version] = Published(payload, self.arithmetic.decoded(payload))
 
     def is_live(self, epoch: int) -> bool:
         return epoch in self.live_epochs.values()
-
-
-def decoded(payload: Payload) -> Tensor:
-    """float32 [num_elements]."""
-    out = torch.empty(payload.header.num_elements)
-    decode_payload(payload, out)
-    return out

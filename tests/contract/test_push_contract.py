@@ -46,6 +46,10 @@ class OpenRound:
             learner.join()
         self.a.seed(0.5)
         self.streams: tuple[Attendance, ...] = (self.a.attend(), self.b.attend())
+        for stream in self.streams:  # "all" are those that have reported
+            stream.say(0)
+        members = shard.core.membership
+        eventually(lambda: shard.loop.look(lambda: all(m.first_step is not None for m in members.all())), "reports")
         self.reach(1)
 
     def reach(self, round_number: int) -> None:
@@ -153,7 +157,7 @@ def test_a_contribution_relative_to_a_version_too_old_is_refused(serve, clock):
 
 REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("another manifest", {"manifest_digest": "f" * 32}, {}, "MANIFEST_MISMATCH", "join again"),
-    ("an epoch that is over", {"epoch": 1 << 40}, {}, "WRONG_EPOCH", "join again"),
+    ("an epoch that is over", {"epoch": 1 << 40}, {}, "WRONG_EPOCH", "pull first"),
     ("a fragment that does not exist", {"fragment_id": 7}, {}, "UNKNOWN_FRAGMENT", "owns fragments 0, not 7"),
     ("a round that never opened", {"round": 9}, {}, "WRONG_ROUND", "round 9 is not open"),
     ("a base version of the future", {"base_version": 5}, {}, "WRONG_ROUND", "does not exist yet"),

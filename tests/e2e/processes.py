@@ -161,8 +161,10 @@ class Process:
 class LocalCluster:
     """Shards and workers of one run, in a folder laid out as `diloco up` does. A context manager that ends them all."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, object] | None = None) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, object] | None = None, *, keeps: bool = False) -> None:
+        """Shards of a cluster that `keeps` have a data folder each, `data(index)`."""
         self.folder = folder
+        self._keeps = keeps
         self.settings = {**TINY, **(settings or {})}
         self.shards: list[Process] = []
         self.workers: dict[str, Process] = {}
@@ -181,6 +183,10 @@ class LocalCluster:
         for name in workers:
             until(lambda name=name: self.has_merged(name), f"a contribution of {name}")  # type: ignore[misc]
         return self
+
+    def data(self, index: int) -> Path:
+        """The data folder of a shard."""
+        return self.folder / f"shard-{index}"
 
     def add_worker(self, name: str, settings: Mapping[str, object] | None = None) -> Process:
         """A worker with its own folder; not started yet."""
@@ -223,6 +229,8 @@ class LocalCluster:
 
     def _add_shard(self, index: int, count: int, flags: Sequence[str]) -> Process:
         where: dict[str, object] = {"shard.index": index, "shard.count": count}
+        if self._keeps:
+            where["shard.data_dir"] = self.data(index)
 
         def arguments() -> list[str]:
             if shard._endpoints is not None:  # a later life has the ports of the first

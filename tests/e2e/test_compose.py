@@ -102,13 +102,13 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
     page.follow("kill a worker")
     (dead,) = (c["Config"]["Hostname"] for c in project.containers("worker") if not c["State"]["Running"])
     until(lambda: min_over_shards(project, 'diloco_shard_evictions_total{code="LEASE_EXPIRED"}') >= 1, "an eviction")
-    until(lambda: project.values('diloco_shard_learners{state="alive"} == 2'), "two learners alive")
+    until(lambda: alive(project) == [2, 2], "two learners alive")
     assert f"evicted learner={dead}" in project.said("shard-0")
     alert = until(lambda: alert_of(project, "DilocoWorkerSilent", learner=dead), "the alert")
     page.note(f"{dead} was evicted by both shards; the alert is {alert}")
 
     page.follow("bring it back")
-    until(lambda: len(project.values('diloco_shard_learners{state="alive"} == 3')) == 2, "three learners alive")
+    until(lambda: alive(project) == [3, 3], "three learners alive")
     until(lambda: f"returned learner={dead}" in project.said("shard-0"), "the word of its return")
     until(lambda: not alert_of(project, "DilocoWorkerSilent", learner=dead), "the alert to end")
     page.note("it has returned, and the alert is over")
@@ -122,9 +122,25 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
     assert "recovered fragments=" in project.said("shard-0"), "it came back from its volume, not from the learners"
     page.note("the shard came back with its versions")
 
-    page.follow("scale")
-    page.follow("chaos")
+    before = min_over_shards(project, PROGRESS)
+    page.follow("rolling restart")
+    until(lambda: min_over_shards(project, PROGRESS) > before, "both shards to go on where they were")
+    for shard in ("shard-0", "shard-1"):
+        assert re.search(
+            r"draining .*\n.* ended tokens_merged=(\d+)(.*\n)*.* recovered .*tokens_merged=\1 ", project.said(shard)
+        )
+    assert max(project.values("diloco_shard_versions_lost_total").values()) == 0
+    page.note("both shards were replaced and lost nothing")
+
+    page.follow("scale up")
+    until(lambda: alive(project) == [4, 4], "the fourth learner")
+    page.follow("scale down")
+    until(lambda: alive(project) == [3, 3], "its goodbye")
     assert "left learner=" in project.said("shard-0")
+
+    page.follow("chaos")
+    until(lambda: alive(project) == [5, 5], "the straggler, and the one that dies")
+    page.follow("no chaos")
 
     page.follow("stop")
     ended = project.health()
@@ -158,6 +174,11 @@ def min_over_shards(project: Project, query: str) -> float:
     """The smallest value of the two shards; -inf until both have one."""
     found = project.values(query)
     return min(found.values()) if len(found) == 2 else -math.inf
+
+
+def alive(project: Project) -> list[float]:
+    """Learners with a lease, as each shard counts them."""
+    return sorted(project.values('diloco_shard_learners{state="alive"}').values())
 
 
 def loss_falls(project: Project) -> bool:

@@ -40,6 +40,24 @@ def test_growth_measures_the_first_case_of_every_sweep_and_draws_them(tmp_path: 
     assert "per contribution" in again.stdout
 
 
+def test_an_outer_round_is_measured_with_its_floor_and_its_peer(tmp_path: Path) -> None:
+    path = tmp_path / "round.json"
+    printed = run(
+        "outer_round.py", "--params=2e5", "--learners=2", "--shards=2", "--fragments=4", "--rounds=1", "--json", path
+    ).stdout
+    found = read(path)
+    assert 1.0 < found["bytes_up_per_param"] < 1.1
+    assert 2.0 <= found["bytes_down_per_param"] < 2.1
+    for figure in (
+        "seconds_median", "gloo_seconds_median", "ratio_to_gloo", "bare_grpc_seconds_median", "bare_grpc_cpu_seconds",
+        "ratio_to_bare_grpc", "memcpy_bytes_per_s", "loopback_bytes_per_s", "merge_fraction_of_memory_bandwidth",
+    ):  # fmt: skip
+        assert found[figure] > 0, figure
+    assert len(found["shard_rss_bytes"]) == 2
+    assert found["phases_cpu_seconds"].keys() >= {"snapshot", "encode", "inspect", "merge", "decode", "apply", "wire"}
+    assert "a round" in printed
+
+
 def test_the_memory_of_a_shard_is_measured(tmp_path: Path) -> None:
     """The bound is for large models: a tiny one exceeds it by what libraries take."""
     options = ("--parameters=100000", "--fragments=4", "--learners=2", "--rounds=1", "--json")
@@ -59,3 +77,17 @@ def test_peers_measures_what_is_installed_and_names_what_is_not(tmp_path: Path) 
     assert len(gloo["seconds"]) == 2
     if torchft["state"] == "not installed":
         assert "pip install torchft" in printed
+
+
+def test_step_cost_measures_the_loop_with_and_without_the_learner(tmp_path: Path) -> None:
+    json_path = tmp_path / "cost.json"
+    command = [sys.executable, str(BENCHMARKS / "step_cost.py"), "--params=1e5", "--blocks=1", f"--json={json_path}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr  # 1: slower than promised, which is no matter here
+    assert "inside learner.step" in ended.stdout
+    found = read(json_path)
+    assert found["steps"] == 50
+    assert found["versions_applied_per_step"] > 0.5
+    assert found["contributions_merged_per_step"] > 0.5
+    assert 0 < found["step_cost_seconds"]["median"] <= found["step_cost_seconds"]["p99"]
+    assert found["step_cost_percent"]["p99"] == 100 * found["step_cost_seconds"]["p99"] / found["step_seconds"]

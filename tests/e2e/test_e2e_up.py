@@ -34,13 +34,13 @@ SEED_BYTES = 4.0
 class Up:
     """One `diloco up` as a process of its own."""
 
-    def __init__(self, folder: Path, shards: int, workers: int, tokens: int) -> None:
+    def __init__(self, folder: Path, shards: int, workers: int, tokens: int, **settings: object) -> None:
         self.folder = folder
         self.shards = [f"shard-{i}" for i in range(shards)]
         self.workers = [f"worker-{i}" for i in range(workers)]
         flags = [f"--shards={shards}", f"--workers={workers}", f"--tokens={tokens}", f"--folder={folder}"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco_deploy", "up", *flags, *sets({**TINY, "train.lr": 0.005})],
+            [sys.executable, "-m", "diloco_deploy", "up", *flags, *sets({**TINY, "train.lr": 0.005, **settings})],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
         )  # fmt: skip
         self.children: list[psutil.Process] = []
@@ -195,3 +195,28 @@ def test_children_end_when_the_command_is_killed(up: Callable[..., Up]) -> None:
 
     assert code == -signal.SIGKILL
     until(run.no_children_left, "the children to end", seconds=15.0)
+
+
+def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> None:
+    """faults.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
+    first = Up(tmp_path / "run", 2, 2, 60_000, **{"worker.checkpoint_every_s": 0.5})
+    try:
+        first.await_merging()
+        until(lambda: all((tmp_path / "run" / w / "checkpoint.safetensors").exists() for w in first.workers), "files")
+        before = {name: first.status(name) for name in first.shards}
+    finally:
+        first.kill()
+
+    second = Up(tmp_path / "run", 2, 2, 60_000, **{"worker.checkpoint_every_s": 0.5})
+    try:
+        code, said = second.end()
+    finally:
+        second.kill()
+    assert code == 0, said
+    assert "going on with the run" in said
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["tokens_merged"] >= 60_000
+    for name, status in before.items():
+        log = (tmp_path / "run" / "logs" / f"{name}.log").read_text()
+        assert "fragment seeded" not in log, "its first life was seeded, this one was not"
+        assert log.count("fragment recovered") == len(status["fragments"])

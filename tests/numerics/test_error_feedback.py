@@ -57,15 +57,15 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
     for version in range(1, 41):
         fate = chance.choice(fates)
         move = train(version)
-        core.collect(Collect(0, version), epoch=1)
+        core.collect(Collect(0, version, 1), epoch=1)
         (pending,) = core.snapshots()
         anchor = core.fragments[0].anchor
         assert anchor is not None
-        progress = (anchor - pending.snapshot).double()
+        progress = (anchor - pending.take_snapshot()).double()
         tokens = pending.tokens
         payload = pending.encode(encoding)
         if fate == "asked twice":
-            core.collect(Collect(0, version), epoch=1)
+            core.collect(Collect(0, version, 1), epoch=1)
             assert core.snapshots() == [pending], "the contribution under way is offered again"
         late_move = train(1000 + version)  # between the snapshot and the version
         if fate == "late":
@@ -89,7 +89,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
 
     train(seed=3000)
     meant += 0.01 * random_values(SIZE, 3000).double()
-    core.collect(Collect(0, 41), epoch=1)
+    core.collect(Collect(0, 41, 1), epoch=1)
     (pending,) = core.snapshots()
     left = pending.delta().double()  # the residual, and what no contribution held yet
 
@@ -108,14 +108,14 @@ def test_without_error_feedback_what_the_encoding_lost_is_gone() -> None:
     core.arrived(0, 0, 1, model.w.detach().clone(), 0)
     model.w.sub_(random_values(SIZE, 1))
     core.stepped(1)
-    core.collect(Collect(0, 1), epoch=1)
+    core.collect(Collect(0, 1, 1), epoch=1)
     (pending,) = core.snapshots()
     sent = decoded(pending.encode("int4"))
     anchor = core.fragments[0].anchor
     assert anchor is not None
     core.arrived(0, 1, 1, anchor - sent, 1)
     core.stepped(1)
-    core.collect(Collect(0, 2), epoch=1)
+    core.collect(Collect(0, 2, 1), epoch=1)
     (pending,) = core.snapshots()
     assert float(pending.delta().abs().max()) < 1e-6
     assert float((sent - random_values(SIZE, 1)).abs().max()) > 0.1

@@ -14,7 +14,7 @@ from torch import Tensor
 from builders import make_contribution, merge, one_piece, random_values
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import Piece
-from diloco_server.core.merge import Workspace, piece_norms
+from diloco_server.core.merge import piece_norms
 from diloco_server.core.rounds import Contribution
 
 LEARNERS = "abcdefgh"
@@ -192,14 +192,6 @@ def test_contributions_may_be_chunked_differently(rule: str) -> None:
         make_contribution("b", b, pieces=pieces, chunk_elements=512),
     ]
     assert_close(merge(mixed, pieces, rule), merged([a, b], rule, pieces=pieces))
-
-
-def test_a_workspace_remembers_nothing() -> None:
-    used = Workspace()
-    merge(contributions(randoms(3)), one_piece(SIZE), "rda", used)
-    small = [random_values(60, seed) for seed in range(2)]
-    again = merge(contributions(small), one_piece(60), "rda", used)
-    assert torch.equal(again, merged(small, "rda"))
 
 
 def test_norms_are_those_of_the_pieces_across_chunks() -> None:

@@ -161,12 +161,12 @@ def never_give_back(original: Any) -> Any:
 def count_the_snapshot_twice(original: Any) -> Any:
     """A version that holds the contribution is laid under all local progress, the contribution's included."""
 
-    def carry(self: LearnerFragment, values: Any, version: int, epoch: int, *, merged: bool) -> None:
+    def carry(self: LearnerFragment, values: Any, version: int, epoch: int, *, merged: bool, shift: Any) -> None:
         if merged:
             assert self.pending is not None
             assert self.anchor is not None
             self.pending.snapshot = self.anchor
-        original(self, values, version, epoch, merged=merged)
+        original(self, values, version, epoch, merged=merged, shift=shift)
 
     return carry
 
@@ -198,7 +198,7 @@ def let_the_replaced_return(original: Any) -> Any:
 
 def inherit_merges(original: Any) -> Any:
     """What one process contributed is told to the next of its learner id as its own."""
-    return lambda self, learner_id: None
+    return lambda self, state, learner_id: None
 
 
 def mix_up_epochs(original: Any) -> Any:
@@ -218,6 +218,9 @@ def add_changes_to_anything(original: Any) -> Any:
 
     return change_since
 
+
+# Mutants of the disk (announce before sync, ...) belong here once the simulation has one: a simulated `FileSystem`
+# under the store of diloco_server.storage, that loses or tears what was not synced when its shard crashes.
 
 Mutant = tuple[type, str, Callable[[Any], Any]]
 MUTANTS: dict[str, Mutant] = {

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from builders import random_values
 from diloco_common.codec import native
-from diloco_common.codec.base import Codec
+from diloco_common.codec.base import Codec, Part
 from diloco_common.codec.blocks import BlockCodec
 from diloco_common.codec.registry import get_codec
 from diloco_common.errors import NotFinite
+from diloco_common.settings import OuterSettings
+from diloco_server.core.outer import make_outer_optimizer
 
 SIZE = 3 * 256 + 77
 each_encoding = pytest.mark.parametrize("encoding", ["int8", "int4"])
@@ -113,6 +115,65 @@ def test_any_range_decodes_adds_and_measures_alike(
     torch.testing.assert_close(sums[0], sums[1])
     assert squares[0] == pytest.approx(float(whole[start:stop].double().square().sum()), rel=1e-6)
     assert squares[1] == pytest.approx(squares[0], rel=1e-5)
+
+
+@each_encoding
+@pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (0, 1), (255, 257), (256, 512), (3, 700), (769, SIZE)])
+def test_a_weighted_sum_is_the_same_sum(encoding: str, start: int, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over chunks that do not begin at the same element of the fragment."""
+    codec, weights, shift = get_codec(encoding), [0.3, -2.0, 1e-3], 512
+    sizes = [SIZE, SIZE + shift, SIZE]
+    chunks = [encoded(codec, random_values(size, seed)) for seed, size in enumerate(sizes)]
+    firsts = [start + size - SIZE for size in sizes]
+    parts = [Part(*part) for part in zip(chunks, sizes, firsts, strict=True)]
+    by_kernels, by_torch = torch.full((stop - start,), torch.nan), torch.full((stop - start,), torch.nan)
+    native = codec.native_sum(parts, weights)
+    assert native is not None
+    squares = codec.weighted_sum(parts, weights, by_kernels)
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockCodec, "_native", lambda self, data: None)
+        again = codec.weighted_sum(parts, weights, by_torch)
+    torch.testing.assert_close(by_kernels, by_torch)
+    assert squares == pytest.approx(float(by_kernels.double().square().sum()), rel=1e-6)
+    assert squares == pytest.approx(again, rel=1e-5)
+    assert native.squares(stop - start) == squares
+
+    theta, velocity = random_values(stop - start, 7), random_values(stop - start, 8)
+    one_by_one = theta.clone(), velocity.clone()
+    native.nesterov(theta, velocity, 0.5, 0.7)
+    make_outer_optimizer(OuterSettings(momentum=0.5, lr=0.7)).step(one_by_one[0], by_kernels, [one_by_one[1]], 1)
+    assert torch.equal(theta, one_by_one[0])
+    assert torch.equal(velocity, one_by_one[1])
+
+
+@each_encoding
+@pytest.mark.parametrize("scale", [0.0, 2.0**-130, 1e-3, 1.0, 3.3e38])
+@pytest.mark.parametrize("size", [1, 255, 256, SIZE])
+def test_a_change_and_its_anchor_become_the_same_bytes(
+    encoding: str, scale: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = get_codec(encoding)
+    values, base = random_values(size, 1).clamp(-1, 1).mul_(scale), random_values(size, 2).clamp(-1, 1).mul_(scale)
+    values.clamp_(-1e38, 1e38).add_(base, alpha=0.5)
+    results = []
+    for by_torch in (False, True):
+        change, anchor = torch.zeros(codec.num_bytes(size), dtype=torch.uint8), torch.zeros(size, dtype=torch.bfloat16)
+        with monkeypatch.context() as patched:
+            if by_torch:
+                patched.setattr(BlockCodec, "_native", lambda self, data: None)
+            codec.encode_change(values, base.bfloat16(), change, anchor)
+        results.append((change, anchor))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1].view(torch.int16), results[1][1].view(torch.int16))
+
+
+@each_encoding
+def test_a_change_that_is_not_finite_is_refused_by_its_index(encoding: str) -> None:
+    codec, values = get_codec(encoding), random_values(SIZE, 0)
+    values[700] = torch.nan
+    change, anchor = torch.zeros(codec.num_bytes(SIZE), dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.bfloat16)
+    with pytest.raises(NotFinite, match=f"element 700 of {SIZE}"):
+        codec.encode_change(values, torch.zeros(SIZE, dtype=torch.bfloat16), change, anchor)
 
 
 # ------------------------------------------------------------------ where they cannot be had

@@ -49,7 +49,7 @@ def test_what_was_merged_is_told_to_the_process_that_contributed_it(
     shard: Shard, instance: str, merged_version: int
 ) -> None:
     shard.join("cat", "process 1", MODEL, 0.0)
-    shard.fragments[0].merged_versions["cat"] = 3
+    shard.fragments[0].merged_versions["cat"], shard.fragments[0].merged_by["cat"] = 3, "process 1"
 
     shard.join("cat", instance, MODEL, 0.1)
 

@@ -37,13 +37,16 @@ HEADER = PushHeader(
 
 def make_state(norms: list[float] | None = None, seed_norm: float = 0.0) -> FragmentState:
     """Version 5, and round 6 has asked a and b, of whom b is lost."""
-    state = FragmentState(MANIFEST.fragments[0], deque(norms or [], maxlen=64), seed_norm=seed_norm, version=5)
+    state = FragmentState(
+        MANIFEST.fragments[0], deque(norms or [], maxlen=64), seed_norm=seed_norm, version=5, epoch=3, seeded=True
+    )
     state.round = Round(6, 0.0, {"a": 1, "b": 2}, lost={"b"})
     return state
 
 
 def test_what_is_right_passes() -> None:
-    guards.check_origin(HEADER, MANIFEST, 3)
+    guards.check_origin(HEADER, MANIFEST)
+    guards.check_epoch(HEADER, make_state(), 3)
     guards.check_round(HEADER, make_state(), "a", staleness_max=8)
     guards.check_sizes(HEADER, make_state(), ("int8",))
     guards.check_model(MANIFEST, [TensorSpec("w", (100,))])
@@ -53,15 +56,42 @@ def test_what_is_right_passes() -> None:
     ("changes", "error", "words"),
     [
         ({"manifest_digest": "f" * 32}, ManifestMismatch, "'ffffffffffff' is not this run's .*; join again"),
-        ({"epoch": 2}, WrongEpoch, "epoch 2 is over, 3 is current; join again"),
-        ({"epoch": 4}, WrongEpoch, "epoch 4 is over, 3 is current"),
+        (
+            {"epoch": 2},
+            WrongEpoch,
+            "version 5 of epoch 2 is over, version 5 of epoch 3 did not come from it; pull first",
+        ),
+        ({"epoch": 4}, WrongEpoch, "version 5 of epoch 4 is over"),
     ],
 )
 def test_another_model_or_another_life_of_the_shard(
     changes: dict[str, object], error: type[Refusal], words: str
 ) -> None:
+    header = replace(HEADER, **changes)  # type: ignore[arg-type]
+
+    def check() -> None:
+        guards.check_origin(header, MANIFEST)
+        guards.check_epoch(header, make_state(), 3)
+
     with pytest.raises(error, match=words):
-        guards.check_origin(replace(HEADER, **changes), MANIFEST, 3)  # type: ignore[arg-type]
+        check()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "base_version", "in_line"),
+    [
+        (7, 5, True),  # the latest version
+        (3, 4, True),  # what this life began with
+        (3, 2, True),  # before it
+        (3, 5, False),  # announced by the earlier life, and lost: its number was given again
+        (5, 4, False),  # of no life that this version came from
+    ],
+)
+def test_a_base_version_is_one_that_the_latest_version_came_from(epoch: int, base_version: int, in_line: bool) -> None:
+    """P4: the shard came back with version 4 of epoch 3, and has made version 5 in epoch 7."""
+    state = make_state()
+    state.epoch, state.recovered = 7, (3, 4)
+    assert guards.is_in_line(replace(HEADER, epoch=epoch, base_version=base_version), state, 7) is in_line
 
 
 @pytest.mark.parametrize(

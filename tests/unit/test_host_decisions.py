@@ -7,7 +7,7 @@ import asyncio
 from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import Settings
 from diloco_server.host import ShardHost
-from diloco_server.store import MemoryStore
+from diloco_server.storage.store import MemoryStore
 
 
 class CountingClock:

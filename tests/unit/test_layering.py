@@ -68,7 +68,9 @@ RULES = {
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", "diloco_protos"),
     "diloco_worker.core": core("diloco_worker"),
-    "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server.core", "diloco_worker.core"),
+    "diloco_simulator": allow(
+        "diloco_simulator", "diloco_common", "diloco_server.core", "diloco_server.storage", "diloco_worker.core"
+    ),
     "diloco_deploy": allow(*OURS),
 }
 

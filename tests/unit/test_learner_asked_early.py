@@ -20,18 +20,18 @@ def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> N
     learner = Learner(Replica(model), addresses, "local", "cat", None, 0, 0, None)
     digest = cut(Replica(model).specs, 2, 2).digest
     first, second = (
-        Joined(address, index, 2, 2, digest, POLICY, 5 + index, (FragmentStatus(index, True, 0, 0),))
+        Joined(address, index, 2, 2, digest, POLICY, 5 + index, (FragmentStatus(index, True, 0, 0, 5 + index),))
         for index, address in enumerate(addresses)
     )
 
     for index, link in enumerate(learner.network.links):
         link.session.shard_index = index
     learner._inbox.put(first)
-    learner._inbox.put(Asked(Collect(0, 1), 5))
-    learner._boundary()
+    learner._inbox.put(Asked(Collect(0, 1, 5), 5))
+    learner.poll()
     learner._inbox.put(second)
-    learner._boundary()
+    learner.poll()
 
     assert learner.core is not None
-    assert learner.core.fragments[0].wanted == Wanted(1, 5)
+    assert learner.core.fragments[0].wanted == Wanted(1, 5, 5)
     learner.close()

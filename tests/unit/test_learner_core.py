@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -56,8 +57,12 @@ class Rig:
             return self.core.arrived(0, version, epoch, torch.full((2,), value), merged)
 
     def asked(self, round_number: int, epoch: int = EPOCH) -> list[Pending]:
-        self.core.collect(Collect(0, round_number), epoch)
-        return self.core.snapshots()
+        """What the learner contributes, with its snapshots."""
+        self.core.collect(Collect(0, round_number, epoch), epoch)
+        taken = self.core.snapshots()
+        for pending in taken:
+            pending.take_snapshot()
+        return taken
 
     def answered(self, round_number: int, answer: PushAnswer) -> None:
         self.core.answered(0, round_number, answer)
@@ -80,7 +85,7 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     replica = Replica(nn.Linear(2, 1))
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
     core.stepped(5)
-    core.collect(Collect(0, 1), EPOCH)
+    core.collect(Collect(0, 1, EPOCH), EPOCH)
     assert core.snapshots() == []
     fragment = core.fragments[0]
     expected = torch.empty(3)
@@ -141,7 +146,7 @@ def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
     """The push would be LATE, and the bytes wasted."""
     rig = Rig()
     rig.trains(by=1.0)
-    rig.core.collect(Collect(0, 1), EPOCH)
+    rig.core.collect(Collect(0, 1, EPOCH), EPOCH)
     rig.arrives(1, 9.0)
     assert rig.core.snapshots() == []
     assert [p.round for p in rig.asked(2)] == [2]
@@ -271,11 +276,168 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
         core.arrived(0, 0, EPOCH, torch.ones(3), 0)
         model.weight.add_(1.0)
         core.stepped(1)
-        core.collect(Collect(0, 1), EPOCH)
+        core.collect(Collect(0, 1, EPOCH), EPOCH)
         (pending,) = core.snapshots()
         assert pending.delta().dtype == torch.float32
         core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
     assert model.weight.tolist() == [[3.0] * 3 if on_commit == "blend" else [4.0] * 3]
+
+
+# ------------------------------------------------------------------ snapshots that are taken while training goes on
+
+
+def trained_meanwhile(rig: Rig, pending: Pending, before: float, after: float) -> None:
+    """Take the snapshot; between its first and its second element the training adds `before`, and `after` behind it."""
+
+    def read(out: Tensor) -> None:
+        out[:1].copy_(rig.model.w.detach()[:1])
+        rig.trains(by=before)
+        out[1:].copy_(rig.model.w.detach()[1:])
+        rig.trains(by=after)
+
+    pending.read = read
+    pending.take_snapshot()
+
+
+def asked_to_read(rig: Rig, round_number: int = 1) -> Pending:
+    """A contribution whose snapshot is still to be taken."""
+    rig.core.collect(Collect(0, round_number, EPOCH), EPOCH)
+    (pending,) = rig.core.snapshots()
+    return pending
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["computed-ahead", "computed-there"])
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "not-merged"])
+@pytest.mark.parametrize("between", [False, True], ids=["directly", "after-an-earlier-version"])
+def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted_twice(
+    ahead: bool, merged: bool, between: bool
+) -> None:
+    """Everything trained, 2 + 3 + 4 in each element, is in the version that merged it or in the next contribution."""
+    rig = Rig(at=10.0)
+    rig.trains(by=2.0)
+    pending = asked_to_read(rig, round_number=2)
+    trained_meanwhile(rig, pending, before=3.0, after=4.0)
+    sent = -pending.delta()
+    assert sent.tolist() == [2.0, 5.0], "a mixture of two moments"
+
+    if between:
+        rig.arrives(1, 30.0)
+        assert rig.model.w.tolist() == [39.0, 39.0]
+    new = torch.full((2,), 20.0) + (sent if merged else 0.0)
+    merged_version = 2 if merged else 0
+    with torch.no_grad():
+        shift = rig.core.shift_to(0, new, 2, merged_version) if ahead else None
+        rig.core.arrived(0, 2, EPOCH, new, merged_version, shift)
+
+    assert rig.model.w.tolist() == [29.0, 29.0]
+    rig.trains(by=1.0)
+    (following,) = rig.asked(3)
+    given = (sent if merged else 0.0) - following.delta()
+    assert given.tolist() == [10.0, 10.0]
+    assert following.tokens + (pending.tokens if merged else 0) == rig.core.tokens
+
+
+def test_no_version_can_be_applied_while_the_snapshot_is_taken() -> None:
+    rig = Rig()
+    assert rig.core.rebasable(0)
+    rig.trains(by=2.0)
+    pending = asked_to_read(rig)
+    assert not rig.core.rebasable(0)
+    seen: list[bool] = []
+    pending.read = lambda out: seen.append(rig.core.rebasable(0))
+    pending.take_snapshot()
+    assert seen == [False]
+    assert rig.core.rebasable(0)
+
+
+def test_a_snapshot_that_could_not_be_taken_holds_up_no_version() -> None:
+    rig = Rig(at=10.0)
+    rig.trains(by=2.0)
+    pending = asked_to_read(rig)
+
+    def read(out: Tensor) -> None:
+        raise MemoryError
+
+    pending.read = read
+    with pytest.raises(MemoryError):
+        pending.take_snapshot()
+    assert rig.core.rebasable(0)
+    rig.arrives(1, 20.0)
+    assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
+
+
+def test_a_snapshot_is_taken_once() -> None:
+    rig = Rig(at=10.0)
+    rig.trains(by=2.0)
+    (pending,) = rig.asked(1)
+    rig.trains(by=1.0)
+    assert pending.take_snapshot().tolist() == [12.0, 12.0]
+    pending.encode("int8")
+    assert pending.delta().tolist() == [-2.0, -2.0]
+
+
+def test_on_an_accelerator_the_snapshot_is_queued_at_the_step_boundary() -> None:
+    rig = Rig(at=10.0)
+    rig.fragment._replica.device = torch.device("cuda")
+    rig.trains(by=2.0)
+    pending = asked_to_read(rig)
+    assert rig.core.rebasable(0)
+    rig.trains(by=1.0)
+    assert pending.delta().tolist() == [-2.0, -2.0]
+
+
+# ------------------------------------------------------------------ what is computed ahead
+
+
+def test_what_was_computed_ahead_is_what_is_added() -> None:
+    rig = Rig(at=10.0)
+    rig.trains(by=2.0)
+    values = torch.full((2,), 20.0)
+    shift = rig.core.shift_to(0, values, 1, 0)
+    assert shift is not None
+    shift.difference.add_(100.0)  # to be seen in the result
+    with torch.no_grad():
+        rig.core.arrived(0, 1, EPOCH, values, 0, shift)
+    assert rig.theta == 122.0
+
+
+def overtaken(rig: Rig) -> None:
+    """Another version is applied."""
+    rig.arrives(1, 15.0)
+
+
+def contributed(rig: Rig) -> None:
+    """The contribution that the version holds is taken."""
+    rig.asked(2)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "merged_version", "theta"),
+    [(overtaken, 0, 22.0), (contributed, 2, 20.0), (contributed, 0, 22.0)],
+    ids=["another-version", "merged", "not-merged"],
+)
+def test_what_was_computed_ahead_from_another_reference_is_computed_again(
+    meanwhile: Callable[[Rig], None], merged_version: int, theta: float
+) -> None:
+    rig = Rig(at=10.0)
+    rig.trains(by=2.0)
+    values = torch.full((2,), 20.0)
+    shift = rig.core.shift_to(0, values, 2, merged_version)
+    meanwhile(rig)
+    with torch.no_grad():
+        rig.core.arrived(0, 2, EPOCH, values, merged_version, shift)
+    assert rig.theta == theta
+
+
+@pytest.mark.parametrize("on_commit", ["overwrite", "blend"])
+def test_nothing_is_computed_ahead_where_progress_is_not_carried(on_commit: str) -> None:
+    assert Rig(on_commit).core.shift_to(0, torch.zeros(2), 1, 0) is None
+
+
+def test_nothing_is_computed_ahead_of_the_first_version() -> None:
+    replica = Replica(nn.Linear(2, 1))
+    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
+    assert core.shift_to(0, torch.zeros(3), 1, 0) is None
 
 
 # ------------------------------------------------------------------ work that was not merged
@@ -372,7 +534,7 @@ def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
     rig = Rig()
     rig.trains(by=2.0)
     (pending,) = rig.asked(1)
-    pending.loss.fill_(0.5)  # the encoder leaves its loss here
+    pending.loss = torch.full((2,), 0.5)  # the encoder leaves its loss here
     rig.answered(1, answer)
     rig.arrives(1, 12.0, merged=1 if merged else 0)
     rig.trains(by=0.0)
@@ -384,6 +546,7 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
     rig.fragment._error_feedback = False
     rig.trains(by=2.0)
     (pending,) = rig.asked(1)
+    pending.encode("int8")
     assert pending.loss is None
     rig.arrives(1, 12.0, merged=1)
     rig.trains(by=0.0)
@@ -394,7 +557,7 @@ def test_without_error_feedback_no_residual_is_kept() -> None:
 
 
 def status(version: int, merged_version: int, *, seeded: bool = True) -> list[FragmentStatus]:
-    return [FragmentStatus(0, seeded, version, merged_version)]
+    return [FragmentStatus(0, seeded, version, merged_version, EPOCH)]
 
 
 def test_joining_again_in_the_same_epoch_leaves_the_fate_of_a_contribution_open() -> None:
@@ -433,7 +596,7 @@ def test_a_shard_that_was_restored_has_a_contribution_or_gets_its_work_again(
 
 def test_a_round_of_the_old_epoch_is_forgotten() -> None:
     rig = Rig(version=3)
-    rig.core.collect(Collect(0, 4), EPOCH)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH)
     rig.core.rejoined(status(3, 0), EPOCH + 1)
     rig.trains(by=1.0)
     rig.arrives(3, 10.0, epoch=EPOCH + 1)
@@ -455,8 +618,9 @@ def test_fragments_go_their_own_ways() -> None:
         taken: list[tuple[int, int]] = []
         for step in range(1, 10):
             core.stepped(8)
-            core.collect(Collect(step % 3, 1 + (step - 1) // 3), EPOCH)
+            core.collect(Collect(step % 3, 1 + (step - 1) // 3, EPOCH), EPOCH)
             for pending in core.snapshots():
+                pending.take_snapshot()
                 taken.append((pending.fragment_id, pending.steps))
                 i = pending.fragment_id
                 core.arrived(i, pending.round, EPOCH, values[i].clone(), pending.round)
@@ -464,3 +628,48 @@ def test_fragments_go_their_own_ways() -> None:
     assert [steps for _, steps in taken] == [1, 2, 3, 3, 3, 3, 3, 3, 3]
     assert core.contributions["merged"] == 9
     assert all(b[0] != a[0] for a, b in pairwise(taken))
+
+
+# ------------------------------------------------------------------ a shard that came back with its versions
+
+
+def test_a_version_of_a_later_epoch_follows_one_that_was_kept() -> None:
+    """The shard has restarted and goes on from (EPOCH, 3): its next version is (EPOCH + 1, 4)."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    pending.take_snapshot()
+    assert (pending.shard_epoch, pending.epoch, pending.base_version) == (EPOCH + 1, EPOCH, 3)
+    rig.trains(by=1.0)
+    assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
+    assert (rig.theta, rig.fragment.epoch, rig.core.unmerged) == (21.0, EPOCH + 1, 0)
+
+
+def test_a_new_name_for_the_version_that_it_holds_leaves_a_contribution_pending() -> None:
+    """Another learner held a version that is lost; ours is relative to what came back, and is still in the round."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    pending.take_snapshot()
+    assert rig.arrives(3, 10.0, epoch=EPOCH + 1)
+    assert (rig.theta, rig.core.unmerged) == (12.0, 1)
+    assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
+    assert (rig.theta, rig.core.unmerged) == (20.0, 0)
+
+
+def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
+    """It holds (EPOCH, 5) and has contributed to round 6; the shard came back with version 3 under a new name."""
+    rig = Rig(version=5)
+    rig.trains(by=2.0)
+    rig.asked(6)
+    rig.core.rejoined([FragmentStatus(0, True, 3, 3, EPOCH + 1)], EPOCH + 1)
+    assert rig.core.unmerged == 0
+    rig.core.collect(Collect(0, 4, EPOCH + 1), EPOCH + 1)
+    assert rig.core.snapshots() == [], "not before the version that the round is relative to is there"
+    assert rig.arrives(3, 7.0, merged=3, epoch=EPOCH + 1)
+    (pending,) = rig.core.snapshots()
+    assert (rig.theta, pending.round, pending.epoch, pending.base_version) == (9.0, 4, EPOCH + 1, 3)

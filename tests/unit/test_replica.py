@@ -190,16 +190,16 @@ def test_a_zero_dimensional_parameter_is_a_parameter(dtype: torch.dtype) -> None
     model = with_parameter(torch.tensor(2.0, dtype=dtype))
     replica = Replica(model)
     (fragment,) = cut(replica.specs, 24, 1).fragments
-    replica.rebase(fragment, torch.tensor([5.0]), torch.tensor([1.0]))
+    replica.add(fragment, torch.tensor([4.0]))
     assert model.w.item() == 6.0
 
 
-def test_bfloat16_parameters_are_rebased_in_float32() -> None:
-    """The difference 255.5 is none of bfloat16's numbers; rounded on the way, the result would be 1."""
+def test_differences_are_added_to_bfloat16_parameters_in_float32() -> None:
+    """The difference -255.5 is none of bfloat16's numbers; rounded on the way, the result would be 0."""
     model = with_parameter(torch.tensor([256.0], dtype=torch.bfloat16))
     replica = Replica(model)
     (fragment,) = cut(replica.specs, 1, 1).fragments
-    replica.rebase(fragment, torch.tensor([-255.0]), torch.tensor([0.5]))
+    replica.add(fragment, torch.tensor([-255.5]))
     assert model.w.item() == 0.5
 
 

@@ -171,7 +171,7 @@ def test_the_first_values_become_version_0_and_everybody_is_told() -> None:
     assert rig.theta == [3.0]
     assert rig.shard.all_seeded
     for learner_id in "ab":
-        assert rig.told_of(learner_id, Committed) == [Committed(0, 0, 0, 0)]
+        assert rig.told_of(learner_id, Committed) == [Committed(0, 0, 0, 0, EPOCH)]
 
 
 def test_the_first_writer_wins() -> None:
@@ -286,7 +286,7 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
     rig = Rig().started("a", "b")
     assert rig.noted(RoundOpened) == [RoundOpened(0, 1, 2)]
     for learner_id in "ab":
-        assert rig.told_of(learner_id, Collect) == [Collect(0, 1)]
+        assert rig.told_of(learner_id, Collect) == [Collect(0, 1, EPOCH)]
     rig.now = 2.0
     assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
     assert rig.state.version == 0
@@ -296,8 +296,8 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
     assert rig.noted(QuorumReached) == [QuorumReached(0, 1, 3.0)]
     assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 3.0)]
     assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0)]
-    assert rig.told_of("a", Committed) == [Committed(0, 1, 2, 1)]
-    assert rig.told_of("b", Committed) == [Committed(0, 1, 2, 1)]
+    assert rig.told_of("a", Committed) == [Committed(0, 1, 2, 1, EPOCH)]
+    assert rig.told_of("b", Committed) == [Committed(0, 1, 2, 1, EPOCH)]
     ledger = rig.shard.ledger
     assert (ledger.rounds, ledger.participants, ledger.participants_mean) == (1, 2, 2.0)
     assert rig.shard.tokens_merged == ledger.tokens_merged == 80
@@ -308,7 +308,7 @@ def test_who_has_no_part_in_a_version_is_told_so() -> None:
     rig = Rig(sync={"quorum": 1}).started("a", "b")
     rig.take_told("b")
     rig.contribute("a", 1)
-    assert rig.told_of("b", Committed) == [Committed(0, 1, 1, 0)]
+    assert rig.told_of("b", Committed) == [Committed(0, 1, 1, 0, EPOCH)]
 
 
 def test_the_next_round_waits_for_h_steps_of_every_learner() -> None:
@@ -411,7 +411,7 @@ def test_who_joins_while_a_round_is_open_is_not_asked_for_it() -> None:
     rig.contribute("a", 1)
     assert rig.state.version == 1, "nobody waited for it"
     rig.step("a", "late", steps=4)
-    assert rig.told_of("late", Collect) == [Collect(0, 2)]
+    assert rig.told_of("late", Collect) == [Collect(0, 2, EPOCH)]
 
 
 def test_who_has_not_reported_yet_is_not_asked_and_not_waited_for() -> None:
@@ -429,7 +429,7 @@ def test_a_control_stream_begins_with_all_that_could_have_been_missed() -> None:
     rig.take_told("a")
     rig.shard.attend(rig.members["a"])
     rig.advance()
-    assert rig.take_told("a") == [Pulse(0, 1000, 2), Committed(0, 0, 0, 0), Collect(0, 1)]
+    assert rig.take_told("a") == [Pulse(0, 1000, 2), Committed(0, 0, 0, 0, EPOCH), Collect(0, 1, EPOCH)]
     rig.contribute("a", 1)
     rig.take_told("a")
     rig.shard.attend(rig.members["a"])
@@ -627,7 +627,7 @@ def test_a_round_of_refusals_alone_is_opened_again_after_h_steps() -> None:
     rig.contribute("a", 1, 1e6)
     assert rig.state.round is None
     rig.step("a", steps=4)
-    assert rig.told_of("a", Collect) == [Collect(0, 1)]
+    assert rig.told_of("a", Collect) == [Collect(0, 1, EPOCH)]
     assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
     assert rig.state.version == 1
 
@@ -700,7 +700,7 @@ def test_a_round_that_everybody_left_is_opened_again() -> None:
     rig.join("a")
     rig.take_told("a")
     rig.step("a", steps=4)
-    assert rig.told_of("a", Collect) == [Collect(0, 1)]
+    assert rig.told_of("a", Collect) == [Collect(0, 1, EPOCH)]
     assert rig.contribute("a", 1).outcome is ACCEPTED
     assert rig.state.version == 1
 
@@ -734,7 +734,7 @@ def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time() -> N
     rig.join("b")
     rig.take_told("b")
     rig.step("a", "b", steps=4)
-    assert rig.told_of("b", Collect) == [Collect(0, 2)]
+    assert rig.told_of("b", Collect) == [Collect(0, 2, EPOCH)]
     assert rig.members["b"].asked == 2
 
 
@@ -772,7 +772,7 @@ def test_a_learner_that_starts_over_counts_its_steps_from_where_it_is(end: str) 
     rig.step("a", steps=3)
     assert rig.told_of("a", Collect) == []
     rig.step("a")
-    assert rig.told_of("a", Collect) == [Collect(0, 2)]
+    assert rig.told_of("a", Collect) == [Collect(0, 2, EPOCH)]
 
 
 def test_who_is_gone_is_told_nothing() -> None:

@@ -13,18 +13,28 @@ class Inbox:
     def __init__(self) -> None:
         self._events = EventQueue()
         self._some = threading.Condition()
+        self._news = False  # whether something was put since the last of it was popped, or put back
 
     def put(self, event: Event) -> None:
         with self._some:
             self._events.put(event)
+            self._news = True
             self._some.notify()
 
-    def take(self) -> list[Event]:
-        """Everything that came, oldest first. Never waits."""
+    def pop(self) -> Event | None:
+        """The oldest event that waits; None: there is none. Never waits."""
         with self._some:
-            return self._events.take()
+            event = self._events.pop()
+            self._news = len(self._events) > 0
+            return event
+
+    def put_back(self, event: Event) -> None:
+        """The reader cannot use it yet: it is the next to be popped, unless a newer one of its kind has come."""
+        with self._some:
+            self._events.put_back(event)
+            self._news = False
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something is there, or the time is over."""
+        """Wait until something is there that was not put back, or the time is over."""
         with self._some:
-            self._some.wait_for(lambda: len(self._events) > 0, timeout_s)
+            self._some.wait_for(lambda: self._news, timeout_s)

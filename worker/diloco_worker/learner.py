@@ -8,17 +8,21 @@
             if learner.done:
                 break
 
-Everything here runs in the training thread; the network has its own (network.py). Between two steps `step` hands over
-snapshots and lays arrived versions under the local progress. It never waits for anybody.
+Everything here runs in the training thread; the network has its own (network.py). Between two steps `step` says which
+fragments to contribute and lays arrived versions under the local progress: one addition, of what was computed ahead. It
+never waits for anybody. The snapshots are copied by another thread (transfer.py) in the moments after `step` or `poll`
+returned, so the loop should not put other values into the parameters there (averaged ones, to evaluate them): they
+would be contributed, and be taken out again only by the next contribution.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +40,8 @@ from diloco_common.logs import Log
 from diloco_common.manifest import cut
 from diloco_common.messages import Progress
 from diloco_common.metrics import WorkerMetrics
-from diloco_worker.core.events import Answered, Arrived, Asked, Failed, Joined, Stopped
+from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
+from diloco_worker.core.fragment import Pending
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.inbox import Inbox
@@ -50,6 +55,10 @@ STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 SEED_HOLD_S = 10.0
 """Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it."""
+APPLY_S = 0.003
+"""So long `step` goes on to the next version that has arrived, or for this share of a step; what is left waits for the
+next step. One is applied in any case."""
+APPLY_SHARE = 0.005
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
 
@@ -135,6 +144,7 @@ class Learner:
         self._stopped: set[int] = set()
         self._asked_early: dict[int, Asked] = {}  # fragment -> round that asked before the model was cut
         self._stop_requested = False
+        self._acts: list[Callable[[], None]] = []  # for the network thread, at the end of the boundary
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
         self._progress = Progress(inner_step, tokens)
@@ -166,14 +176,13 @@ class Learner:
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss, began)
         self.core.stepped(tokens)
-        self._boundary()
+        self._take_part(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         self._progress = Progress(self.core.inner_step, self.core.tokens, self.loss, self.step_time_s)
-        self.network.soon(self._tell_links)
         stall_s = time.monotonic() - began
         self.sync_stall_s += stall_s
         self.sync_stall_max_s = max(self.sync_stall_max_s, stall_s)
-        self.metrics.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
-        self.metrics.stalled(stall_s)
+        self._acts.append(partial(self._stepped, tokens, step_s, stall_s))
+        self._hand_over()
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Take part between two steps: lay arrived versions under the local progress, and send what rounds ask for.
@@ -183,7 +192,8 @@ class Learner:
         """
         if wait_s > 0:
             self._inbox.wait(wait_s)
-        self._boundary()
+        self._take_part(math.inf)
+        self._hand_over()
 
     @property
     def done(self) -> bool:
@@ -259,37 +269,47 @@ class Learner:
 
     # ------------------------------------------------------------ a step boundary
 
-    def _boundary(self) -> None:
-        """Take in what came, and send what rounds ask for."""
-        for event in self._inbox.take():
-            match event:
-                case Joined():
-                    self._joined(event)
-                case Asked() if self.core is None:  # this shard knows the model, another one is still away
-                    self._asked_early[event.directive.fragment_id] = event
-                case Asked():
-                    self._core.collect(event.directive, event.epoch)
-                case Answered():
-                    before = self._core.tokens_carried
-                    self._core.answered(event.fragment_id, event.round, event.answer)
-                    self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
-                case Arrived():
-                    self._arrived(event)
-                case Stopped():
-                    self._stopped.add(event.shard_index)
-                case Failed():
-                    self.state = "stopped"
-                    raise event.error
-        if self.core is None:
-            return
-        began = time.thread_time()
-        taken = self.core.snapshots()
-        if taken:
-            self.metrics.computed("snapshot", time.thread_time() - began)
-        for pending in taken:
-            link = self.network.link_to(self.core.manifest.fragments[pending.fragment_id].shard_index)
-            self.network.soon(partial(link.push, pending))
-        self.metrics.contributions_unmerged(self.core.unmerged)
+    def _take_part(self, apply_s: float) -> None:
+        """Take in what came, in order, and send what rounds ask for.
+
+        Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
+        an event may decide over those after it, so none overtakes another.
+        """
+        began = time.perf_counter()
+        while (event := self._inbox.pop()) is not None:
+            if isinstance(event, Arrived) and not self._core.rebasable(event.fragment_id):
+                self._inbox.put_back(event)
+                break
+            self._take_in(event)
+            if isinstance(event, Arrived) and time.perf_counter() - began > apply_s:
+                break
+        if self.core is not None and (taken := self.core.snapshots()):
+            self._acts.append(partial(self._push, taken))
+
+    def _hand_over(self) -> None:
+        """To the network thread, all at once: each time that it is woken, it may take the processor away."""
+        self.network.soon(*self._acts)
+        self._acts.clear()
+
+    def _take_in(self, event: Event) -> None:
+        match event:
+            case Joined():
+                self._joined(event)
+            case Asked() if self.core is None:  # this shard knows the model, another one is still away
+                self._asked_early[event.directive.fragment_id] = event
+            case Asked():
+                self._core.collect(event.directive, event.epoch)
+            case Answered():
+                before = self._core.tokens_carried
+                self._core.answered(event.fragment_id, event.round, event.answer)
+                self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
+            case Arrived():
+                self._arrived(event)
+            case Stopped():
+                self._stopped.add(event.shard_index)
+            case Failed():
+                self.state = "stopped"
+                raise event.error
 
     @property
     def _core(self) -> LearnerCore:
@@ -334,8 +354,9 @@ class Learner:
                 )
         self.core = LearnerCore(self._replica, manifest, first.policy)
         self.core.inner_step, self.core.tokens = self._first
+        self.transfer.shift_to = self.core.shift_to
         for link in self.network.links:
-            self.network.soon(partial(link.know, manifest))
+            self._acts.append(partial(link.know, manifest))
 
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
@@ -345,28 +366,48 @@ class Learner:
             if not status.seeded:
                 fragment = self._core.fragments[status.fragment_id]
                 hold_s = SEED_HOLD_S if under_way and not fragment.adopted else 0.0
-                seed = partial(link.seed, status.fragment_id, fragment.values(), hold_s)
-                self.network.soon(seed)
+                self._acts.append(partial(link.seed, status.fragment_id, fragment.values(), hold_s))
 
     @torch.no_grad()
     def _arrived(self, event: Arrived) -> None:
         began, cpu_began = time.perf_counter(), time.thread_time()
-        before = self._core.tokens_carried
-        if self._core.arrived(event.fragment_id, event.version, event.epoch, event.values, event.merged_version):
-            self.metrics.applied(event.fragment_id, event.version, time.perf_counter() - began)
-            self.metrics.computed("apply", time.thread_time() - cpu_began)
-            self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
+        before, fragment = self._core.tokens_carried, self._core.fragments[event.fragment_id]
+        replaced = fragment.anchor, fragment.pending, event.shift
+        if self._core.arrived(
+            event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.shift
+        ):
+            seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
+            carried = (self._core.tokens_carried - before) / len(self._core.fragments)
+            applied = partial(self._applied, event.fragment_id, event.version, seconds, cpu_seconds, carried, replaced)
+            self._acts.append(applied)
 
-    # ------------------------------------------------------------ reporting
+    # ------------------------------------------------------------ in the network thread
 
-    def _tell_links(self) -> None:
+    def _push(self, taken: Sequence[Pending]) -> None:
+        for pending in taken:
+            self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index).push(pending)
+
+    def _applied(
+        self, fragment_id: int, version: int, seconds: float, cpu_seconds: float, carried: float, replaced: object
+    ) -> None:
+        """`replaced`: freed here, as giving so much memory back can take longer than the apply did."""
+        self.metrics.applied(fragment_id, version, seconds)
+        self.metrics.computed("apply", cpu_seconds)
+        self.metrics.carried(carried)
+
+    def _stepped(self, tokens: int, step_s: float, stall_s: float) -> None:
         for link in self.network.links:
             link.stepped()
+        self.metrics.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
+        self.metrics.stalled(stall_s)
+        self.metrics.contributions_unmerged(self._core.unmerged)
 
     def _report(self) -> Progress:
-        """The latest progress; called in the network thread."""
+        """The latest progress."""
         p = self._progress
         return Progress(p.inner_step, p.tokens, p.loss, p.step_time_s, time.monotonic() - self._step_ended)
+
+    # ------------------------------------------------------------ helpers
 
     def _read_loss(self, loss: Tensor | float | None, now: float) -> None:
         if isinstance(loss, Tensor):

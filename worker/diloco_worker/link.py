@@ -156,6 +156,7 @@ class ShardLink:
             instance=self._c.instance,
             tensors=rpc.tensors_to_pb(self._c.tensors),
             decodes=list(rpc.DECODES),
+            held=rpc.held_to_pb(self._puller.held()),
         )
         metadata = rpc.Identity(self._c.run_id, self._c.learner_id).metadata(self._c.token)
         try:
@@ -219,7 +220,7 @@ class ShardLink:
             case Collect():
                 self._c.inbox.put(Asked(directive, self.session.epoch))
             case Committed():
-                self._puller.announce(directive.fragment_id, directive.version)
+                self._puller.announce(directive.fragment_id, directive.epoch, directive.version)
             case Pulse():
                 self.pulse = directive
             case Stop():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import Refusal
+from diloco_common.messages import Held
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.dialing import backoff_s
@@ -24,19 +25,23 @@ class Puller:
     def __init__(self, session: Session, pulled: Callable[[int, int], None]) -> None:
         self._session = session
         self._pulled = pulled
-        self._announced: dict[int, int] = {}  # fragment -> version to pull, in this epoch
+        self._announced: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) to pull
         self._fetched: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) handed to the inbox
         self._anchors: dict[int, Tensor] = {}  # fragment -> its values, where changes are added to them; only read
         self._news = asyncio.Event()
 
-    def announce(self, fragment_id: int, version: int) -> None:
-        """There is a version to pull."""
-        self._announced[fragment_id] = version
+    def announce(self, fragment_id: int, epoch: int, version: int) -> None:
+        """There is a version to pull, made in that epoch."""
+        self._announced[fragment_id] = (epoch, version)
         self._news.set()
 
     def is_announced(self, fragment_id: int) -> bool:
-        """Whether the shard has a version of this fragment, in this epoch."""
+        """Whether the shard has a version of this fragment, in its present life."""
         return fragment_id in self._announced
+
+    def held(self) -> list[Held]:
+        """What was pulled last, of each fragment."""
+        return [Held(fragment_id, *version) for fragment_id, version in sorted(self._fetched.items())]
 
     def begin_epoch(self) -> None:
         """The shard has another life: what it announced before is gone."""
@@ -55,7 +60,7 @@ class Puller:
             if session.manifest is None:
                 continue
             for fragment_id, version in sorted(self._announced.items()):
-                if self._fetched.get(fragment_id) == (session.epoch, version) or not session.generation:
+                if self._fetched.get(fragment_id) == version or not session.generation:
                     continue
                 try:
                     await self._pull(stub, fragment_id)
@@ -73,10 +78,10 @@ class Puller:
         assert session.manifest is not None
         assert session.policy is not None
         encodings = pull_encodings(session.policy.pull_encoding)
-        request = pb.PullRequest(fragment_id=fragment_id, encodings=encodings, epoch=session.epoch)
+        request = pb.PullRequest(fragment_id=fragment_id, encodings=encodings)
         known, anchor = self._fetched.get(fragment_id), self._anchors.get(fragment_id)
-        if known is not None and known[0] == session.epoch:
-            request.have_version = known[1]
+        if known is not None:
+            request.epoch, request.have_version = known
         num_elements = session.manifest.fragments[fragment_id].num_elements
         pulled = await session.context.transfer.pull(stub, request, session.metadata(), num_elements, anchor)
         if pulled is None:
@@ -87,7 +92,7 @@ class Puller:
         session.tokens_merged[fragment_id] = pulled.tokens_merged
         self._pulled(fragment_id, pulled.version)
         session.context.inbox.put(
-            Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version)
+            Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version, pulled.shift)
         )
 
     def _forget(self, fragment_id: int) -> None:

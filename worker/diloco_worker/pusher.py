@@ -94,7 +94,7 @@ class Pusher:
         assert policy is not None
         known = self._encoded.get(pending.fragment_id)
         if known is None or known[0] is not pending:
-            encoding = transfer.encode(partial(pending.encode, policy.push_encoding))
+            encoding = transfer.contribution(pending, policy.push_encoding)
             known = (pending, asyncio.create_task(encoding))
             self._encoded[pending.fragment_id] = known
         return await known[1]
@@ -103,7 +103,7 @@ class Pusher:
         """What goes with the word that there is nothing to merge."""
         assert self._session.policy is not None
         encoding = self._session.policy.push_encoding
-        return Payload(PayloadHeader(encoding, pending.snapshot.numel(), CHUNK_ELEMENTS, 0, 0), ())
+        return Payload(PayloadHeader(encoding, pending.anchor.numel(), CHUNK_ELEMENTS, 0, 0), ())
 
     def _header(self, pending: Pending, payload: Payload, *, not_finite: bool = False) -> PushHeader:
         assert self._session.manifest is not None

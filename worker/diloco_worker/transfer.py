@@ -1,6 +1,7 @@
 """Contributions and versions on the wire: encode and push, pull and decode.
 
-Codec work runs on one background thread, so that neither the training thread nor the event loop waits for it.
+Snapshots, codec work and what an apply can have computed ahead run on one background thread, so that neither the
+training thread nor the event loop waits for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,8 @@ from diloco_common.errors import BadRequest
 from diloco_common.messages import PushAnswer, PushHeader
 from diloco_common.metrics import WorkerMetrics
 from diloco_protos import parameter_server_pb2 as pb
+from diloco_worker.core.fragment import Pending, Shift
+from diloco_worker.core.replica import wait_for_device
 
 CALL_S = 15.0
 """Seconds for everything of a call but its bytes."""
@@ -34,6 +38,8 @@ class Transfer:
     def __init__(self, device: torch.device, metrics: WorkerMetrics) -> None:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
+        self.shift_to: Callable[[int, Tensor, int, int], Shift | None] = lambda *_: None
+        """`LearnerCore.shift_to`, once there is one: what applying a version will need."""
         self._device = device
         self._metrics = metrics
         self._codec = ThreadPoolExecutor(1, thread_name_prefix="diloco-codec")
@@ -41,6 +47,11 @@ class Transfer:
 
     def close(self) -> None:
         self._codec.shutdown(wait=False, cancel_futures=True)
+
+    async def contribution(self, pending: Pending, encoding: str) -> Payload:
+        """Take the snapshot, and encode, both on the codec thread. Raises NotFinite."""
+        await self._on_codec_thread(lambda: self._take_snapshot(pending))
+        return await self.encode(partial(pending.encode, encoding))
 
     async def encode(self, encode: Callable[[], Payload]) -> Payload:
         """Encode on the codec thread. Raises NotFinite."""
@@ -81,15 +92,24 @@ class Transfer:
         self.bytes_pulled += payload.header.num_bytes
         self._metrics.pulled(payload.header.num_bytes)
         base = base if header.HasField("base_version") else None
-        values = await self._on_codec_thread(lambda: self._decode(payload, base))
-        return Pulled(header, values)
+        values, shift = await self._on_codec_thread(lambda: self._decode(header, payload, base))
+        return Pulled(header, values, shift)
 
-    def _decode(self, payload: Payload, base: Tensor | None) -> Tensor:
+    @torch.no_grad()
+    def _take_snapshot(self, pending: Pending) -> None:
+        began = time.thread_time()
+        pending.take_snapshot()
+        self._metrics.computed("snapshot", time.thread_time() - began)
+
+    @torch.no_grad()
+    def _decode(self, header: pb.PullHeader, payload: Payload, base: Tensor | None) -> tuple[Tensor, Shift | None]:
         began = time.thread_time()
         values = torch.empty(payload.header.num_elements, device=self._device)
         decode_version(payload, base, values)
+        shift = self.shift_to(header.fragment_id, values, header.version, header.merged_version)
+        wait_for_device(values)
         self._metrics.computed("decode", time.thread_time() - began)
-        return values
+        return values, shift
 
     async def _on_codec_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._codec, work)
@@ -107,8 +127,8 @@ async def read_version(call: Any, request: pb.PullRequest, num_elements: int) ->
         raise BadRequest(
             f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
         )
-    asked_from = request.epoch, request.have_version if request.HasField("have_version") else None
-    if header.HasField("base_version") and (header.epoch, header.base_version) != asked_from:
+    have = request.have_version if request.HasField("have_version") else None
+    if header.HasField("base_version") and header.base_version != have:
         raise BadRequest(
             f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
             "which is not what was asked for"
@@ -132,9 +152,10 @@ def _use_one_core(executor: ThreadPoolExecutor) -> None:
 class Pulled:
     """A version as it came."""
 
-    def __init__(self, header: pb.PullHeader, values: Tensor) -> None:
+    def __init__(self, header: pb.PullHeader, values: Tensor, shift: Shift | None) -> None:
         self.version: int = header.version
         self.epoch: int = header.epoch
         self.merged_version: int = header.merged_version
         self.tokens_merged: int = header.tokens_merged
         self.values = values
+        self.shift = shift

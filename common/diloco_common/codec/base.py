@@ -7,16 +7,28 @@ buffers, and its result depends on nothing but the values: not on slicing, threa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from diloco_common.codec.native import WeightedSum
 from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices
 from diloco_common.errors import BadSize, NotFinite
 
 BLOCK_ELEMENTS = 256
 """Elements that share a scale. Chunks, slices and ranges begin at a multiple of it."""
+BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
+
+
+class Part(NamedTuple):
+    """Elements of a chunk that was checked, from `start` on; how many follows from where they go."""
+
+    data: Tensor
+    num_elements: int
+    """Of the whole chunk."""
+    start: int
 
 
 class Codec(ABC):
@@ -70,6 +82,19 @@ class Codec(ABC):
         if loss is not None:
             self.accumulate(out, loss, weight=-1.0)
 
+    def encode_change(self, values: Tensor, base: Tensor, out: Tensor, anchor: Tensor) -> None:
+        """Encode the change from `base` to `values`, a chunk, into `out`; `anchor` <- base + decoded, rounded.
+
+        `values` (n,) float32; base and anchor (n,) bfloat16. Raises NotFinite.
+        """
+        num_elements, device = values.numel(), values.device
+        before = scratch("change: before", torch.float32, num_elements, device).copy_(base)
+        self.encode(values, out, minus=before)
+        for part in slices(num_elements):
+            decoded = scratch("change: decoded", torch.float32, part.stop - part.start, device)
+            self.decode_range(out, num_elements, part.start, decoded)
+            add_rounded(before[part], decoded, anchor[part])
+
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.
 
@@ -97,6 +122,24 @@ class Codec(ABC):
         BLOCK_ELEMENTS.
         """
         out.add_(self._decoded(data, num_elements, start, out.numel()), alpha=weight)
+
+    def weighted_sum(self, parts: Sequence[Part], weights: Sequence[float], out: Tensor) -> float:
+        """out <- sum of weights[i] * parts[i], in float32 and in this order; returns the sum of its squares.
+
+        `out` (m,) float32, m as in `accumulate_range`. The parts may come from chunks of different lengths, but their
+        starts differ by multiples of BLOCK_ELEMENTS.
+        """
+        native = self.native_sum(parts, weights)
+        if native is not None:
+            return native.into(out)
+        out.zero_()
+        for part, weight in zip(parts, weights, strict=True):
+            self.accumulate_range(part.data, part.num_elements, part.start, out, weight)
+        return float(torch.linalg.vector_norm(out)) ** 2
+
+    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
+        """The weighted sum for a kernel that goes on with it, where there are kernels."""
+        return None
 
     def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         """Sum of squares of elements start..stop of a chunk of `num_elements` that was checked; any start and stop.
@@ -133,6 +176,11 @@ def difference(values: Tensor, minus: Tensor | None, plus: Tensor | None, out: T
     elif out.data_ptr() != values.data_ptr():
         out.copy_(values)
     return out if plus is None else out.add_(plus)
+
+
+def add_rounded(base: Tensor, decoded: Tensor, out: Tensor) -> None:
+    """out <- bfloat16(base + decoded); base and decoded (m,) float32, out (m,) bfloat16. Overwrites `decoded`."""
+    out.copy_(decoded.add_(base).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX))
 
 
 def refuse_non_finite(values: Tensor) -> None:

@@ -10,14 +10,14 @@ any machine; a decoder refuses others, and so refuses 0, negative numbers, NaN a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import BLOCK_ELEMENTS, Codec, difference, refuse_non_finite
-from diloco_common.codec.native import Kernels, kernels
+from diloco_common.codec.base import BFLOAT16_MAX, BLOCK_ELEMENTS, Codec, Part, difference, refuse_non_finite
+from diloco_common.codec.native import Kernels, WeightedSum, kernels
 from diloco_common.codec.scratch import scratch, slices
 from diloco_common.errors import BadEncoding
 
@@ -71,9 +71,21 @@ class BlockCodec(Codec):
             super().encode(values, out, minus=minus, plus=plus, loss=loss)
             return
         self._check_size(out, values.numel())
-        limits = (self.code_max, self.scale_min, self.scale_max)
-        if not native.encode(self.native_bits, values, minus, plus, loss, limits, out):
+        if not native.encode(self.native_bits, values, minus, plus, loss, self._limits, out):
             refuse_non_finite(difference(values, minus, plus))
+
+    def encode_change(self, values: Tensor, base: Tensor, out: Tensor, anchor: Tensor) -> None:
+        native = self._native(out)
+        if native is None:
+            super().encode_change(values, base, out, anchor)
+            return
+        self._check_size(out, values.numel())
+        if not native.encode_change(self.native_bits, values, base, self._limits, BFLOAT16_MAX, out, anchor):
+            refuse_non_finite(difference(values, base.float(), None))
+
+    @property
+    def _limits(self) -> tuple[float, float, float]:
+        return self.code_max, self.scale_min, self.scale_max
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         num_elements, device = values.numel(), values.device
@@ -119,6 +131,10 @@ class BlockCodec(Codec):
             super().accumulate_range(data, num_elements, start, out, weight)
         else:
             native.accumulate(self.native_bits, data, num_elements, start, out, weight)
+
+    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
+        native = self._native(parts[0].data)
+        return WeightedSum(native, self.native_bits, parts, weights) if native else None
 
     def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         native = self._native(data)

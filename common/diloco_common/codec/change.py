@@ -16,16 +16,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from diloco_common.codec.base import add_rounded
 from diloco_common.codec.payload import (
+    ChunkWriter,
     Payload,
-    PayloadHeader,
+    as_tensor,
     check_chunk_sizes,
     check_layout,
     decode_chunk,
     decode_payload,
 )
-from diloco_common.codec.plain import BFLOAT16_MAX
-from diloco_common.codec.receiver import Checksum
 from diloco_common.codec.registry import get_codec
 from diloco_common.codec.scratch import scratch, slices
 from diloco_common.errors import BadSize, NotFinite
@@ -51,25 +51,18 @@ def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload
     header, codec = base.header, get_codec(encoding)
     if header.encoding != ANCHOR or header.num_elements != values.numel():
         raise BadSize(f"{values.numel()} values, and {header.num_elements} of the anchor as {header.encoding}")
-    changes, anchors = _Chunks(encoding, header), _Chunks(ANCHOR, header)
-    for index, chunk in enumerate(base.chunks):
-        bound = header.chunk_slice(index)
-        size, device = bound.stop - bound.start, values.device
-        before = scratch("change: before", torch.float32, size, device)
-        change = scratch("change: change", torch.float32, size, device)
-        after = scratch("change: after", torch.bfloat16, size, device)
-        encoded = scratch("change: encoded", torch.uint8, codec.num_bytes(size), device)
-        decode_chunk(header, index, chunk, before)
-        torch.sub(values[bound], before, out=change)
+    changes = ChunkWriter(encoding, header.num_elements, header.chunk_elements)
+    anchors = ChunkWriter(ANCHOR, header.num_elements, header.chunk_elements)
+    for bound, chunk in zip(changes.bounds, base.chunks, strict=True):
+        device = values.device
+        before = as_tensor(chunk, device).view(torch.bfloat16)
+        change, after = changes.next(device), anchors.next(device)
         try:
-            codec.encode(change, encoded)
+            codec.encode_change(values[bound], before, change, after.view(torch.bfloat16))
         except NotFinite as error:
             raise NotFinite(f"the change of elements from {bound.start}: {error}") from None
-        for part in slices(size):
-            codec.decode_range(encoded, size, part.start, change[part])
-            _add_rounded(before[part], change[part], after[part])
-        changes.add(encoded)
-        anchors.add(after.view(torch.uint8))
+        changes.written(change)
+        anchors.written(after)
     return changes.payload(), anchors.payload()
 
 
@@ -94,29 +87,5 @@ def decode_version(payload: Payload, base: Tensor | None, out: Tensor) -> None:
         decode_chunk(header, index, data, chunk)
         for part in slices(chunk.numel()):
             rounded = scratch("change: after", torch.bfloat16, part.stop - part.start, out.device)
-            _add_rounded(before[part], chunk[part], rounded)
+            add_rounded(before[part], chunk[part], rounded)
             chunk[part].copy_(rounded)
-
-
-def _add_rounded(base: Tensor, decoded: Tensor, out: Tensor) -> None:
-    """out <- bfloat16(base + decoded); base and decoded (m,) float32, out (m,) bfloat16. Overwrites `decoded`."""
-    out.copy_(decoded.add_(base).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX))
-
-
-class _Chunks:
-    """A payload that is made chunk by chunk."""
-
-    def __init__(self, encoding: str, like: PayloadHeader) -> None:
-        self._encoding, self._like = encoding, like
-        self._chunks: list[bytes] = []
-        self._checksum = Checksum()
-
-    def add(self, data: Tensor) -> None:
-        chunk = data.cpu().numpy().tobytes()
-        self._checksum.update(chunk)
-        self._chunks.append(chunk)
-
-    def payload(self) -> Payload:
-        like, num_bytes = self._like, sum(map(len, self._chunks))
-        header = PayloadHeader(self._encoding, like.num_elements, like.chunk_elements, num_bytes, self._checksum.value)
-        return Payload(header, tuple(self._chunks))

@@ -1,4 +1,4 @@
-/* The inner loops of the block encodings, int8 and int4, on a CPU: one pass over the values each.
+/* The inner loops of the block encodings, int8 and int4, and of merging them, on a CPU: one pass over the values each.
 
    A chunk of n elements is the float32 scales of its blocks of 256, then the codes (docs/wire-format.md). Encoding gives
    the same bytes as the torch code in codec/, bit for bit: no operation may be fused or reordered there, so compile with
@@ -9,6 +9,8 @@
 #include <string.h>
 
 #define BLOCK 256
+#define CACHE_LINE 64
+#define AHEAD 4096 /* Elements: so early a merge asks for what it reads; with many streams the CPU does not by itself. */
 
 static int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 
@@ -60,6 +62,13 @@ static void pack_nibbles(const int8_t *codes, int count, uint8_t *out) {
     for (int i = 0; i < (count + 1) / 2; i++) out[i] = (uint8_t)((codes[2 * i] & 0x0f) | (codes[2 * i + 1] << 4));
 }
 
+static void store_codes(int bits, const int8_t *block_codes, int64_t start, int count, uint8_t *codes) {
+    if (bits == 8)
+        memcpy(codes + start, block_codes, (size_t)count);
+    else
+        pack_nibbles(block_codes, count, codes + start / 2);
+}
+
 static void unpack_nibbles(const uint8_t *packed, int count, int8_t *codes) {
     for (int i = 0; i < (count + 1) / 2; i++) {
         codes[2 * i] = (int8_t)(packed[i] << 4) >> 4;
@@ -78,10 +87,7 @@ int64_t diloco_encode(int bits, const float *values, const float *minus, const f
         if (!encode_block(values + start, minus ? minus + start : 0, plus ? plus + start : 0, loss ? loss + start : 0,
                           count, code_max, scale_min, scale_max, out + 4 * block, block_codes))
             return block;
-        if (bits == 8)
-            memcpy(codes + start, block_codes, (size_t)count);
-        else
-            pack_nibbles(block_codes, count, codes + start / 2);
+        store_codes(bits, block_codes, start, count, codes);
     }
     return -1;
 }
@@ -131,4 +137,99 @@ double diloco_sum_squares(int bits, const uint8_t *data, int64_t n, int64_t star
         sum += (double)scale * (double)scale * squares;
     })
     return sum;
+}
+
+/* One contribution to a weighted sum: the scales and the codes from the block on in which the sum begins. */
+struct source {
+    const uint8_t *scales, *codes;
+    float weight;
+};
+
+/* Elements at..stop, as many as are in the first one's block: x <- sum of weight * decoded, then zeros; returns how many.
+   Elements are counted from the sources' first block. */
+static int sum_block(int bits, const struct source *sources, int num_sources, int64_t at, int64_t stop, float *x) {
+    int64_t block = at / BLOCK, first = block * BLOCK;
+    int from = (int)(at - first), to = stop - first < BLOCK ? (int)(stop - first) : BLOCK, count = to - from;
+    int8_t unpacked[BLOCK];
+    for (int i = 0; i < BLOCK; i++) x[i] = 0;
+    for (const struct source *source = sources; source < sources + num_sources; source++) {
+        const int8_t *code = block_codes_of(bits, source->codes, first, to, unpacked) + from;
+        for (int i = 0; i < BLOCK * bits / 8; i += CACHE_LINE)
+            __builtin_prefetch(source->codes + (first + AHEAD) * bits / 8 + i);
+        float factor = source->weight * load_scale(source->scales, block);
+        for (int i = 0; i < count; i++) x[i] = fmaf(factor, (float)code[i], x[i]);
+    }
+    return count;
+}
+
+static double sum_squares_of(const float *x) {
+    float lanes[16] = {0};
+    double sum = 0;
+    for (int i = 0; i < BLOCK; i += 16)
+        for (int lane = 0; lane < 16; lane++) lanes[lane] += x[i + lane] * x[i + lane];
+    for (int lane = 0; lane < 16; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* out (may be null) <- the weighted sum; returns its sum of squares. */
+double diloco_sum(int bits, const struct source *sources, int num_sources, int64_t start, int64_t stop, float *out) {
+    double squares = 0;
+    float x[BLOCK];
+    for (int64_t at = start, count; at < stop; at += count) {
+        count = sum_block(bits, sources, num_sources, at, stop, x);
+        squares += sum_squares_of(x);
+        if (out) memcpy(out + (at - start), x, 4 * (size_t)count);
+    }
+    return squares;
+}
+
+/* g = the weighted sum; velocity <- momentum * velocity + g; theta <- theta - lr * (g + momentum * velocity). */
+void diloco_sum_nesterov(int bits, const struct source *sources, int num_sources, int64_t start, int64_t stop,
+                         float momentum, float lr, float *velocity, float *theta) {
+    float g[BLOCK];
+    for (int64_t at = start, count; at < stop; at += count, velocity += count, theta += count) {
+        count = sum_block(bits, sources, num_sources, at, stop, g);
+        for (int i = 0; i < count; i++) {
+            float v = momentum * velocity[i] + g[i];
+            velocity[i] = v;
+            theta[i] = fmaf(-lr, fmaf(momentum, v, g[i]), theta[i]);
+        }
+    }
+}
+
+static float from_bfloat16(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* To nearest, ties to even. */
+static uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Encode the change from base to values, n elements, as diloco_encode does; anchor <- base + decoded, at most anchor_max. */
+int64_t diloco_encode_change(int bits, const float *values, const uint16_t *base, int64_t n, float code_max,
+                             float scale_min, float scale_max, float anchor_max, uint8_t *out, uint16_t *anchor) {
+    uint8_t *codes = out + 4 * blocks_of(n);
+    int8_t block_codes[BLOCK];
+    float before[BLOCK];
+    for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
+        int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
+        for (int i = 0; i < count; i++) before[i] = from_bfloat16(base[start + i]);
+        if (!encode_block(values + start, before, 0, 0, count, code_max, scale_min, scale_max, out + 4 * block,
+                          block_codes))
+            return block;
+        store_codes(bits, block_codes, start, count, codes);
+        float scale = load_scale(out, block);
+        for (int i = 0; i < count; i++) {
+            float after = before[i] + (float)block_codes[i] * scale;
+            after = after > anchor_max ? anchor_max : after;
+            anchor[start + i] = to_bfloat16(after < -anchor_max ? -anchor_max : after);
+        }
+    }
+    return -1;
 }

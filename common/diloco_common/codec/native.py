@@ -17,9 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +30,8 @@ FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-
 PORTABLE = {"x86_64": ("-march=x86-64-v3", "abm avx2 bmi1 bmi2 f16c fma movbe"), "aarch64": ("-march=armv8-a", "asimd")}
 """Machine -> the instruction set of a portable library, and what /proc/cpuinfo says where a CPU has it."""
 COMPILE_S = 60.0
+BLOCK = 256
+"""BLOCK_ELEMENTS of the encodings; kernels.c has it too."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Kernels:
     """The loaded library. Tensors are contiguous, on the CPU; callers have checked sizes and codes."""
 
     path: Path
-    _library: ctypes.CDLL
+    library: ctypes.CDLL
 
     def encode(
         self, bits: int, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None,
@@ -46,22 +50,76 @@ class Kernels:
         `limits`: code_max, scale_min, scale_max of the codec. Returns False if an element is not finite.
         """
         pointers = [0 if t is None else t.data_ptr() for t in (values, minus, plus, loss)]
-        block: int = self._library.diloco_encode(bits, *pointers, values.numel(), *limits, out.data_ptr())
+        block: int = self.library.diloco_encode(bits, *pointers, values.numel(), *limits, out.data_ptr())
         return block < 0
 
     def decode(self, bits: int, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
         """`out` (m,) float32 <- elements start..start+m of a chunk."""
-        self._library.diloco_decode(bits, data.data_ptr(), num_elements, start, start + out.numel(), out.data_ptr())
+        self.library.diloco_decode(bits, data.data_ptr(), num_elements, start, start + out.numel(), out.data_ptr())
 
     def accumulate(self, bits: int, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
         """`out` (m,) float32 += weight * elements start..start+m of a chunk."""
-        self._library.diloco_accumulate(
+        self.library.diloco_accumulate(
             bits, data.data_ptr(), num_elements, start, start + out.numel(), weight, out.data_ptr()
         )
 
+    def encode_change(
+        self, bits: int, values: Tensor, base: Tensor, limits: tuple[float, float, float], anchor_max: float,
+        out: Tensor, anchor: Tensor,
+    ) -> bool:  # fmt: skip
+        """As `encode` with `minus=base`, and `anchor` <- base + decoded, saturating; base and anchor (n,) bfloat16."""
+        block: int = self.library.diloco_encode_change(
+            bits, values.data_ptr(), base.data_ptr(), values.numel(), *limits, anchor_max, out.data_ptr(),
+            anchor.data_ptr(),
+        )  # fmt: skip
+        return block < 0
+
     def sum_squares(self, bits: int, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         """Sum of squares of elements start..stop of a chunk, in float64."""
-        return float(self._library.diloco_sum_squares(bits, data.data_ptr(), num_elements, start, stop))
+        return float(self.library.diloco_sum_squares(bits, data.data_ptr(), num_elements, start, stop))
+
+
+class _Source(ctypes.Structure):
+    """`struct source` of kernels.c."""
+
+    _fields_ = (("scales", ctypes.c_void_p), ("codes", ctypes.c_void_p), ("weight", ctypes.c_float))
+
+
+class WeightedSum:
+    """A sum over contributions that is formed block by block, in the registers of what uses it."""
+
+    def __init__(
+        self, kernels: Kernels, bits: int, parts: Sequence[tuple[Tensor, int, int]], weights: Sequence[float]
+    ) -> None:
+        """`parts`: chunk, its elements, the first one to sum; these differ by multiples of BLOCK_ELEMENTS."""
+        self._library, self._bits = kernels.library, bits
+        self._chunks = [chunk for chunk, _, _ in parts]  # to keep them alive
+        self._sources = (_Source * len(parts))(*map(partial(_source, bits), parts, weights))
+        self._start = parts[0][2] % BLOCK
+
+    def into(self, out: Tensor) -> float:
+        """`out` (m,) float32 <- the sum; returns the sum of its squares."""
+        stop = self._start + out.numel()
+        return float(self._library.diloco_sum(*self._arguments(stop), out.data_ptr()))
+
+    def squares(self, num_elements: int) -> float:
+        """The sum of squares of the sum."""
+        return float(self._library.diloco_sum(*self._arguments(self._start + num_elements), 0))
+
+    def nesterov(self, theta: Tensor, velocity: Tensor, momentum: float, lr: float) -> None:
+        """Take a step of Nesterov's along the sum, in place; both (m,) float32."""
+        stop = self._start + theta.numel()
+        self._library.diloco_sum_nesterov(*self._arguments(stop), momentum, lr, velocity.data_ptr(), theta.data_ptr())
+
+    def _arguments(self, stop: int) -> tuple[Any, ...]:
+        return self._bits, self._sources, len(self._sources), self._start, stop
+
+
+def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Source:
+    """Where the block of the part's first element has its scale and its codes."""
+    chunk, num_elements, start = part
+    block, num_blocks, address = start // BLOCK, -(-num_elements // BLOCK), chunk.data_ptr()
+    return _Source(address + 4 * block, address + 4 * num_blocks + block * BLOCK * bits // 8, weight)
 
 
 @cache
@@ -145,6 +203,12 @@ def _load(path: Path) -> ctypes.CDLL:
     library.diloco_decode.restype = None
     library.diloco_accumulate.argtypes = [integer, pointer, index, index, index, real, pointer]
     library.diloco_accumulate.restype = None
+    library.diloco_sum.argtypes = [integer, pointer, integer, index, index, pointer]
+    library.diloco_sum.restype = ctypes.c_double
+    library.diloco_sum_nesterov.argtypes = [integer, pointer, integer, index, index, real, real, pointer, pointer]
+    library.diloco_sum_nesterov.restype = None
+    library.diloco_encode_change.argtypes = [integer, pointer, pointer, index, *[real] * 4, pointer, pointer]
+    library.diloco_encode_change.restype = index
     library.diloco_sum_squares.argtypes = [integer, pointer, index, index, index]
     library.diloco_sum_squares.restype = ctypes.c_double
     return library

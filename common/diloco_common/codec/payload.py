@@ -7,9 +7,10 @@ a receiver must know to refuse, or to allocate, before the first chunk comes.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import google_crc32c
 import torch
@@ -125,12 +126,9 @@ def encode_payload(
         if tensor is not None:
             _check_flat(tensor)
     _check_chunk_elements(chunk_elements)
-    codec = get_codec(encoding)
-    num_elements = values.numel()
-    chunks, crc32c = [], 0
-    for start in range(0, num_elements, chunk_elements):
-        bound = slice(start, min(start + chunk_elements, num_elements))
-        encoded = scratch("encoded", torch.uint8, codec.num_bytes(bound.stop - start), values.device)
+    codec, chunks = get_codec(encoding), ChunkWriter(encoding, values.numel(), chunk_elements)
+    for bound in chunks.bounds:
+        encoded = chunks.next(values.device)
         try:
             codec.encode(
                 values[bound],
@@ -140,12 +138,46 @@ def encode_payload(
                 loss=None if loss is None else loss[bound],
             )
         except NotFinite as error:
-            raise NotFinite(f"elements from {start}: {error}") from None
-        chunk = encoded.cpu().numpy().tobytes()
-        crc32c = google_crc32c.extend(crc32c, chunk)
-        chunks.append(chunk)
-    header = PayloadHeader(codec.name, num_elements, chunk_elements, sum(map(len, chunks)), crc32c)
-    return Payload(header, tuple(chunks))
+            raise NotFinite(f"elements from {bound.start}: {error}") from None
+        chunks.written(encoded)
+    return chunks.payload()
+
+
+class ChunkWriter:
+    """A payload that is made chunk by chunk: on a CPU right in the bytes that will be sent."""
+
+    def __init__(self, encoding: str, num_elements: int, chunk_elements: int) -> None:
+        num_bytes = num_payload_bytes(encoding, num_elements, chunk_elements)
+        self._header = PayloadHeader(encoding, num_elements, chunk_elements, num_bytes, crc32c=0)
+        self.bounds = self._header.chunk_bounds()
+        """The elements of each chunk."""
+        self._chunks: list[bytes] = []
+        self._crc32c = 0
+
+    def next(self, device: torch.device) -> Tensor:
+        """Where to encode the next chunk: uint8, on the device."""
+        num_bytes = self._header.chunk_bytes(len(self._chunks))
+        self._chunks.append(_new_bytes(None, num_bytes))
+        return (
+            as_tensor(self._chunks[-1]) if device.type == "cpu" else scratch("encoded", torch.uint8, num_bytes, device)
+        )
+
+    def written(self, encoded: Tensor) -> None:
+        """The chunk that `next` gave the room for is there."""
+        chunk = self._chunks[-1]
+        if encoded.device.type != "cpu":
+            as_tensor(chunk).copy_(encoded)
+        self._crc32c = google_crc32c.extend(self._crc32c, chunk)
+
+    def payload(self) -> Payload:
+        """All chunks were written."""
+        return Payload(replace(self._header, crc32c=self._crc32c), tuple(self._chunks))
+
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+"""Bytes that hold anything yet. Who asks for them may write to them, through `as_tensor`, until somebody else has them:
+encoding elsewhere and copying took a third of the time of publishing a version."""
+_new_bytes.argtypes, _new_bytes.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 def decode_payload(payload: Payload, out: Tensor) -> None:

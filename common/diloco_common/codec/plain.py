@@ -11,11 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import Codec, refuse_non_finite
+from diloco_common.codec.base import BFLOAT16_MAX, Codec, refuse_non_finite
 from diloco_common.codec.scratch import scratch, slices
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 assert sys.byteorder == "little", "payloads are little-endian and viewed in place"
 

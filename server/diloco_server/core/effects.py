@@ -20,7 +20,8 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class SeedFragment:
-    """Compute version 0 from this payload, then call `Shard.seeded` (or `seed_failed`)."""
+    """Compute version 0 from this payload, make it durable with `Shard.seed_record`, then call `Shard.seeded` (or
+    `seed_failed`)."""
 
     fragment_id: int
     payload: Payload
@@ -28,7 +29,8 @@ class SeedFragment:
 
 @dataclass(frozen=True, slots=True)
 class MergeRound:
-    """Merge these contributions into the next version, make it durable, then call `Shard.committed`."""
+    """Merge these contributions into the next version, make it durable with `Shard.next_record`, then call
+    `Shard.committed`."""
 
     fragment_id: int
     version: int
@@ -71,6 +73,17 @@ class VersionCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionsLost:
+    """A learner holds a later version than the one that this shard came back with."""
+
+    fragment_id: int
+    epoch: int
+    recovered: int
+    seen: int
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerJoined:
     learner_id: str
     generation: int
@@ -103,6 +116,7 @@ Event = (
     | QuorumReached
     | RoundClosed
     | VersionCommitted
+    | VersionsLost
     | LearnerJoined
     | LearnerGone
     | LearnerForgotten

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
-from diloco_server.core.merge import Workspace, merge_pieces
+from diloco_server.core.merge import merge
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.core.rounds import Contribution, Round
 
@@ -45,6 +45,35 @@ class Published:
     """Leads there from the version before; None for a first version, and where `sync.pull` sends values."""
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a version says about how it came to be. Kept with it, so that a shard can go on from it."""
+
+    fragment_id: int
+    epoch: int
+    """That the version was made in: (epoch, version) names the same bytes for ever."""
+    version: int
+    merged_versions: dict[str, int]
+    """Learner -> the last version that its contribution was merged into, this one included."""
+    merged_by: dict[str, str]
+    """Learner -> the process that contributed it."""
+    tokens_merged: int
+    norms: tuple[float, ...]
+    """Of the contributions merged last, oldest first."""
+    seed_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A version that was kept, on its way back into a shard."""
+
+    record: Record
+    values: Values
+    published: Published
+    is_new_line: bool
+    """Later versions were announced, or learners hold other bytes: it gets a name of its own, of the new epoch."""
+
+
 @dataclass
 class FragmentState:
     """What the shard knows of one of its fragments."""
@@ -56,6 +85,14 @@ class FragmentState:
     """Norm of version 0: the yardstick until there is a median."""
     version: int = 0
     """Outer steps taken; grows within an epoch."""
+    epoch: int = 0
+    """That the version was made in."""
+    before: tuple[int, int] | None = None
+    """Epoch and version of the one that the published change leads from."""
+    recovered: tuple[int, int] | None = None
+    """Epoch and version that this life of the shard began with; None: it began with nothing."""
+    seen_lost: int = 0
+    """The latest version after the recovered one that a learner turned out to hold."""
     seeded: bool = False
     """Version 0 is there. Until then nothing can be pulled, and only a seed can be pushed."""
     computing: bool = False
@@ -69,11 +106,32 @@ class FragmentState:
     """Learner -> tokens it had reported then, for the end of the budget."""
     merged_versions: dict[str, int] = field(default_factory=dict)
     """Learner -> the last version that its contribution was merged into. Makes every merge visible exactly once."""
+    merged_by: dict[str, str] = field(default_factory=dict)
+    """Learner -> the process that contributed it: another one under the same id has nothing to do with it."""
     tokens_merged: int = 0
     """Grows; never reset within an epoch."""
     values: Values | None = None
     published: Published | None = None
     """The announced version."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Epoch and version."""
+        return self.epoch, self.version
+
+    def record(self) -> Record:
+        """What is to be kept with the values."""
+        return Record(
+            self.fragment.fragment_id, self.epoch, self.version, dict(self.merged_versions), dict(self.merged_by),
+            self.tokens_merged, tuple(self.norms), self.seed_norm,
+        )  # fmt: skip
+
+    def take(self, record: Record) -> None:
+        """Become what a record says."""
+        self.epoch, self.version = record.epoch, record.version
+        self.merged_versions, self.merged_by = dict(record.merged_versions), dict(record.merged_by)
+        self.tokens_merged, self.seed_norm = record.tokens_merged, record.seed_norm
+        self.norms = deque(record.norms, self.norms.maxlen)
 
     def typical_norm(self) -> float:
         """Running median of merged norms, unless it is tiny; the norm of version 0 until there are enough of them."""
@@ -98,12 +156,11 @@ def step(
     outer_step: int,
     rule: str,
     optimizer: OuterOptimizer,
-    workspace: Workspace,
 ) -> None:
     """Merge a closed round and take one outer step, in place."""
-    for piece, gradient in merge_pieces(contributions, fragment.pieces, rule, workspace):
-        part = slice(piece.offset, piece.offset + piece.num_elements)
-        optimizer.step(values.theta[part], gradient, [b[part] for b in values.buffers], outer_step)
+    for merged in merge(contributions, fragment.pieces, rule):
+        part = merged.bounds
+        optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)
 
 
 def publish(values: Values, encoding: str, before: Published | None = None) -> Published:

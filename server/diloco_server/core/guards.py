@@ -27,14 +27,35 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
         raise ManifestMismatch(f"the model differs from the shard's (shard <-> caller): {table}")
 
 
-def check_origin(header: PushHeader, manifest: Manifest, epoch: int) -> None:
-    """The contribution is for this model and this life of the shard."""
+def check_origin(header: PushHeader, manifest: Manifest) -> None:
+    """The contribution is for this model."""
     if header.manifest_digest != manifest.digest:
         raise ManifestMismatch(
             f"manifest {header.manifest_digest[:12]!r} is not this run's {manifest.digest[:12]!r}; join again"
         )
-    if header.epoch != epoch:
-        raise WrongEpoch(f"epoch {header.epoch} is over, {epoch} is current; join again")
+
+
+def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
+    """Whether the base version is one that the fragment's latest version came from, or itself.
+
+    (epoch, version) of a version that was lost is never in line: its number was given again, in another epoch.
+    """
+    if header.is_seed or not state.seeded:
+        return header.epoch == epoch
+    if header.epoch == state.epoch:
+        return True
+    return state.recovered is not None and (
+        header.epoch == state.recovered[0] and header.base_version <= state.recovered[1]
+    )
+
+
+def check_epoch(header: PushHeader, state: FragmentState, epoch: int) -> None:
+    """Raises WrongEpoch where the contribution is relative to a version that did not become the latest one."""
+    if not is_in_line(header, state, epoch):
+        raise WrongEpoch(
+            f"fragment {header.fragment_id}: version {header.base_version} of epoch {header.epoch} is over, "
+            f"version {state.version} of epoch {state.epoch or epoch} did not come from it; pull first"
+        )
 
 
 def check_round(header: PushHeader, state: FragmentState, learner_id: str, staleness_max: int) -> None:

@@ -57,7 +57,7 @@ class Member:
 
     @property
     def live(self) -> bool:
-        return self.state in (State.ALIVE, State.STALLED)
+        return self.state is State.ALIVE or self.state is State.STALLED
 
 
 class Membership:
@@ -67,6 +67,7 @@ class Membership:
         self._settings = settings
         self._max_learners = max_learners
         self._members: dict[str, Member] = {}
+        self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
         self._generations = 0  # grows; never reset within an epoch
 
     def welcome(self, learner_id: str, instance: str) -> None:
@@ -91,6 +92,7 @@ class Membership:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
         self._members[learner_id] = member
+        self._live = None
         return member
 
     def get(self, learner_id: str) -> Member | None:
@@ -129,41 +131,49 @@ class Membership:
             member.first_step = progress.inner_step
         if progress.inner_step > member.progress.inner_step:
             member.last_step_at = now
-            member.state = State.ALIVE
+            member.state = State.ALIVE  # it holds a lease, so who is live stays the same
         member.progress = progress
 
     def leave(self, member: Member) -> None:
         member.state = State.LEFT
+        self._live = None
 
     def expire(self, now: float) -> list[Member]:
         """End the leases that ran out; returns the members that lost theirs just now."""
-        gone = []
+        gone: list[Member] = []
+        lease_s, timeout_s, stalled_s = (
+            self._settings.lease_s, self._settings.progress_timeout_s, self._settings.stalled_s
+        )  # fmt: skip
         for member in self.live():
             idle_s = now - member.last_step_at
-            timeout_s = self._settings.progress_timeout_s
-            if now - member.last_heard > self._settings.lease_s:
+            if now - member.last_heard > lease_s:
                 member.evicted_for = LeaseExpired.code
             elif timeout_s and idle_s > timeout_s:
                 member.evicted_for = StalledError.code
             else:
-                if idle_s > self._settings.stalled_s:
+                if idle_s > stalled_s:
                     member.state = State.STALLED
                 continue
             member.state = State.EVICTED
+            self._live = None
             gone.append(member)
         return gone
 
     def forget(self) -> list[str]:
         """Drop the longest-gone members above the bound; returns their ids."""
+        if len(self._members) - len(self.live()) <= self._max_learners:
+            return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
         dropped = [m.learner_id for m in gone[: max(0, len(gone) - self._max_learners)]]
         for learner_id in dropped:
             del self._members[learner_id]
         return dropped
 
-    def live(self) -> list[Member]:
-        """Members with a lease, by learner id."""
-        return [m for m in self.all() if m.live]
+    def live(self) -> tuple[Member, ...]:
+        """Members with a lease, by learner id. Asked for at every event, so it is kept."""
+        if self._live is None:
+            self._live = tuple(m for m in self.all() if m.live)
+        return self._live
 
     def all(self) -> list[Member]:
         return [self._members[learner_id] for learner_id in sorted(self._members)]

@@ -9,7 +9,8 @@ Outer gradients of different learners are nearly orthogonal, so the mean of M of
 averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
 marked `mean_merge` (embeddings and output heads) always take the mean.
 
-Contributions stay compressed until here: they are summed in float32, slice by slice and in sorted learner order, so the
+Either is a weighted sum of the contributions, once the norm of the mean direction is known, for which they are read
+twice. They stay compressed until here: they are summed in float32, slice by slice and in sorted learner order, so the
 result depends on the set alone, bit for bit.
 """
 
@@ -17,32 +18,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, as_tensor, check_chunk, get_codec
+from diloco_common.codec import Codec, Payload, as_tensor, check_chunk, get_codec
+from diloco_common.codec.base import Part
+from diloco_common.codec.native import WeightedSum
+from diloco_common.codec.scratch import scratch
 from diloco_common.manifest import Piece
 from diloco_server.core.rounds import Contribution
 
-SLICE = 1 << 17
-"""Elements that are summed over all contributions at a time: 512 KiB of float32, which stay in the cache."""
+SLICE = 1 << 18
+"""Elements that are worked on at a time: 1 MiB of float32, which stays in the cache from one operation to the next."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
-
-
-class Workspace:
-    """A reusable buffer of one compute thread: the merged pseudo-gradient of one piece, float32."""
-
-    def __init__(self) -> None:
-        self._merged = torch.empty(0)
-
-    def merged(self, num_elements: int) -> Tensor:
-        """(num_elements,), valid until the next call."""
-        if self._merged.numel() < num_elements:
-            self._merged = torch.empty(num_elements)
-        return self._merged[:num_elements]
 
 
 def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
@@ -62,30 +54,55 @@ def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
     return tuple(square**0.5 if square <= FLOAT32_MAX else math.inf for square in squares)
 
 
-def merge_pieces(
-    contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str, workspace: Workspace
-) -> Iterator[tuple[Piece, Tensor]]:
-    """The merged pseudo-gradient, piece by piece: float32 (num_elements of the piece,), valid until the next one.
+@dataclass(frozen=True, slots=True)
+class MergedSlice:
+    """A slice of the merged pseudo-gradient, as the weighted sum that it is: whoever needs it adds it up."""
 
-    The bytes were checked (`piece_norms`).
+    start: int
+    """Its first element, in the fragment."""
+    num_elements: int
+    """At most SLICE, all of one piece."""
+    codec: Codec
+    parts: Sequence[Part]
+    weights: Sequence[float]
+
+    @property
+    def bounds(self) -> slice:
+        """Its elements, in the fragment."""
+        return slice(self.start, self.start + self.num_elements)
+
+    def tensor(self) -> Tensor:
+        """The values, float32 (num_elements,), in scratch: valid until the next call."""
+        out = scratch("merged", torch.float32, self.num_elements, torch.device("cpu"))
+        self.codec.weighted_sum(self.parts, self.weights, out)
+        return out
+
+    def sum_squares(self) -> float:
+        """Of the values."""
+        native = self.native()
+        if native is not None:
+            return native.squares(self.num_elements)
+        return float(torch.linalg.vector_norm(self.tensor())) ** 2
+
+    def native(self) -> WeightedSum | None:
+        """For a kernel that adds up and goes on with the sum; None where there are no kernels."""
+        return self.codec.native_sum(self.parts, self.weights)
+
+
+def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str) -> Iterator[MergedSlice]:
+    """The merged pseudo-gradient of a fragment, slice by slice in order.
+
+    All contributions have one encoding (`guards.check_sizes`), and their bytes were checked (`piece_norms`).
     """
     ordered = sorted(contributions, key=lambda c: c.learner_id)
-    sources = [_Source(c) for c in ordered]
+    sources = [_Source(c.payload) for c in ordered]
     total = sum(c.weight for c in ordered)
     shares = [c.weight / total for c in ordered]  # not weights, whose squares could leave the range of float32
     for i, piece in enumerate(pieces):
-        norms = [c.piece_norms[i] for c in ordered]
-        merged = workspace.merged(piece.num_elements)
-        if rule != "rda" or len(ordered) == 1 or piece.mean_merge:
-            _sum_up(merged, sources, piece, shares)
-        else:
-            squares = _sum_up(merged, sources, piece, list(map(_over_norm, shares, norms)))
-            norm, radius = squares**0.5, sum(share * norm for share, norm in zip(shares, norms, strict=True))
-            if norm > CANCELLED:
-                merged.mul_(radius / norm)
-            else:
-                _sum_up(merged, sources, piece, shares)
-        yield piece, merged
+        weights: Sequence[float] = shares
+        if rule == "rda" and len(ordered) > 1 and not piece.mean_merge:
+            weights = _rda_weights(sources, piece, shares, [c.piece_norms[i] for c in ordered])
+        yield from _slices(sources, piece, weights)
 
 
 def chunk_tensors(payload: Payload) -> list[Tensor]:
@@ -93,44 +110,41 @@ def chunk_tensors(payload: Payload) -> list[Tensor]:
     return [as_tensor(chunk) for chunk in payload.chunks]
 
 
-def _over_norm(share: float, norm: float) -> float:
-    """w / |v|, and 0 for a piece that is all zeros."""
-    return share / norm if norm > 0 else 0.0
+def _rda_weights(
+    sources: Sequence[_Source], piece: Piece, shares: Sequence[float], norms: Sequence[float]
+) -> Sequence[float]:
+    """What to multiply the contributions to a piece with. Reads them once, for the length of their mean direction."""
+    weights = [share / norm if norm > 0 else 0.0 for share, norm in zip(shares, norms, strict=True)]
+    norm = math.sqrt(sum(part.sum_squares() for part in _slices(sources, piece, weights)))
+    radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
+    return [weight * (radius / norm) for weight in weights] if norm > CANCELLED else shares
 
 
 class _Source:
     """One contribution, ready to be added."""
 
-    def __init__(self, contribution: Contribution) -> None:
-        payload = contribution.payload
-        self._codec = get_codec(payload.header.encoding)
-        self._chunk_elements = payload.header.chunk_elements
-        self._num_elements = payload.header.num_elements
+    def __init__(self, payload: Payload) -> None:
+        header = payload.header
+        self.codec = get_codec(header.encoding)
+        self._bounds = header.chunk_bounds()
+        self._chunk_elements = header.chunk_elements
         self._chunks = chunk_tensors(payload)
 
-    def add_to(self, out: Tensor, start: int, weight: float) -> None:
-        """out += weight * elements from `start` on."""
-        index, at = divmod(start, self._chunk_elements)
-        held = min(self._chunk_elements, self._num_elements - start + at)
-        if at + out.numel() <= held:
-            self._codec.accumulate_range(self._chunks[index], held, at, out, weight)
-        else:  # reaches over the end of a chunk
-            self.add_to(out[: held - at], start, weight)
-            self.add_to(out[held - at :], start + held - at, weight)
+    def part(self, start: int) -> tuple[Part, int]:
+        """Elements from `start` of the fragment on, and the end of their chunk."""
+        index = start // self._chunk_elements
+        bounds = self._bounds[index]
+        return Part(self._chunks[index], bounds.stop - bounds.start, start - bounds.start), bounds.stop
 
 
-def _sum_up(merged: Tensor, sources: Sequence[_Source], piece: Piece, weights: Sequence[float]) -> float:
-    """merged <- sum over contributions c of weights[c] * c[piece]; returns the sum of squares of the result.
-
-    In slices that stay in the cache while all contributions are added.
-    """
-    squares = 0.0
-    for start in range(0, piece.num_elements, SLICE):
-        part = merged[start : start + SLICE].zero_()
-        for source, weight in zip(sources, weights, strict=True):
-            source.add_to(part, piece.offset + start, weight)
-        squares += float(torch.linalg.vector_norm(part)) ** 2
-    return squares
+def _slices(sources: Sequence[_Source], piece: Piece, weights: Sequence[float]) -> Iterator[MergedSlice]:
+    """The weighted sum over a piece; no slice reaches over the end of a chunk."""
+    start, end = piece.offset, piece.offset + piece.num_elements
+    while start < end:
+        parts, stops = zip(*(source.part(start) for source in sources), strict=True)
+        stop = min(end, start + SLICE, *stops)
+        yield MergedSlice(start, stop - start, sources[0].codec, parts, weights)
+        start = stop
 
 
 def _overlaps(pieces: Sequence[Piece], start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median_low
 
 from diloco_common.codec import Payload
@@ -34,6 +35,7 @@ from diloco_common.messages import (
     Drain,
     Evicted,
     FragmentStatus,
+    Held,
     LearnerPolicy,
     Outcome,
     Progress,
@@ -58,8 +60,9 @@ from diloco_server.core.effects import (
     SeedFragment,
     Tell,
     VersionCommitted,
+    VersionsLost,
 )
-from diloco_server.core.fragment import FragmentState, Published, Values
+from diloco_server.core.fragment import FragmentState, Published, Record, Restored, Values
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership, superseded
@@ -95,7 +98,9 @@ class Shard:
 
     # ------------------------------------------------------------ learners
 
-    def join(self, learner_id: str, instance: str, tensors: Sequence[TensorSpec], now: float) -> Member:
+    def join(
+        self, learner_id: str, instance: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = ()
+    ) -> Member:
         """Grant a lease. Raises Draining, ManifestMismatch, Superseded or Busy."""
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
@@ -107,10 +112,12 @@ class Shard:
                 self._lose(old, StaleGeneration.code, f"{learner_id} has joined again")
             else:
                 self._lose(old, Superseded.code, str(superseded(learner_id)))
-        if old is not None and old.instance != instance:  # what the other one contributed, this one cannot have pending
-            self._forget_merges(learner_id)
+        for state in self.fragments.values():
+            if state.merged_by.get(learner_id, instance) != instance:  # what another process contributed, this one
+                self._forget_merges(state, learner_id)  # cannot have pending
         member = self.membership.join(learner_id, instance, now)
         self._effects.append(LearnerJoined(learner_id, member.generation, returned=old is not None))
+        self._look_for_losses(learner_id, held)
         return member
 
     def observe(self, tensors: Sequence[TensorSpec]) -> None:
@@ -133,7 +140,7 @@ class Shard:
             if state.seeded:
                 self._tell(member, self._committed(state, member.learner_id))
             if state.round and member.learner_id in state.round.missing:
-                self._tell(member, Collect(state.fragment.fragment_id, state.round.round))
+                self._tell(member, Collect(state.fragment.fragment_id, state.round.round, state.epoch))
         if self.done:
             self._tell(member, Stop())
         if self.draining:
@@ -182,7 +189,7 @@ class Shard:
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
         """Count a refused push. Its round goes on without it, or one learner that diverged would hold up all."""
         state = self.fragments.get(header.fragment_id)
-        collecting = state.round if state is not None and header.epoch == self.epoch else None
+        collecting = state.round if state is not None and guards.is_in_line(header, state, self.epoch) else None
         if (
             collecting is not None
             and collecting.round == header.round
@@ -196,8 +203,9 @@ class Shard:
     def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         if self.manifest is None:
             raise NotSeeded("no learner has joined since this shard started; join again")
-        guards.check_origin(header, self.manifest, self.epoch)
+        guards.check_origin(header, self.manifest)
         state = self.owned(header.fragment_id)
+        guards.check_epoch(header, state, self.epoch)
         if header.is_seed:
             if state.seeded or state.computing:
                 return DUPLICATE
@@ -275,10 +283,48 @@ class Shard:
 
     # ------------------------------------------------------------ versions
 
+    def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
+        """Go on from versions that were kept, before anybody joins."""
+        assert self.manifest is None, "a shard that has a model cannot be restored"
+        self._adopt(manifest)
+        for restored in fragments:
+            state = self.fragments[restored.record.fragment_id]
+            state.take(restored.record)
+            state.recovered = state.identity
+            if restored.is_new_line:
+                state.epoch = self.epoch
+            state.values, state.published, state.seeded = restored.values, restored.published, True
+        self._check_budget()
+
+    def seed_record(self, fragment_id: int) -> Record:
+        """What is to be kept with version 0."""
+        return replace(self.fragments[fragment_id].record(), epoch=self.epoch)
+
+    def next_record(self, fragment_id: int) -> Record:
+        """What is to be kept with the version that is being computed."""
+        state, (closed, _) = self.fragments[fragment_id], self._closed[fragment_id]
+        merged_versions, merged_by = dict(state.merged_versions), dict(state.merged_by)
+        norms, tokens = [*state.norms], state.tokens_merged
+        for contribution in closed.contributions.values():
+            tokens += contribution.tokens
+            norms.append(guards.total_norm(contribution.piece_norms))
+            member = self.membership.get(contribution.learner_id)
+            # It may be forgotten by now, or replaced by another process.
+            if member is not None and contribution.generation >= member.first_generation:
+                merged_versions[member.learner_id] = closed.round
+                merged_by[member.learner_id] = member.instance
+        for learner_id in self._long_gone(merged_versions):
+            del merged_versions[learner_id]
+            merged_by.pop(learner_id, None)
+        return Record(
+            fragment_id, self.epoch, closed.round, merged_versions, merged_by, tokens,
+            tuple(norms[-self.settings.guard.norm_window :]), state.seed_norm,
+        )  # fmt: skip
+
     def seeded(self, fragment_id: int, values: Values, published: Published) -> None:
         """Version 0 is computed and durable: announce it."""
         state = self.fragments[fragment_id]
-        state.values, state.published = values, published
+        state.values, state.published, state.epoch = values, published, self.epoch
         state.computing, state.seeded = False, True
         self._announce(state)
         self._check_budget()
@@ -290,21 +336,19 @@ class Shard:
     def committed(self, fragment_id: int, published: Published, now: float) -> None:
         """The next version is computed and durable: announce it."""
         state = self.fragments[fragment_id]
+        record = self.next_record(fragment_id)
         closed, closed_at = self._closed.pop(fragment_id)
         state.computing = False
-        state.version = closed.round
+        state.before = state.identity
+        state.take(record)
         state.published = published
         tokens = 0
         for contribution in closed.contributions.values():
             tokens += contribution.tokens
-            state.norms.append(guards.total_norm(contribution.piece_norms))
             member = self.membership.get(contribution.learner_id)
-            if member is not None:  # it may be forgotten by now, or replaced by another process
-                if contribution.generation >= member.first_generation:
-                    state.merged_versions[contribution.learner_id] = closed.round
+            if member is not None:
                 member.merged += 1
                 member.tokens_merged += contribution.tokens
-        state.tokens_merged += tokens
         self.ledger.rounds += 1
         self.ledger.participants += len(closed.contributions)
         self.ledger.tokens_merged += tokens
@@ -324,9 +368,11 @@ class Shard:
             refusal = self.membership.eviction(member)
             self._lose(member, refusal.code, str(refusal))
         for learner_id in self.membership.forget():
-            self._forget_merges(learner_id)
+            for state in self.fragments.values():
+                self._forget_merges(state, learner_id)
             self._effects.append(LearnerForgotten(learner_id))
-        grace_s = self.grace_s()
+        waits = any(s.round is not None and s.round.quorum_at is not None for s in self.fragments.values())
+        grace_s = self.grace_s() if waits else 0.0
         live = [m for m in self.membership.live() if m.first_step is not None]
         for state in self.fragments.values():
             if state.round is not None:
@@ -389,13 +435,13 @@ class Shard:
     def change_since(self, fragment_id: int, epoch: int, version: int | None) -> Payload | None:
         """What leads to the latest announced version from the one that a caller has, if that is the one before."""
         state = self.owned(fragment_id)
-        if state.published is None or (epoch, version) != (self.epoch, state.version - 1):
+        if state.published is None or (epoch, version) != state.before:
             return None
         return state.published.change
 
     def fragment_statuses(self, learner_id: str) -> list[FragmentStatus]:
         return [
-            FragmentStatus(i, s.seeded, s.version, s.merged_versions.get(learner_id, 0))
+            FragmentStatus(i, s.seeded, s.version, s.merged_versions.get(learner_id, 0), s.epoch)
             for i, s in sorted(self.fragments.items())
         ]
 
@@ -413,15 +459,34 @@ class Shard:
         if self.manifest is not None and in_use:
             guards.check_model(self.manifest, tensors)
             return
-        shard = self.settings.shard
         try:
-            self.manifest = cut(tensors, self.settings.sync.fragments, shard.count)
+            self._adopt(cut(tensors, self.settings.sync.fragments, self.settings.shard.count))
         except ValueError as error:
             raise ManifestMismatch(f"the model cannot be cut: {error}") from error
-        window = self.settings.guard.norm_window
-        self.fragments = {
-            f.fragment_id: FragmentState(f, deque(maxlen=window)) for f in self.manifest.owned_by(shard.index)
-        }
+
+    def _adopt(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        owned, window = manifest.owned_by(self.settings.shard.index), self.settings.guard.norm_window
+        self.fragments = {f.fragment_id: FragmentState(f, deque(maxlen=window)) for f in owned}
+
+    def _look_for_losses(self, learner_id: str, held: Sequence[Held]) -> None:
+        """A learner may hold a version that did not outlive a crash: its number will be given to another one.
+
+        Then the fragment's latest version gets a name of its own, so that this learner pulls it.
+        """
+        for theirs in held:
+            state = self.fragments.get(theirs.fragment_id)
+            if state is None or state.recovered is None:
+                continue
+            epoch, version = state.recovered
+            if theirs.epoch != epoch or theirs.version <= max(version, state.seen_lost):
+                continue
+            state.seen_lost = theirs.version
+            self._effects.append(VersionsLost(theirs.fragment_id, epoch, version, theirs.version, learner_id))
+            if state.epoch == epoch:
+                state.epoch, state.before = self.epoch, None
+                self._announce(state)
+                self._ask_again(state)
 
     def _lose(self, member: Member, code: str, words: str) -> None:
         """A generation ends: tell it, and fence off what it has in open rounds."""
@@ -436,9 +501,24 @@ class Shard:
             if fenced:
                 self.ledger.tokens_fenced += fenced.tokens
 
-    def _forget_merges(self, learner_id: str) -> None:
-        for state in self.fragments.values():
-            state.merged_versions.pop(learner_id, None)
+    def _ask_again(self, state: FragmentState) -> None:
+        """Who was asked under the version's old name may have pulled the new one before it could answer."""
+        for learner_id in state.round.missing if state.round else ():
+            member = self.membership.get(learner_id)
+            if member is not None:
+                self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
+
+    def _forget_merges(self, state: FragmentState, learner_id: str) -> None:
+        state.merged_versions.pop(learner_id, None)
+        state.merged_by.pop(learner_id, None)
+
+    def _long_gone(self, merged_versions: dict[str, int]) -> list[str]:
+        """Of learners that this shard does not know since it restarted, those merged longest ago, above a bound."""
+        over = len(merged_versions) - 2 * self.settings.shard.max_learners
+        if over <= 0:
+            return []
+        strangers = [i for i in merged_versions if self.membership.get(i) is None]
+        return sorted(strangers, key=lambda i: (merged_versions[i], i))[:over]
 
     def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
         if not state.seeded or state.computing or self.draining or self._has_budget(state):
@@ -457,7 +537,7 @@ class Shard:
         self._effects.append(RoundOpened(state.fragment.fragment_id, round_number, len(live)))
         for member in live:
             member.asked += 1
-            self._tell(member, Collect(state.fragment.fragment_id, round_number))
+            self._tell(member, Collect(state.fragment.fragment_id, round_number, state.epoch))
 
     def _close_if_ready(self, state: FragmentState, grace_s: float, now: float) -> None:
         assert state.round is not None
@@ -494,7 +574,7 @@ class Shard:
 
     def _committed(self, state: FragmentState, learner_id: str, participants: int = 0) -> Committed:
         merged = state.merged_versions.get(learner_id, 0)
-        return Committed(state.fragment.fragment_id, state.version, participants, merged)
+        return Committed(state.fragment.fragment_id, state.version, participants, merged, state.epoch)
 
     def _has_budget(self, state: FragmentState) -> bool:
         """The fragment has merged all the tokens that the run asks for."""
@@ -502,9 +582,11 @@ class Shard:
 
     def _rest_is_trained(self, state: FragmentState, live: Sequence[Member]) -> bool:
         """Whether what learners trained since the last round fills the budget: then H need not be waited for."""
+        if self.settings.run.tokens <= 0:
+            return False
         base = state.base_tokens
         trained = sum(max(0, m.progress.tokens - base.get(m.learner_id, m.progress.tokens)) for m in live)
-        return trained > 0 and 0 < self.settings.run.tokens <= state.tokens_merged + trained
+        return trained > 0 and self.settings.run.tokens <= state.tokens_merged + trained
 
     def _check_budget(self) -> None:
         if self.done or not self.all_seeded or not all(self._has_budget(s) for s in self.fragments.values()):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diloco_common.errors import DilocoError
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
+from diloco_worker.core.fragment import Shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Arrived:
     epoch: int
     values: Tensor
     merged_version: int
+    shift: Shift | None = None
+    """What was computed ahead for applying it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +85,22 @@ class EventQueue:
         return len(self._events)
 
     def put(self, event: Event) -> None:
-        """Append an event; it replaces an older one of its kind that was not read yet."""
+        """Append an event; it replaces an older one of its kind that was not read yet. `Failed` goes first."""
         self._events.pop(key := (type(event), _subject(event)), None)
-        self._events[key] = event
+        if isinstance(event, Failed):
+            self.put_back(event)
+        else:
+            self._events[key] = event
 
-    def take(self) -> list[Event]:
-        """Everything that came, oldest first."""
-        events = list(self._events.values())
-        self._events.clear()
-        return events
+    def pop(self) -> Event | None:
+        """The oldest one; None: there is none."""
+        return self._events.pop(next(iter(self._events))) if self._events else None
+
+    def put_back(self, event: Event) -> None:
+        """In front of the others, unless a newer one of its kind has come since it was popped."""
+        key = (type(event), _subject(event))
+        if key not in self._events:
+            self._events = {key: event} | self._events
 
 
 def _subject(event: Event) -> int | str:

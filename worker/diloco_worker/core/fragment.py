@@ -1,24 +1,34 @@
 """One fragment of one learner: its anchor, residual, counters, and the contribution that is under way.
 
     anchor      decoded value of the version applied last
-    snapshot    theta when the contribution was taken
+    snapshot    theta after the contribution was taken
     residual    what encoders lost of contributions that were merged (error feedback)
     loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way
 
 A contribution is pending until a version tells whether it was merged. Merged: its loss becomes the residual. Not
 merged: the fragment is as if it had not been pushed, and the work is in the next contribution.
+
+On a CPU the snapshot is copied by whoever encodes, in its own thread, while the training goes on. Each of its elements
+is then a value that the parameter had (aligned reads of 2 and 4 bytes are whole), some from before and some from after
+an optimizer step that ran meanwhile. Any such mixture is right: what is not in the snapshot stays in  theta - snapshot
+and goes into the next contribution. Only a version must not be laid under the fragment meanwhile: that would move
+elements by what no training did. So versions wait until the snapshot is read (`LearnerFragment.rebasable`); the
+training never does. On an accelerator the copy is queued at the step boundary: that takes no time, and it runs before
+the next step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import Fragment
-from diloco_worker.core.replica import Replica
+from diloco_worker.core.replica import Replica, queued_until, wait_for_device
 
 
 @dataclass
@@ -27,18 +37,28 @@ class Pending:
 
     fragment_id: int
     round: int
+    shard_epoch: int
+    """Of the shard that asked for it: it dies with that life of the shard, unless a version holds it by then."""
     epoch: int
+    """That the base version was made in."""
     base_version: int
     tokens: int
     steps: int
     anchor: Tensor
     """float32 [num_elements], of the base version."""
-    snapshot: Tensor
-    """float32 [num_elements]."""
     residual: Tensor | None
     """float32 [num_elements], of the contributions before."""
-    loss: Tensor | None
-    """float32 [num_elements]: set by `encode`. None: there is no error feedback."""
+    error_feedback: bool
+    read: Callable[[Tensor], None]
+    """Copies theta to a float32 [num_elements]."""
+    reading: bool = True
+    """Whether the snapshot is still to be taken, or being taken."""
+    snapshot: Tensor | None = None
+    """float32 [num_elements], once it is taken."""
+    copied: Callable[[], None] | None = None
+    """Waits until the snapshot is there, where a device copies it."""
+    loss: Tensor | None = None
+    """float32 [num_elements]: set by `encode`, where there is error feedback."""
     reference: Tensor | None = None
     """Where a version of an earlier round came in between: the snapshot, moved along with it."""
     pushes_open: int = 0
@@ -46,22 +66,61 @@ class Pending:
     accepted: bool = False
     """Whether a shard has taken it: then only a version can tell that it was not merged."""
 
+    def take_snapshot(self) -> Tensor:
+        """Copy theta, or have the device do it, unless that is done: float32 [num_elements].
+
+        In any thread, but one at a time.
+        """
+        if self.snapshot is None:
+            try:
+                snapshot = torch.empty_like(self.anchor)
+                self.read(snapshot)
+                self.copied = queued_until(snapshot)
+                self.snapshot = snapshot
+            finally:
+                self.reading = False
+        return self.snapshot
+
     @property
-    def progress_since(self) -> Tensor:
-        """What local progress since the snapshot is counted from: float32 [num_elements]."""
+    def progress_since(self) -> Tensor | None:
+        """What local progress since the snapshot is counted from: float32 [num_elements]. None: it is not taken."""
         return self.snapshot if self.reference is None else self.reference
 
+    def merged_in(self, version: int, merged_version: int) -> bool:
+        """Whether it is in this version, of which the shard says so."""
+        return self.round <= version and self.round == merged_version
+
     def delta(self) -> Tensor:
-        """What is meant to be sent, anchor - snapshot + residual: float32 [num_elements]."""
-        delta = torch.sub(self.anchor, self.snapshot)
+        """What is meant to be sent, anchor - snapshot + residual: float32 [num_elements]. Takes the snapshot."""
+        delta = torch.sub(self.anchor, self._whole_snapshot())
         return delta if self.residual is None else delta.add_(self.residual)
 
     def encode(self, encoding: str) -> Payload:
         """The pseudo-gradient, with what error feedback adds. Leaves in `loss` what the encoding lost of it.
 
-        Raises NotFinite.
+        Takes the snapshot. Raises NotFinite.
         """
-        return encode_payload(self.anchor, encoding, minus=self.snapshot, plus=self.residual, loss=self.loss)
+        snapshot = self._whole_snapshot()
+        if self.error_feedback and self.loss is None:
+            self.loss = torch.empty_like(self.anchor)
+        return encode_payload(self.anchor, encoding, minus=snapshot, plus=self.residual, loss=self.loss)
+
+    def _whole_snapshot(self) -> Tensor:
+        """For other threads and streams than the one that has taken it."""
+        snapshot = self.take_snapshot()
+        if self.copied is not None:
+            self.copied()
+        return snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """new - reference, computed ahead by whoever decoded a version: then laying it under progress is one addition."""
+
+    reference: Tensor
+    """What it was computed from; of use only while local progress is counted from this very tensor."""
+    difference: Tensor
+    """float32 [num_elements]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +128,9 @@ class Wanted:
     """A round that asked for the fragment."""
 
     round: int
+    shard_epoch: int
     epoch: int
+    """That the base version was made in."""
 
 
 class LearnerFragment:
@@ -79,7 +140,7 @@ class LearnerFragment:
         self.fragment = fragment
         self.anchor: Tensor | None = None
         self.version = 0
-        """Version of the anchor; compares only inside `epoch`."""
+        """Version of the anchor; compares only inside `epoch`, in which it was made."""
         self.epoch = -1
         self.pending: Pending | None = None
         self.wanted: Wanted | None = None
@@ -96,29 +157,46 @@ class LearnerFragment:
         return self.anchor is not None
 
     def values(self) -> Tensor:
-        """A copy of what this learner believes the global values are: the anchor, else its own."""
+        """What this learner believes the global values are: the anchor, else its own. Do not write to it."""
         if self.anchor is not None:
-            return self.anchor.clone()
-        out = self._empty()
+            return self.anchor
+        out = torch.empty(self.fragment.num_elements, device=self._replica.device)
         self._replica.read(self.fragment, out)
+        wait_for_device(out)
         return out
 
-    def take(self, round_number: int, tokens: int, steps: int) -> Pending:
-        """Snapshot the fragment for a round. `tokens` and `steps` are the learner's totals now."""
+    @property
+    def rebasable(self) -> bool:
+        """Whether a version may be laid under the fragment now: not while its snapshot is being taken."""
+        return self.pending is None or not self.pending.reading
+
+    def take(self, tokens: int, steps: int) -> Pending:
+        """A contribution for the round that is wanted. `tokens` and `steps`: the learner's totals now.
+
+        On a CPU its snapshot is still to be taken.
+        """
         assert self.anchor is not None
+        assert self.wanted is not None
         assert self.pending is None
-        snapshot = self._empty()
-        self._replica.read(self.fragment, snapshot)
-        self.wanted = None
+        wanted, self.wanted = self.wanted, None
         self.pending = Pending(
-            self.fragment.fragment_id, round_number, self.epoch, self.version,
-            tokens - self._base_tokens, steps - self._base_steps, self.anchor, snapshot, self._residual,
-            self._empty() if self._error_feedback else None,
+            self.fragment.fragment_id, wanted.round, wanted.shard_epoch, self.epoch, self.version,
+            tokens - self._base_tokens, steps - self._base_steps, self.anchor, self._residual, self._error_feedback,
+            partial(self._replica.read, self.fragment),
         )  # fmt: skip
+        if self._replica.device.type != "cpu":
+            self.pending.take_snapshot()
         return self.pending
 
+    def shift_to(self, values: Tensor, version: int, merged_version: int) -> Shift | None:
+        """What theta moves by if this version is laid under it now; None where nothing can be said. In any thread."""
+        pending = self.pending
+        merged = pending is not None and pending.merged_in(version, merged_version)
+        reference = self._reference(pending, merged=merged)
+        return None if reference is None else Shift(reference, torch.sub(values, reference))
+
     def give_back(self) -> None:
-        """The pending contribution was not merged: as if it had not been taken."""
+        """The pending contribution was not merged: as if it had not been taken. Who still reads it, does so in vain."""
         self.pending = None
 
     def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:
@@ -127,20 +205,25 @@ class LearnerFragment:
         self._advance(values, version, epoch)
         self._restart_counters(tokens, steps)
 
-    def carry(self, values: Tensor, version: int, epoch: int, *, merged: bool) -> None:
+    def carry(self, values: Tensor, version: int, epoch: int, *, merged: bool, shift: Shift | None = None) -> None:
         """Lay a version under the local progress.
 
-        theta <- new + (theta - snapshot) if the pending contribution is merged in it, else new + (theta - anchor).
+        theta <- theta + (new - snapshot) if the pending contribution is merged in it, else theta + (new - anchor).
+        `shift`: what was computed ahead; it is computed here where it was from another reference.
         """
-        assert self.anchor is not None
+        pending = self.pending
+        reference = self._reference(pending, merged=merged)
+        assert reference is not None
+        if shift is None or shift.reference is not reference:
+            shift = Shift(reference, torch.sub(values, reference))
+        self._replica.add(self.fragment, shift.difference)
         if merged:
-            assert self.pending is not None
-            self._replica.rebase(self.fragment, values, self.pending.progress_since)
-            self._settle(self.pending)
-        else:
-            self._replica.rebase(self.fragment, values, self.anchor)
-            if self.pending is not None:  # of a later round: its snapshot moves along
-                self.pending.reference = torch.sub(self.pending.progress_since, self.anchor).add_(values)
+            assert pending is not None
+            self._settle(pending)
+        elif pending is not None:  # of a later round: its snapshot moves along
+            assert pending.progress_since is not None
+            pending.reference = torch.add(pending.progress_since, shift.difference)
+            wait_for_device(pending.reference)  # others compute with it
         self._advance(values, version, epoch)
 
     def overwrite(
@@ -161,6 +244,10 @@ class LearnerFragment:
         """Tokens trained on that no version holds yet, given the learner's total."""
         return tokens - self._base_tokens
 
+    def _reference(self, pending: Pending | None, *, merged: bool) -> Tensor | None:
+        """What local progress is counted from when a version is laid under it."""
+        return pending.progress_since if pending is not None and merged else self.anchor
+
     def _settle(self, pending: Pending) -> None:
         """The pending contribution is part of the model now."""
         self._residual = pending.loss
@@ -172,6 +259,3 @@ class LearnerFragment:
 
     def _restart_counters(self, tokens: int, steps: int) -> None:
         self._base_tokens, self._base_steps = tokens, steps
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self.fragment.num_elements, device=self._replica.device)

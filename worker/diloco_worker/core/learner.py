@@ -1,7 +1,8 @@
 """The learner: what it does at a step boundary. Owned by the training thread.
 
-The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`) and sends what `snapshots`
-returns. Versions are laid under the local progress between two steps; nothing here waits for anybody.
+The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`), and has the snapshots of
+what `snapshots` returns taken, encoded and sent. Versions are laid under the local progress between two steps;
+nothing here waits for anybody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from diloco_common.errors import WrongRound
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from diloco_worker.core.fragment import LearnerFragment, Pending, Wanted
+from diloco_worker.core.fragment import LearnerFragment, Pending, Shift, Wanted
 from diloco_worker.core.replica import Replica
 
 
@@ -47,9 +48,11 @@ class LearnerCore:
         self.tokens += tokens
 
     def snapshots(self) -> list[Pending]:
-        """Take the snapshots that rounds ask for, where there is something to contribute.
+        """The contributions that rounds ask for, where there is something to contribute.
 
-        A round that asks again for the contribution that is under way gets the same one.
+        On a CPU their snapshots are still to be taken (`Pending.take_snapshot`), soon and in any thread: until then
+        `rebasable` says that no version can be applied to the fragment. A round that asks again for the contribution
+        that is under way gets the same one.
         """
         taken = []
         for fragment in self.fragments.values():
@@ -57,12 +60,12 @@ class LearnerCore:
             if wanted is None or wanted.epoch != fragment.epoch:
                 continue
             if pending is not None:
-                if (pending.round, pending.epoch) == (wanted.round, wanted.epoch):
+                if (pending.round, pending.shard_epoch) == (wanted.round, wanted.shard_epoch):
                     fragment.wanted = None
                     taken.append(pending)
                 continue  # of an earlier round: wait until its fate is known
             if fragment.tokens_since(self.tokens) > 0:
-                taken.append(fragment.take(wanted.round, self.tokens, self.inner_step))
+                taken.append(fragment.take(self.tokens, self.inner_step))
                 self.contributions["taken"] += 1
         for pending in taken:
             pending.pushes_open += 1
@@ -71,10 +74,11 @@ class LearnerCore:
     # ------------------------------------------------------------ what came from the shards
 
     def collect(self, directive: Collect, epoch: int) -> None:
-        """A round asks for a fragment. Answered once the learner has a version of that epoch."""
+        """A round of a shard in that epoch asks for a fragment. Answered once the learner has a version that was made
+        in the epoch that the directive names."""
         fragment = self.fragments[directive.fragment_id]
-        if epoch != fragment.epoch or directive.round > fragment.version:
-            fragment.wanted = Wanted(directive.round, epoch)
+        if directive.epoch != fragment.epoch or directive.round > fragment.version:
+            fragment.wanted = Wanted(directive.round, epoch, directive.epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
         """A push has its outcome. LATE and REJECTED tell that it was not merged; that it was, only a version tells.
@@ -93,12 +97,30 @@ class LearnerCore:
         if not pending.accepted and pending.pushes_open <= 0:
             self._carried(fragment)
 
-    def arrived(self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int) -> bool:
+    def rebasable(self, fragment_id: int) -> bool:
+        """Whether `arrived` may be called for this fragment: not while its snapshot is being taken. Try again later."""
+        return self.fragments[fragment_id].rebasable
+
+    def shift_to(self, fragment_id: int, values: Tensor, version: int, merged_version: int) -> Shift | None:
+        """Compute ahead what `arrived` will need of a version; None where it needs nothing.
+
+        May be called in any thread. Takes a tensor as large as the fragment.
+        """
+        if self.policy.on_commit != "carry":
+            return None
+        return self.fragments[fragment_id].shift_to(values, version, merged_version)
+
+    def arrived(
+        self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
+        shift: Shift | None = None,
+    ) -> bool:  # fmt: skip
         """Apply a version: float32 [num_elements] on the model's device, kept as the anchor.
 
-        Returns False, and changes nothing, where the learner has this version or a later one of the same epoch.
+        `shift`: what `shift_to` gave for it. Returns False, and changes nothing, where the learner has this version or
+        a later one of the same epoch.
         """
         fragment = self.fragments[fragment_id]
+        assert fragment.rebasable
         if not fragment.adopted:
             fragment.adopt(values, version, epoch, self.tokens, self.inner_step)
             return True
@@ -106,7 +128,7 @@ class LearnerCore:
             return False
         merged = self._resolve(fragment, version, epoch, merged_version)
         if self.policy.on_commit == "carry":
-            fragment.carry(values, version, epoch, merged=merged)
+            fragment.carry(values, version, epoch, merged=merged, shift=shift)
         else:
             keep = self.policy.blend_alpha if self.policy.on_commit == "blend" else 0.0
             fragment.overwrite(
@@ -117,14 +139,16 @@ class LearnerCore:
         return True
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
-        """A shard answered Join. In a new epoch, what it had not made a version of is gone and must be sent again."""
+        """A shard in that epoch answered Join. What an earlier one had not made a version of is gone, and must be sent
+        again."""
         for status in statuses:
             fragment = self.fragments[status.fragment_id]
             pending = fragment.pending
-            if fragment.epoch == epoch:
+            if fragment.wanted is not None and fragment.wanted.shard_epoch != epoch:
+                fragment.wanted = None
+            if pending is None or pending.shard_epoch == epoch:
                 continue
-            fragment.wanted = None
-            if pending is not None and not (status.seeded and status.merged_version == pending.round <= status.version):
+            if not (status.seeded and status.merged_version == pending.round <= status.version):
                 self._carried(fragment)
 
     # ------------------------------------------------------------ helpers
@@ -132,9 +156,9 @@ class LearnerCore:
     def _resolve(self, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
         """Whether the pending contribution is in this version; gives it back if it never will be."""
         pending = fragment.pending
-        if pending is None or version < pending.round:
+        if pending is None or (version < pending.round and pending.snapshot is not None):
             return False
-        if merged_version == pending.round:
+        if pending.merged_in(version, merged_version):
             self.contributions["merged"] += 1
             return True
         self._carried(fragment)

@@ -7,7 +7,7 @@ local. Tied parameters count once, under the first of their names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -63,23 +63,46 @@ class Replica:
 
     def write(self, fragment: Fragment, values: Tensor) -> None:
         """theta <- values, rounded to the parameter's dtype."""
+        _used_here(values)
         for piece, theta in self.views(fragment):
             theta.copy_(values[piece.offset : piece.offset + piece.num_elements])
 
-    def rebase(self, fragment: Fragment, new: Tensor, reference: Tensor) -> None:
-        """theta <- new + (theta - reference), computed in float32."""
+    def add(self, fragment: Fragment, difference: Tensor) -> None:
+        """theta <- theta + difference, computed in float32."""
+        _used_here(difference)
         for piece, theta in self.views(fragment):
-            part = slice(piece.offset, piece.offset + piece.num_elements)
-            if theta.dtype == torch.float32:
-                theta.sub_(reference[part]).add_(new[part])
-            else:
-                theta.copy_(theta.float().sub_(reference[part]).add_(new[part]))
+            theta.add_(difference[piece.offset : piece.offset + piece.num_elements])
 
     def blend(self, fragment: Fragment, new: Tensor, alpha: float) -> None:
-        """theta <- alpha * theta + (1 - alpha) * new."""
+        """theta <- alpha * theta + (1 - alpha) * new, computed in float32."""
+        _used_here(new)
         for piece, theta in self.views(fragment):
             part = new[piece.offset : piece.offset + piece.num_elements]
-            theta.copy_(part + alpha * (theta.float() - part))
+            if theta.dtype == torch.float32:
+                theta.lerp_(part, 1 - alpha)
+            else:
+                theta.copy_(theta.float().lerp_(part, 1 - alpha))
+
+
+def wait_for_device(values: Tensor) -> None:
+    """Until what was put into `values` is there, for every thread and stream."""
+    if values.is_cuda:
+        torch.cuda.current_stream(values.device).synchronize()
+
+
+def queued_until(values: Tensor) -> Callable[[], None] | None:
+    """What waits until that which was queued so far is in `values`; None: it is."""
+    if not values.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(values.device))
+    return event.synchronize
+
+
+def _used_here(values: Tensor) -> None:
+    """Another thread has allocated them, perhaps for another stream: keep the memory until this one is done with it."""
+    if values.is_cuda:
+        values.record_stream(torch.cuda.current_stream(values.device))
 
 
 def plain_name(name: str) -> str:

@@ -1,0 +1,214 @@
+"""The bytes of an outer round by gRPC alone: the floor under every design that sends them so.
+
+As many shard and learner processes as the round has, the same channels, options, messages and chunk size, the checksum,
+and nothing else: no arithmetic, no rounds, no state. What a round takes beyond it is ours; what it takes is not.
+
+    python benchmarks/bare_wire.py                          # 100 M parameters, int8 up, bfloat16 down
+    python benchmarks/bare_wire.py --up 0.52 --down 1.01    # bytes per parameter: int4 up, int8 down
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import google_crc32c
+import grpc
+
+from diloco_common import rpc
+from diloco_common.allocator import tune_allocator
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+
+CHUNK_BYTES = 1 << 20
+"""Of an int8 chunk; a bfloat16 chunk has twice as many."""
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class WireSpec:
+    """One round: each learner pushes and pulls every fragment."""
+
+    learners: int
+    shards: int
+    fragments: int
+    up_bytes: int
+    """Of one learner's contributions to all fragments."""
+    down_bytes: int
+    """Of all fragments' versions."""
+
+    def chunks_up(self) -> list[bytes]:
+        return _chunks(self.up_bytes // self.fragments, CHUNK_BYTES)
+
+    def chunks_down(self) -> list[bytes]:
+        larger = max(1, round(self.down_bytes / max(1, self.up_bytes)))
+        return _chunks(self.down_bytes // self.fragments, larger * CHUNK_BYTES)
+
+    def fragments_of(self, shard: int) -> int:
+        return len(range(shard, self.fragments, self.shards))
+
+
+class BareWire:
+    """The processes, idle between the rounds."""
+
+    def __init__(self, spec: WireSpec, stack: ExitStack) -> None:
+        self._shards = [_start(stack, _run_shard, spec) for _ in range(spec.shards)]
+        ports = [pipe.recv() for pipe in self._shards]
+        self._learners = [_start(stack, _run_learner, spec, ports) for _ in range(spec.learners)]
+        for _ in range(WARM_UP):
+            self.round()
+
+    def round(self) -> tuple[float, float]:
+        """Seconds, and CPU seconds of all processes together, that one round took."""
+        cpu_before, began = self._cpu_s(), time.perf_counter()
+        _ask(self._learners, "round")
+        seconds = time.perf_counter() - began
+        return seconds, self._cpu_s() - cpu_before
+
+    def _cpu_s(self) -> float:
+        return sum(_ask([*self._shards, *self._learners], "cpu"))
+
+
+def _chunks(total: int, largest: int) -> list[bytes]:
+    """As many bytes in chunks; the whole ones are one object."""
+    whole = os.urandom(min(total, largest))
+    return [whole] * (total // len(whole)) + ([whole[: total % len(whole)]] if total % len(whole) else [])
+
+
+def _start(stack: ExitStack, run: Callable[..., None], *args: Any) -> Connection:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    stack.callback(process.kill)
+    return ours
+
+
+def _ask(pipes: list[Connection], what: str) -> list[float]:
+    for pipe in pipes:
+        pipe.send(what)
+    return [pipe.recv() for pipe in pipes]
+
+
+async def _answer(pipe: Connection, take_round: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+    """Do what the pipe says until its other end is gone."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            what = await loop.run_in_executor(None, pipe.recv)
+        except EOFError:
+            return
+        if what == "round" and take_round is not None:
+            await take_round()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        pipe.send(used.ru_utime + used.ru_stime)
+
+
+# ------------------------------------------------------------ a shard
+
+
+class _Shard(pb_grpc.ParameterServerServicer):
+    """Takes what comes, holds it until the round is over, gives the same to everybody."""
+
+    def __init__(self, spec: WireSpec) -> None:
+        self._down = spec.chunks_down()
+        self._held_max = spec.learners * spec.fragments // spec.shards
+        self._held: list[list[bytes]] = []
+
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Any) -> pb.PushResponse:
+        crc32c, chunks = 0, []
+        async for part in requests:
+            crc32c = google_crc32c.extend(crc32c, part.chunk)
+            chunks.append(part.chunk)
+        if len(self._held) >= self._held_max:
+            self._held.clear()
+        self._held.append(chunks)
+        return pb.PushResponse()
+
+    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
+        for chunk in self._down:
+            yield pb.PullResponse(chunk=chunk)
+
+
+def _run_shard(pipe: Connection, spec: WireSpec) -> None:
+    async def serve() -> None:
+        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        pb_grpc.add_ParameterServerServicer_to_server(_Shard(spec), server)
+        pipe.send(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        await _answer(pipe)
+
+    tune_allocator()
+    asyncio.run(serve())
+
+
+# ------------------------------------------------------------ a learner
+
+
+def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
+    async def learn() -> None:
+        up = spec.chunks_up()
+        bulk = [[_dial(port) for _ in ("push", "pull")] for port in ports]
+        pushing = asyncio.Semaphore(rpc.PUSHES_AT_ONCE)
+
+        async def requests() -> AsyncIterator[pb.PushRequest]:
+            for chunk in up:
+                yield pb.PushRequest(chunk=chunk)
+
+        async def push(stub: pb_grpc.ParameterServerStub) -> None:
+            async with pushing:
+                await stub.Push(requests())
+
+        async def pull_all(stub: pb_grpc.ParameterServerStub, fragments: int) -> None:
+            for _ in range(fragments):
+                crc32c = 0
+                async for part in stub.Pull(pb.PullRequest()):
+                    crc32c = google_crc32c.extend(crc32c, part.chunk)
+
+        async def take_round() -> None:
+            pushes = [push(bulk[i][0]) for i in range(spec.shards) for _ in range(spec.fragments_of(i))]
+            await asyncio.gather(*pushes)
+            await asyncio.gather(*(pull_all(bulk[i][1], spec.fragments_of(i)) for i in range(spec.shards)))
+
+        await _answer(pipe, take_round)
+
+    tune_allocator()
+    asyncio.run(learn())
+
+
+def _dial(port: int) -> pb_grpc.ParameterServerStub:
+    return pb_grpc.ParameterServerStub(grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.BULK_CHANNEL_OPTIONS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--params", type=float, default=100e6, metavar="N", help="parameters (default: 100e6)")
+    parser.add_argument("--learners", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--fragments", type=int, default=24)
+    parser.add_argument("--up", type=float, default=1.02, help="bytes per parameter (default: 1.02, int8)")
+    parser.add_argument("--down", type=float, default=2.0, help="bytes per parameter (default: 2, bfloat16)")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    up, down = round(args.params * args.up), round(args.params * args.down)
+    with ExitStack() as stack:
+        wire = BareWire(WireSpec(args.learners, args.shards, args.fragments, up, down), stack)
+        rounds = [wire.round() for _ in range(args.rounds)]
+    seconds, cpu_s = median(s for s, _ in rounds), median(cpu for _, cpu in rounds)
+    gigabytes = args.learners * (up + down) / 1e9
+    print(f"{gigabytes:.2f} GB: {seconds:.2f} s, {cpu_s:.2f} CPU seconds, {cpu_s / gigabytes:.2f} per GB")
+
+
+if __name__ == "__main__":
+    main()

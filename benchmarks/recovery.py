@@ -1,0 +1,112 @@
+"""What keeping versions costs, and how long a shard takes to come back.
+
+Writes a shard of 100 M parameters in 24 fragments to a data folder as the shard itself does, once for each fragment and
+once more (so that old versions are taken away, too), then starts `diloco-server` on it and waits until it serves.
+
+    python benchmarks/recovery.py [--parameters 100_000_000] [--fragments 24] [--folder /a/disk] [--pull int8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from diloco_common.allocator import tune_allocator
+from diloco_common.codec import encode_payload
+from diloco_common.codec.change import VALUES
+from diloco_common.endpoints import read_address
+from diloco_common.manifest import TensorSpec, cut
+from diloco_common.settings import Settings
+from diloco_server.core.fragment import Record, Values
+from diloco_server.storage.filesystem import Disk
+from diloco_server.storage.store import FileStore
+from diloco_server.storage.version import Origin, StoredVersion
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--fragments", type=int, default=24)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder's")
+    parser.add_argument("--pull", default="bfloat16", help="sync.pull; where it sends changes, the anchor is kept too")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    tune_allocator()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="recovery-", dir=args.folder))
+    try:
+        settings = Settings.model_validate({"sync": {"fragments": args.fragments, "pull": args.pull}})
+        figures = write(folder, settings, args.parameters) | recover(folder, settings)
+    finally:
+        shutil.rmtree(folder)
+    for name, value in figures.items():
+        print(f"{name:32} {value:,.4g}")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]:
+    """Two versions of every fragment; what one version costs, in bytes and seconds."""
+    rows = 2400  # so that every fragment gets the same
+    manifest = cut([TensorSpec("w", (rows, parameters // rows))], settings.sync.fragments, 1)
+    store = FileStore(Disk(folder), Origin.of(settings), epoch_unknown=1)
+    store.recover()
+    seconds, num_bytes = [], 0
+    for version in (0, 1):
+        for fragment in manifest.fragments:
+            theta = torch.randn(fragment.num_elements)
+            anchor = None if settings.sync.pull in VALUES else encode_payload(theta, "bfloat16")
+            record = Record(fragment.fragment_id, 1, version, {"ann": version}, {"ann": "p"}, version, (1.0,), 1.0)
+            stored = StoredVersion(record, Values(theta, [theta * 0.1]), anchor)
+            began = time.perf_counter()
+            num_bytes += store.save(stored, manifest)
+            seconds.append(time.perf_counter() - began)
+    seconds.sort()
+    return {
+        "parameters": parameters,
+        "bytes_per_parameter": num_bytes / 2 / parameters,
+        "version_mb": num_bytes / len(seconds) / 1e6,
+        "save_s_median": seconds[len(seconds) // 2],
+        "save_s_max": seconds[-1],
+        "write_mb_per_s": num_bytes / sum(seconds) / 1e6,
+    }
+
+
+def recover(folder: Path, settings: Settings) -> dict[str, float]:
+    """From the start of the process to serving; files as the page cache has them, as after a SIGKILL."""
+    address_file = folder / "address.json"
+    flags = [f"--set=sync.fragments={settings.sync.fragments}", f"--set=sync.pull={settings.sync.pull}"]
+    command = [sys.executable, "-m", "diloco_server", f"--set=shard.data_dir={folder}", *flags]
+    began = time.perf_counter()
+    with subprocess.Popen(
+        [*command, f"--address-file={address_file}"], stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        while read_address(address_file) is None:
+            if process.poll() is not None:
+                raise SystemExit(f"the shard ended with {process.returncode}:\n{process.communicate()[1]}")
+            time.sleep(0.01)
+        served_s = time.perf_counter() - began
+        process.terminate()
+        said = process.communicate()[1]
+    (recovered,) = [line for line in said.splitlines() if " recovered " in line and "took_s=" in line]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of one child, up to its end
+    return {
+        "start_to_serving_s": served_s,
+        "of_that_recovery_s": float(recovered.split("took_s=")[1].split()[0]),
+        "cpu_s": used.ru_utime + used.ru_stime,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Opens the store that the settings ask for."""
+
+from __future__ import annotations
+
+import time
+
+from diloco_common.errors import DataError
+from diloco_common.settings import Settings
+from diloco_server.storage.filesystem import Disk
+from diloco_server.storage.lock import FolderLock
+from diloco_server.storage.store import FileStore, MemoryStore, Store
+from diloco_server.storage.version import Origin
+
+
+def open_store(settings: Settings) -> tuple[Store, FolderLock | None]:
+    """The store, and what keeps others out of its folder. Raises InUse, and DataError where the disk refuses."""
+    folder = settings.shard.data_dir
+    if folder is None:
+        return MemoryStore(), None
+    lock = None
+    try:
+        disk = Disk(folder)
+        lock = FolderLock(folder)
+        return FileStore(disk, Origin.of(settings), epoch_unknown=int(time.time())), lock
+    except OSError as error:
+        if lock is not None:
+            lock.release()
+        raise DataError(
+            f"shard.data_dir {folder} cannot be used: {error.strerror}. Make it a folder that this process may write "
+            "to, on a disk with space"
+        ) from None

@@ -1,0 +1,34 @@
+"""One process per data folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from diloco_common.errors import InUse
+
+
+class FolderLock:
+    """Holds a folder until `release`, or until the process ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InUse, which names the owner, and OSError."""
+        self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise InUse(
+                f"{folder} belongs to a running shard (pid {owner}): stop it, or give this one a folder of its own "
+                "(shard.data_dir)"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others in. Repeating it is fine."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,238 @@
+"""A shard's versions on a disk: in which order files are written, what is kept, and what is found after a crash.
+
+A version is announced only after `save` has returned. It is written under a temporary name, synced, renamed, and then
+the names are synced: so after a crash at any call either the old version is the newest one or the new one, whole. The
+last two versions of each fragment are kept, in case the newest one rots.
+
+Each start gets an epoch of its own: an empty file whose name holds the number, so there is no content to damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from diloco_common.errors import DataError
+from diloco_common.manifest import Manifest, differences
+from diloco_server.storage.filesystem import FileSystem
+from diloco_server.storage.version import Origin, StoredVersion
+from diloco_server.storage.version_file import (
+    SUFFIX,
+    Header,
+    VersionDamaged,
+    read_version,
+    version_name,
+    write_version,
+)
+
+KEPT = 2
+"""Versions per fragment."""
+TEMPORARY = ".tmp"
+_EPOCH = re.compile(r"epoch-(\d{12})")
+_VERSION = re.compile(r"fragment-(\d{4,})-version-(\d{12})" + re.escape(SUFFIX))
+
+
+class NothingIntact(DataError):
+    """There are versions of a fragment, but none can be used."""
+
+    code = "NOTHING_INTACT"
+
+
+class WrongFolder(DataError):
+    """The data folder belongs to another run, shard or model."""
+
+    code = "WRONG_FOLDER"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest intact version of a fragment."""
+
+    stored: StoredVersion
+    pull: str
+    """`sync.pull` when it was written."""
+    is_behind: bool
+    """A later version was there once, and may have been announced."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a folder holds."""
+
+    manifest: Manifest | None
+    """None: it holds no version."""
+    versions: list[Found] = field(default_factory=list)
+    """By fragment; fragments that have none are not there."""
+    damage: list[str] = field(default_factory=list)
+    """What was found damaged or missing, in words that name the file."""
+
+
+class Store(Protocol):
+    """One shard's versions. `save` may be called from several threads, for different fragments."""
+
+    epoch: int
+    """Of this life of the shard; no two lives have the same."""
+
+    def recover(self) -> Recovered:
+        """What earlier lives left, once, before anything is saved. Raises DataError and OSError."""
+
+    def save(self, version: StoredVersion, manifest: Manifest) -> int:
+        """Make a version durable, and return its bytes.
+
+        Raises OSError; the version is then not announced, and `save` is tried again.
+        """
+
+
+class MemoryStore:
+    """Keeps nothing beyond the process: a shard that restarts begins empty, in a new epoch, and is seeded again by the
+    learners that are still there, from the version they applied last."""
+
+    def __init__(self) -> None:
+        self.epoch = 1 + secrets.randbelow(2**31)
+        """Random, so that a learner tells a restarted shard from the one it knew."""
+
+    def recover(self) -> Recovered:
+        return Recovered(None)
+
+    def save(self, version: StoredVersion, manifest: Manifest) -> int:
+        """The values already live in memory."""
+        return 0
+
+
+class FileStore:
+    """Versions in a folder that nobody else writes to."""
+
+    def __init__(self, fs: FileSystem, origin: Origin, *, epoch_unknown: int) -> None:
+        """Begins an epoch, durably.
+
+        `epoch_unknown` is at least what to take where there are versions but no epoch, as in a folder that was
+        restored: above every epoch that the run may have had. Seconds since 1970 are. Raises OSError.
+        """
+        self._fs = fs
+        self._origin = origin
+        self._intact: dict[int, list[int]] = {}  # fragment -> versions that there are good files of, ascending
+        self._damaged: dict[int, list[str]] = {}  # fragment -> files to take away once there is a later version
+        names = fs.names()
+        for name in names:
+            if name.endswith(TEMPORARY):
+                fs.remove(name)
+        epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
+        if epochs:
+            self.epoch = epochs[-1] + 1
+        else:
+            self.epoch = epoch_unknown if any(map(_VERSION.fullmatch, names)) else 1
+        self._was_restored = not epochs
+        self._begin_epoch(epochs)
+
+    def _begin_epoch(self, before: Sequence[int]) -> None:
+        file = self._fs.create(f"epoch-{self.epoch:012d}")
+        try:
+            file.sync()
+        finally:
+            file.close()
+        self._fs.sync_names()
+        for epoch in before:
+            self._fs.remove(f"epoch-{epoch:012d}")
+
+    # ------------------------------------------------------------ recovery
+
+    def recover(self) -> Recovered:
+        """The newest intact version of each fragment; damage is named, and the version before used.
+
+        Raises NothingIntact, WrongFolder, and OSError.
+        """
+        versions = self._versions()
+        found, damage = [], list[str]()
+        first: Header | None = None
+        for fragment_id in sorted(versions):
+            header, version = self._recover_fragment(fragment_id, versions[fragment_id], damage)
+            self._check_origin(header, first or header)
+            first = first or header
+            found.append(version)
+        return Recovered(first.manifest if first else None, found, damage)
+
+    def _recover_fragment(self, fragment_id: int, versions: list[int], damage: list[str]) -> tuple[Header, Found]:
+        worse: list[str] = []
+        for version in reversed(versions):
+            name = version_name(fragment_id, version)
+            try:
+                header, stored = read_version(self._fs, name)
+            except VersionDamaged as error:
+                damage.append(str(error))
+                worse.append(name)
+                continue
+            # The one before is taken away only when a later one is there: so where it is missing, that one may be, too.
+            is_missing = header.previous is not None and header.previous not in versions
+            if is_missing and not worse and not self._was_restored:
+                damage.append(f"version {header.previous}, written before {name}, is missing; so may be later ones")
+            self._damaged[fragment_id] = worse
+            self._intact[fragment_id] = versions[: versions.index(version) + 1]
+            is_behind = bool(worse) or is_missing or self._was_restored
+            return header, Found(stored, header.origin.pull, is_behind)
+        files = ", ".join(worse)
+        raise NothingIntact(
+            f"fragment {fragment_id} has no intact version ({'; '.join(damage[-len(worse) :])}). Restore a checkpoint, "
+            f"or take {files} away: learners that hold the fragment then bring it again"
+        )
+
+    def _check_origin(self, header: Header, first: Header) -> None:
+        mine, theirs = asdict(self._origin), asdict(header.origin)
+        lines = [f"{k}: {theirs[k]} <-> {mine[k]}" for k in mine if k != "pull" and mine[k] != theirs[k]]
+        if lines:
+            raise WrongFolder(
+                "the data folder belongs to another run or shard (the folder's <-> this one's):\n  "
+                + "\n  ".join(lines)
+                + "\ngive the settings it was made with, or another folder (shard.data_dir)"
+            )
+        if header.manifest.digest != first.manifest.digest:
+            lines = differences(first.manifest.tensors, header.manifest.tensors)
+            raise WrongFolder("the data folder holds versions of two models:\n  " + "\n  ".join(lines))
+
+    def _versions(self) -> dict[int, list[int]]:
+        """Fragment -> versions that there are files of, ascending."""
+        found: dict[int, list[int]] = {}
+        for name in self._fs.names():
+            if match := _VERSION.fullmatch(name):
+                found.setdefault(int(match[1]), []).append(int(match[2]))
+        return {fragment_id: sorted(versions) for fragment_id, versions in found.items()}
+
+    # ------------------------------------------------------------ saving
+
+    def save(self, version: StoredVersion, manifest: Manifest) -> int:
+        """Write, sync, rename, sync the names; then take away what is no longer kept. Raises OSError."""
+        record = version.record
+        name = version_name(record.fragment_id, record.version)
+        temporary = name + TEMPORARY
+        intact = [v for v in self._intact.get(record.fragment_id, []) if v < record.version]
+        file = self._fs.create(temporary)
+        try:
+            try:
+                num_bytes = write_version(file, version, self._origin, manifest, intact[-1] if intact else None)
+                file.sync()
+            finally:
+                file.close()
+            self._fs.rename(temporary, name)
+        except OSError:
+            with contextlib.suppress(OSError):  # it may have been what filled the disk
+                self._fs.remove(temporary)
+            raise
+        self._fs.sync_names()
+        self._intact[record.fragment_id] = [*intact, record.version]
+        with contextlib.suppress(OSError):  # the version is durable; what is left over goes with the next one
+            self._clear(record.fragment_id, record.version)
+        return num_bytes
+
+    def _clear(self, fragment_id: int, version: int) -> None:
+        """Keep this version and the one before."""
+        damaged, intact = self._damaged.get(fragment_id, []), self._intact[fragment_id]
+        while damaged:
+            if damaged[-1] != version_name(fragment_id, version):  # else it was replaced
+                self._fs.remove(damaged[-1])
+            damaged.pop()
+        while len(intact) > KEPT:
+            self._fs.remove(version_name(fragment_id, intact[0]))
+            del intact[0]

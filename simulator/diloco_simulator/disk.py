@@ -1,0 +1,166 @@
+"""A disk that fails as disks do: what was not synced is lost or torn at a crash, bytes rot, calls are refused.
+
+Stands in for `diloco_server.storage.filesystem.Disk`, under the store that runs in production. Contents and names are
+volatile until they are synced; a crash keeps a random prefix of the renames and removals since the last `sync_names`,
+in their order, and of each file what was synced plus a random, possibly garbled, part of the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Sequence
+
+
+class Crashed(BaseException):
+    """The machine lost its power in the middle of a call. Not an Exception: no code may catch it and go on."""
+
+
+class _Inode:
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.synced = b""
+
+
+class FakeDisk:
+    """One folder. Survives its crashes: call `crash`, then put the next store on it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.calls = 0
+        """Calls that change the disk, so far."""
+        self.crash_at: int | None = None
+        """The call, counted from 1, in the middle of which the power goes."""
+        self.refuse: Callable[[str], int] = lambda call: 0
+        """Name of a call -> errno that it fails with; 0: it works."""
+        self.space: int | None = None
+        """Bytes left; None: enough."""
+        self._random = random.Random(f"disk {seed}")
+        self._names: dict[str, _Inode] = {}
+        self._synced_names: dict[str, _Inode] = {}
+        self._changes: list[tuple[str, str, _Inode | None]] = []  # since the last sync_names: (gone, there, inode)
+
+    # ------------------------------------------------------------ what a store calls
+
+    def names(self) -> Sequence[str]:
+        return sorted(self._names)
+
+    def create(self, name: str) -> FakeFile:
+        self._call("create")
+        inode = _Inode()
+        self._change("", name, inode)
+        return FakeFile(self, inode)
+
+    def open(self, name: str) -> FakeFile:
+        if name not in self._names:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return FakeFile(self, self._names[name])
+
+    def rename(self, old: str, new: str) -> None:
+        self._call("rename")
+        self._change(old, new, self._names[old])
+
+    def remove(self, name: str) -> None:
+        self._call("remove")
+        if name in self._names:
+            if self.space is not None:
+                self.space += len(self._names[name].content)
+            self._change(name, "", None)
+
+    def sync_names(self) -> None:
+        self._call("sync_names")
+        self._synced_names = dict(self._names)
+        self._changes.clear()
+
+    # ------------------------------------------------------------ what goes wrong
+
+    def crash(self) -> None:
+        """Power comes back: what was not synced is lost, or torn, or there."""
+        names = dict(self._synced_names)
+        for gone, there, inode in self._changes[: self._random.randint(0, len(self._changes))]:
+            _apply(names, gone, there, inode)
+        for inode in set(names.values()):
+            written = bytes(inode.content)
+            if written != inode.synced:
+                torn = bytearray(written[: self._random.randint(0, len(written))])
+                if torn and self._random.random() < 0.5:
+                    torn[self._random.randrange(len(torn))] ^= 0xFF
+                inode.content = torn
+                inode.synced = bytes(torn)
+        self._names, self._synced_names, self._changes = names, dict(names), []
+        self.calls, self.crash_at = 0, None
+
+    def rot(self, name: str, offset: int, flip: int = 1) -> None:
+        """A byte of a file changes by itself."""
+        inode = self._names[name]
+        inode.content[offset] ^= flip
+        inode.synced = bytes(inode.content)
+
+    def truncate(self, name: str, size: int) -> None:
+        """The end of a file is gone."""
+        inode = self._names[name]
+        del inode.content[size:]
+        inode.synced = bytes(inode.content)
+
+    def content(self, name: str) -> bytes:
+        return bytes(self._names[name].content)
+
+    def lose(self, name: str) -> None:
+        """A file is gone."""
+        del self._names[name]
+        self._synced_names.pop(name, None)
+
+    # ------------------------------------------------------------ helpers
+
+    def _call(self, name: str) -> None:
+        self.calls += 1
+        if self.calls == self.crash_at:
+            raise Crashed(name)
+        if number := self.refuse(name):
+            raise OSError(number, os.strerror(number))
+
+    def _take_space(self, num_bytes: int) -> None:
+        if self.space is not None:
+            if num_bytes > self.space:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.space -= num_bytes
+
+    def _change(self, gone: str, there: str, inode: _Inode | None) -> None:
+        _apply(self._names, gone, there, inode)
+        self._changes.append((gone, there, inode))
+
+
+class FakeFile:
+    """Of a FakeDisk, open."""
+
+    def __init__(self, disk: FakeDisk, inode: _Inode) -> None:
+        self.size = len(inode.content)
+        self._disk = disk
+        self._inode = inode
+
+    def write(self, data: memoryview) -> None:
+        try:
+            self._disk._call("write")
+        except Crashed:
+            self._inode.content += data[: len(data) // 2]
+            raise
+        self._disk._take_space(len(data))
+        self._inode.content += data
+
+    def sync(self) -> None:
+        self._disk._call("sync")
+        self._inode.synced = bytes(self._inode.content)
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        part = self._inode.content[offset : offset + len(out)]
+        out[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        """Nothing waits for it."""
+
+
+def _apply(names: dict[str, _Inode], gone: str, there: str, inode: _Inode | None) -> None:
+    names.pop(gone, None)
+    if inode is not None:
+        names[there] = inode

@@ -1,0 +1,286 @@
+"""The store on a disk that fails: P2, P5 and faults.md 5, 7, 8. `crash_at` takes the power in the middle of a call."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_common.errors import DataError
+from diloco_server.storage.store import FileStore, NothingIntact, WrongFolder
+from diloco_server.storage.version import Origin
+from diloco_server.storage.version_file import version_name
+from diloco_simulator.disk import Crashed, FakeDisk
+from stores import LONG_AGO, MANIFEST, ORIGIN, assert_equal, make_version, names, open_store
+
+
+def store_with(disk: FakeDisk, *versions: int) -> FileStore:
+    """A store of one fragment that these versions were saved in."""
+    store = open_store(disk)
+    store.recover()
+    for version in versions:
+        store.save(make_version(version), MANIFEST)
+    return store
+
+
+def files(disk: FakeDisk) -> list[str]:
+    return [name for name in disk.names() if name.startswith("fragment")]
+
+
+def test_a_folder_that_is_new_holds_nothing() -> None:
+    store = open_store(FakeDisk())
+    recovered = store.recover()
+    assert (store.epoch, recovered.manifest, recovered.versions, recovered.damage) == (1, None, [], [])
+
+
+def test_what_was_saved_comes_back_with_its_model() -> None:
+    disk = FakeDisk()
+    store = open_store(disk)
+    store.recover()
+    saved = [make_version(3, fragment_id=1, sends_changes=True), make_version(4, fragment_id=0, epoch=2)]
+    for version in saved:
+        store.save(version, MANIFEST)
+
+    recovered = open_store(disk).recover()
+
+    assert recovered.manifest == MANIFEST
+    assert names(recovered.versions) == {0: (2, 4), 1: (1, 3)}
+    for found, version in zip(recovered.versions, reversed(saved), strict=True):
+        assert_equal(found.stored, version)
+        assert not found.is_behind
+
+
+def test_the_last_two_versions_are_kept() -> None:
+    disk = FakeDisk()
+    store_with(disk, 0, 1, 2, 3)
+    assert files(disk) == [version_name(0, 2), version_name(0, 3)]
+
+
+# ------------------------------------------------------------------ crashes
+
+
+def calls_of(work: Any) -> int:
+    """How many calls some work on a disk with versions 0 and 1 makes."""
+    disk = FakeDisk()
+    store = store_with(disk, 0, 1)
+    before = disk.calls
+    work(disk, store)
+    return disk.calls - before
+
+
+def save_two(_: FakeDisk, store: FileStore) -> None:
+    store.save(make_version(2), MANIFEST)
+
+
+def start_again(disk: FakeDisk, _: FileStore) -> None:
+    open_store(disk).recover()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("at", range(1, calls_of(save_two) + 1))
+def test_a_crash_in_any_call_of_a_save_leaves_the_old_version_or_the_new_one(at: int, seed: int) -> None:
+    """faults.md 5, P5: whole, and never an older one; what is left over is cleared, and saving goes on."""
+    disk = FakeDisk(seed)
+    store = store_with(disk, 0, 1)
+    disk.calls, disk.crash_at = 0, at
+    with pytest.raises(Crashed):
+        save_two(disk, store)
+    disk.crash()
+
+    again = open_store(disk)
+    recovered = again.recover()
+
+    (found,) = recovered.versions
+    assert found.stored.record.version in (1, 2)
+    assert_equal(found.stored, make_version(found.stored.record.version))
+    assert (found.is_behind, recovered.damage) == (False, [])
+    assert not [name for name in disk.names() if name.endswith(".tmp")]
+    again.save(make_version(3), MANIFEST)
+    assert files(disk)[-1] == version_name(0, 3)
+    assert len(files(disk)) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_saved_outlives_a_crash_right_afterwards(seed: int) -> None:
+    """P2: `save` has returned, so the version may have been announced."""
+    disk = FakeDisk(seed)
+    store_with(disk, 0, 1, 2)
+    disk.crash()
+    assert names(open_store(disk).recover().versions) == {0: (1, 2)}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("at", range(1, calls_of(start_again) + 1))
+def test_a_crash_while_starting_never_gives_an_epoch_twice(at: int, seed: int) -> None:
+    """P4: leases are named by the epoch, so no two lives that served may have the same."""
+    disk = FakeDisk(seed)
+    served = {store_with(disk, 0, 1).epoch}
+    disk.crash()
+    disk.crash_at = at
+    try:
+        served.add(open_store(disk).epoch)
+    except Crashed:
+        disk.crash()
+    assert open_store(disk).epoch > max(served)
+
+
+def test_epochs_count_the_starts() -> None:
+    disk = FakeDisk()
+    assert [open_store(disk).epoch for _ in range(3)] == [1, 2, 3]
+
+
+# ------------------------------------------------------------------ disks that refuse
+
+
+@pytest.mark.parametrize("call", ["create", "write", "sync", "rename", "sync_names"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(call: str, number: int) -> None:
+    """faults.md 7: `save` raises, so nothing is announced, and it can be repeated."""
+    disk = FakeDisk()
+    store = store_with(disk, 0, 1)
+    disk.refuse = lambda name: number if name == call else 0
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"\[Errno"):
+            store.save(make_version(2), MANIFEST)
+    disk.refuse = lambda name: 0
+    assert_equal(open_store(disk).recover().versions[-1].stored, make_version(1 if call != "sync_names" else 2))
+
+    store.save(make_version(2), MANIFEST)
+
+    assert names(open_store(disk).recover().versions) == {0: (1, 2)}
+    assert files(disk) == [version_name(0, 1), version_name(0, 2)]
+
+
+def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took() -> None:
+    """faults.md 7, ENOSPC: what is left of a version that did not fit must not keep the disk full."""
+    disk = FakeDisk()
+    store = store_with(disk, 0)
+    disk.space = 4000
+    with pytest.raises(OSError, match="No space left"):
+        store.save(make_version(1), MANIFEST)
+    assert disk.space == 4000
+
+
+def test_old_files_that_cannot_be_removed_do_no_harm() -> None:
+    disk = FakeDisk()
+    store = store_with(disk, 0, 1)
+    disk.refuse = lambda name: errno.EIO if name == "remove" else 0
+    store.save(make_version(2), MANIFEST)
+    disk.refuse = lambda name: 0
+    store.save(make_version(3), MANIFEST)
+    assert files(disk) == [version_name(0, 2), version_name(0, 3)]
+
+
+# ------------------------------------------------------------------ damage
+
+
+def test_a_rotten_version_is_named_and_the_one_before_used() -> None:
+    """faults.md 8. It is behind what was announced, so that it gets a new name."""
+    disk = FakeDisk()
+    store_with(disk, 6, 7)
+    disk.rot(version_name(0, 7), 2000)
+
+    again = open_store(disk)
+    recovered = again.recover()
+
+    assert names(recovered.versions) == {0: (1, 6)}
+    assert recovered.versions[0].is_behind
+    (words,) = recovered.damage
+    assert words.startswith(f"{version_name(0, 7)} is damaged: ")
+    again.save(make_version(7, epoch=2), MANIFEST)
+    last = open_store(disk).recover()
+    assert (names(last.versions), last.versions[0].is_behind, last.damage) == ({0: (2, 7)}, False, [])
+    assert files(disk) == [version_name(0, 6), version_name(0, 7)]
+
+
+def test_a_rotten_file_goes_once_a_later_version_is_there() -> None:
+    disk = FakeDisk()
+    store_with(disk, 6, 9)
+    disk.truncate(version_name(0, 9), 100)
+    again = open_store(disk)
+    again.recover()
+    again.save(make_version(7, epoch=2), MANIFEST)
+    assert files(disk) == [version_name(0, 6), version_name(0, 7)]
+
+
+def test_a_missing_newest_version_is_noticed() -> None:
+    """faults.md 8: version 6 was taken away only because version 8 was there, so version 7 is not the newest."""
+    disk = FakeDisk()
+    store_with(disk, 6, 7, 8)
+    disk.lose(version_name(0, 8))
+    recovered = open_store(disk).recover()
+    assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 7)}, True)
+    assert recovered.damage == [f"version 6, written before {version_name(0, 7)}, is missing; so may be later ones"]
+
+
+def test_a_missing_older_version_is_noticed_and_does_no_harm() -> None:
+    disk = FakeDisk()
+    store_with(disk, 6, 7, 8)
+    disk.lose(version_name(0, 7))
+    recovered = open_store(disk).recover()
+    assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 8)}, True)
+    assert recovered.damage == [f"version 7, written before {version_name(0, 8)}, is missing; so may be later ones"]
+
+
+def test_nothing_intact_is_said_and_not_begun_anew() -> None:
+    """faults.md 8: exit code 3, the files by name, and what to do."""
+    disk = FakeDisk()
+    store_with(disk, 6, 7)
+    disk.rot(version_name(0, 6), 40)
+    disk.truncate(version_name(0, 7), 9)
+    with pytest.raises(NothingIntact, match="fragment 0 has no intact version") as raised:
+        open_store(disk).recover()
+    words = str(raised.value)
+    assert raised.value.exit_code == 3
+    assert version_name(0, 6) in words
+    assert version_name(0, 7) in words
+    assert "Restore a checkpoint" in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run": "other"}, "run: run <-> other"),
+        ({"shard_index": 1}, "shard_index: 0 <-> 1"),
+        ({"num_shards": 2}, "num_shards: 1 <-> 2"),
+        ({"num_fragments": 4}, "num_fragments: 2 <-> 4"),
+        ({"optimizer": "adam"}, "optimizer: nesterov <-> adam"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_with_the_differences(changes: dict[str, Any], words: str) -> None:
+    """Bad input (people): data folder of another run."""
+    disk = FakeDisk()
+    store_with(disk, 0)
+    other: Origin = replace(ORIGIN, **changes)
+    with pytest.raises(WrongFolder, match=words) as raised:
+        open_store(disk, other).recover()
+    assert raised.value.exit_code == 3
+    assert isinstance(raised.value, DataError)
+
+
+def test_another_pull_encoding_is_no_other_run() -> None:
+    disk = FakeDisk()
+    store_with(disk, 0)
+    (found,) = open_store(disk, replace(ORIGIN, pull="int8")).recover().versions
+    assert found.pull == "bfloat16"
+
+
+# ------------------------------------------------------------------ restoring
+
+
+@pytest.mark.parametrize("before", [(6, 7), (0,)])
+def test_versions_put_into_an_empty_folder_begin_a_later_epoch(before: tuple[int, ...]) -> None:
+    """A restore: the epochs that the run had since are not known, so a number is taken that none can have had."""
+    source, target = FakeDisk(), FakeDisk()
+    store_with(source, *before)
+    name = version_name(0, before[-1])
+    target.create(name).write(memoryview(source.content(name)))
+
+    store = open_store(target)
+    recovered = store.recover()
+
+    assert store.epoch == LONG_AGO
+    assert (recovered.versions[0].is_behind, recovered.damage) == (True, [])
+    assert open_store(target).epoch == LONG_AGO + 1

@@ -1,0 +1,148 @@
+"""The shard's own storage threads: who waits for a disk, and what the shard says while it fails (faults.md 7)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from diloco_common.logs import Log
+from diloco_common.manifest import Manifest
+from diloco_common.metrics import ShardMetrics
+from diloco_common.settings import ShardSettings
+from diloco_server import keeper as module
+from diloco_server.keeper import Keeper
+from diloco_server.storage.store import Recovered
+from diloco_server.storage.version import StoredVersion
+from stores import MANIFEST, make_version
+
+
+class SlowStore:
+    """A disk whose writes end when the test says so."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int]] = []
+        self.error: OSError | None = None
+        self.gates: dict[int, threading.Event] = {}
+        """Fragment -> what its writes wait for."""
+
+    def recover(self) -> Recovered:
+        return Recovered(None)
+
+    def save(self, version: StoredVersion, manifest: Manifest) -> int:
+        record = version.record
+        if gate := self.gates.get(record.fragment_id):
+            assert gate.wait(20.0)
+        if self.error is not None:
+            raise self.error
+        self.saved.append((record.fragment_id, record.version))
+        return 100
+
+
+async def eventually(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20.0):
+        while not true():  # noqa: ASYNC110 - a thread tells nobody
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.005)
+
+
+def make_keeper(store: SlowStore, **settings: Any) -> tuple[Keeper, ShardMetrics]:
+    metrics = ShardMetrics()
+    return Keeper(store, ShardSettings(**settings), metrics, Log("test")), metrics
+
+
+def test_the_write_of_one_fragment_holds_up_no_other() -> None:
+    async def run() -> None:
+        store = SlowStore()
+        store.gates[0] = threading.Event()
+        keeper, _ = make_keeper(store)
+        slow = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+        await asyncio.wait_for(keeper.keep(make_version(1, fragment_id=1), MANIFEST), 20.0)
+        assert (store.saved, slow.done()) == ([(1, 1)], False)
+        store.gates[0].set()
+        await asyncio.wait_for(slow, 20.0)
+        keeper.close()
+
+    asyncio.run(run())
+
+
+def test_a_disk_that_refuses_is_told_and_tried_until_it_works() -> None:
+    """Nothing may be announced before `keep` returns."""
+
+    async def run() -> None:
+        store = SlowStore()
+        store.error = OSError(28, "No space left on device")
+        keeper, metrics = make_keeper(store)
+        keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
+        failures = "diloco_shard_save_failures_total"
+        await eventually(lambda: (metrics.registry.get_sample_value(failures) or 0) > 3)
+        assert keeper.failing == "[Errno 28] No space left on device"
+        assert not keeping.done()
+        store.error = None
+        await asyncio.wait_for(keeping, 20.0)
+        assert (store.saved, keeper.failing) == ([(0, 1)], "")
+        keeper.close()
+
+    asyncio.run(run())
+
+
+def test_by_interval_the_first_version_is_written_at_once_and_later_ones_together() -> None:
+    async def run() -> None:
+        store = SlowStore()
+        keeper, _ = make_keeper(store, durability="interval", interval_s=3600)
+        for version in range(4):
+            await keeper.keep(make_version(version), MANIFEST)
+        assert (store.saved, keeper.unwritten) == ([(0, 0)], 1)
+        await keeper.flush(20.0)
+        assert (store.saved, keeper.unwritten) == ([(0, 0), (0, 3)], 0)
+        keeper.close()
+
+    asyncio.run(run())
+
+
+def test_by_interval_values_do_not_change_while_they_are_written() -> None:
+    """The next merge of the fragment waits for the write; that of another fragment does not."""
+
+    async def run() -> None:
+        store = SlowStore()
+        keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+        for fragment_id in (0, 1):
+            await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
+        store.gates[0] = threading.Event()
+        await keeper.keep(make_version(1), MANIFEST)
+        await eventually(keeper.hold(0).locked)
+        assert not keeper.hold(1).locked()
+        store.gates[0].set()
+        await asyncio.wait_for(keeper.hold(0).acquire(), 20.0)
+        assert store.saved[-1] == (0, 1)
+        keeper.hold(0).release()
+        keeper.close()
+
+    asyncio.run(run())
+
+
+def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
+    async def run() -> None:
+        store = SlowStore()
+        keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+        await keeper.keep(make_version(0), MANIFEST)
+        store.error = OSError(5, "Input/output error")
+        for version in (1, 2, 3):
+            async with asyncio.timeout(20.0), keeper.hold(0):
+                await keeper.keep(make_version(version), MANIFEST)
+        await eventually(lambda: keeper.failing)
+        store.error = None
+        await eventually(lambda: store.saved[-1] == (0, 3))
+        await eventually(lambda: not keeper.failing)
+        keeper.close()
+
+    asyncio.run(run())

@@ -1,0 +1,236 @@
+"""A shard that comes back with its versions: what learners go on with, what is fenced off, what loss is told.
+
+P1, P2, P4; faults.md 5, 6 and 8 in the pure core. A life is one `Rig`; versions go from one to the next as a store
+keeps them.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from builders import make_settings
+from diloco_common.codec import encode_payload
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Collect, Committed, Held, Outcome, Progress, PushAnswer, PushHeader, Stop
+from diloco_server.core.effects import VersionsLost
+from diloco_server.core.fragment import Restored
+from diloco_server.core.membership import Member
+from lockstep import ShardShell
+
+SIZE = 8
+MODEL = [TensorSpec("w", (SIZE,))]
+TOKENS = 10
+
+
+class Rig(ShardShell):
+    """One life of a shard of one fragment, K = all, and learners that are names."""
+
+    def __init__(self, epoch: int, restored: Restored | None = None, **run: Any) -> None:
+        sync = {"sync_every": 1, "quorum": "all", "merge": "mean"}
+        outer = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+        super().__init__(make_settings(sync=sync, outer=outer, run=run), epoch)
+        self.members: dict[str, Member] = {}
+        self.steps: dict[str, int] = {}
+        if restored is not None:
+            self.shard.restore(KNOWN.shard.manifest, [restored])  # type: ignore[arg-type]
+
+    def join(self, name: str, held: tuple[int, int] | None = None, instance: str = "process") -> None:
+        told = [Held(0, *held)] if held else []
+        self.members[name] = self.shard.join(name, f"{name}'s {instance}", MODEL, self.now, told)
+        self.shard.attend(self.members[name])
+        self.step(name)
+
+    def step(self, name: str) -> None:
+        self.steps[name] = self.steps.get(name, 0) + 1
+        self.shard.progress(self.members[name], Progress(self.steps[name], self.steps[name] * TOKENS), self.now)
+        self.advance()
+
+    def push(self, name: str, round_number: int, base: tuple[int, int]) -> PushAnswer:  # type: ignore[override]
+        """A contribution that is relative to the version `base`, as (epoch, version)."""
+        payload = encode_payload(torch.full((SIZE,), float(round_number)), "float32")
+        assert self.shard.manifest is not None
+        header = PushHeader(
+            0, round_number, base[0], base[1], TOKENS, 1, payload.header, self.shard.manifest.digest
+        )  # fmt: skip
+        return super().push(self.members[name], header, payload)
+
+    def seeded(self) -> Rig:
+        self.join("ann")
+        payload = encode_payload(torch.ones(SIZE), "float32")
+        assert self.shard.manifest is not None
+        header = PushHeader(0, 0, self.shard.epoch, 0, 0, 0, payload.header, self.shard.manifest.digest)
+        super().push(self.members["ann"], header, payload)
+        return self
+
+    def trained(self, rounds: int) -> Rig:
+        for _ in range(rounds):
+            state = self.shard.fragments[0]
+            self.step("ann")
+            assert self.push("ann", state.version + 1, state.identity).outcome is Outcome.ACCEPTED
+        return self
+
+    def kept(self, *, is_new_line: bool = False) -> Restored:
+        """What a store would bring back, were the shard killed now."""
+        state = self.shard.fragments[0]
+        return deepcopy(Restored(state.record(), state.values, state.published, is_new_line))  # type: ignore[arg-type]
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.shard.fragments[0].identity
+
+    def merged(self, name: str) -> int:
+        return self.shard.fragment_statuses(name)[0].merged_version
+
+
+KNOWN = Rig(3).seeded()
+
+
+def first_life(rounds: int = 2) -> Rig:
+    return Rig(3).seeded().trained(rounds)
+
+
+def test_a_restart_brings_a_version_back_under_its_name() -> None:
+    old = first_life()
+    new = Rig(4, old.kept())
+    assert new.identity == old.identity == (3, 2)
+    assert new.shard.epoch == 4
+    assert new.merged("ann") == 2
+    assert new.shard.tokens_merged == old.shard.tokens_merged == 2 * TOKENS
+    assert new.shard.fragments[0].record() == old.shard.fragments[0].record()
+
+
+def test_learners_go_on_with_what_they_hold() -> None:
+    new = Rig(4, first_life().kept())
+    new.join("ann", held=(3, 2))
+    assert Committed(0, 2, 0, 2, 3) in new.told["ann"]
+    new.step("ann")
+    assert Collect(0, 3, 3) in new.take_told("ann")
+    assert new.push("ann", 3, (3, 2)).outcome is Outcome.ACCEPTED
+    assert (new.identity, new.merged("ann")) == ((4, 3), 3)
+    assert not new.events or not [e for e in new.events if isinstance(e, VersionsLost)]
+
+
+def test_the_same_contributions_make_the_same_bytes_with_a_restart_in_between() -> None:
+    """P3: momentum comes back bit for bit, too."""
+    whole = first_life(5)
+    restarted = Rig(4, first_life(3).kept())
+    restarted.join("ann", held=(3, 3))
+    restarted.trained(2)
+    mine, theirs = (rig.shard.fragments[0].values for rig in (whole, restarted))
+    assert mine is not None
+    assert theirs is not None
+    assert torch.equal(mine.theta, theirs.theta)
+    assert torch.equal(mine.buffers[0], theirs.buffers[0])
+
+
+def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() -> None:
+    """P1: ann's contribution was merged, the shard was killed before it could say so."""
+    new = Rig(4, first_life(2).kept())
+    new.join("ann", held=(3, 1))
+    (status,) = new.shard.fragment_statuses("ann")
+    assert (status.epoch, status.version, status.merged_version) == (3, 2, 2)
+    new.step("ann")
+    assert new.push("ann", 2, (3, 1)).outcome is Outcome.DUPLICATE, "her retry of round 2 is not merged again"
+    assert new.shard.ledger.duplicates == 1
+    assert new.identity == (3, 2)
+
+
+def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_own() -> None:
+    """P1: membership does not outlive a restart, what was merged and by whom does."""
+    new = Rig(4, first_life().kept())
+    new.join("ann", instance="other process")
+    assert new.merged("ann") == 0
+
+
+def test_generations_of_the_old_life_are_fenced_off() -> None:
+    """P4: a lease is (epoch, generation); epochs are never used again, so generations need not be kept."""
+    new = Rig(4, first_life().kept())
+    new.join("ann", held=(3, 2))
+    generation = new.members["ann"].generation
+    with pytest.raises(Exception, match="has no lease here since this shard restarted"):
+        new.shard.check("ann", generation, 3)
+    assert new.shard.check("ann", generation, 4) is new.members["ann"]
+
+
+def test_a_version_that_is_behind_what_was_announced_gets_a_name_of_its_own() -> None:
+    """faults.md 8: (3, 3) rotted, version 2 came back. Nobody may confuse two versions 3."""
+    new = Rig(4, first_life(2).kept(is_new_line=True))
+    assert new.identity == (4, 2)
+    new.join("ann", held=(3, 3))
+    assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 3, 2, 3, "ann")]
+    assert Committed(0, 2, 0, 2, 4) in new.take_told("ann")
+    new.step("ann")
+    lost = new.push("ann", 3, (3, 3))
+    assert (lost.outcome, lost.code) == (Outcome.REJECTED, "WRONG_EPOCH")
+
+
+def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() -> None:
+    """Durability "interval", or a disk that lied: the shard cannot know by itself. faults.md 5."""
+    new = Rig(4, first_life(1).kept())
+    new.join("ben", held=(3, 1))
+    new.take_told("ben")
+    assert new.identity == (3, 1)
+
+    new.join("ann", held=(3, 3))
+    new.join("cat", held=(3, 2))
+
+    assert new.identity == (4, 1)
+    assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 3, 1, 3, "ann")]
+    assert Committed(0, 1, 0, 0, 4) in new.take_told("ben"), "everybody is told the new name"
+
+
+def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -> None:
+    """The bytes are the same, so ben's contribution to the open round is good; ann's, to a lost version, is not."""
+    new = Rig(4, first_life(1).kept())
+    new.join("ben", held=(3, 1))
+    new.step("ben")
+    new.join("ann", held=(3, 2))
+    assert new.identity == (4, 1)
+    assert new.push("ben", 2, (3, 1)).outcome is Outcome.ACCEPTED
+    assert new.push("ann", 2, (3, 2)).code == "WRONG_EPOCH"
+    assert (new.identity, new.merged("ben"), new.merged("ann")) == ((4, 2), 2, 1)
+
+
+def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> None:
+    """Else a learner that has pulled the new name would wait for a version of the old one, and the round for it."""
+    new = Rig(4, first_life(1).kept())
+    new.join("ben", held=(3, 1))
+    new.step("ben")
+    assert Collect(0, 2, 3) in new.take_told("ben")
+    new.join("ann", held=(3, 2))
+    assert [d for d in new.take_told("ben") if isinstance(d, Collect | Committed)] == [
+        Committed(0, 1, 0, 0, 4), Collect(0, 2, 4),
+    ]  # fmt: skip
+
+
+def test_two_versions_of_one_number_have_two_names() -> None:
+    lost, new = first_life(2), Rig(4, first_life(1).kept())
+    new.join("ben", held=(3, 1))
+    new.step("ben")
+    new.push("ben", 2, (3, 1))
+    assert (lost.identity, new.identity) == ((3, 2), (4, 2))
+    assert new.shard.fragments[0].before == (3, 1), "a change leads from what ben holds"
+
+
+def test_a_run_that_was_over_is_over() -> None:
+    new = Rig(4, first_life(2).kept(), tokens=2 * TOKENS)
+    assert new.shard.done
+    new.join("ann", held=(3, 2))
+    assert Stop() in new.take_told("ann")
+
+
+def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -> None:
+    """P7: learner ids that are made up anew at each start must not fill the files."""
+    old = first_life()
+    bound = 2 * old.settings.shard.max_learners
+    old.shard.fragments[0].merged_versions |= {f"gone-{i}": i for i in range(3000)}
+    old.trained(1)
+    merged = old.shard.fragments[0].merged_versions
+    assert len(merged) == bound
+    assert merged["ann"] == 3
+    assert "gone-2999" in merged
+    assert "gone-0" not in merged
