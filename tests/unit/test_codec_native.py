@@ -16,6 +16,7 @@ from builders import random_values
 from diloco_common.codec import native
 from diloco_common.codec.base import Codec, Part
 from diloco_common.codec.blocks import BlockCodec
+from diloco_common.codec.plain import Bfloat16, PlainCodec
 from diloco_common.codec.registry import get_codec
 from diloco_common.errors import NotFinite
 from diloco_common.settings import OuterSettings
@@ -70,6 +71,28 @@ def test_any_size_and_magnitude_become_the_same_bytes(
 def test_a_difference_and_its_residual_become_the_same_bytes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values, minus, plus = (random_values(SIZE, seed) for seed in range(3))
     in_both(monkeypatch, get_codec(encoding), values, minus=minus, plus=plus)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-134, 1e-3, 1.0, 1.004, 3.39e38, 3.4e38])
+@pytest.mark.parametrize("size", [1, 31, 256, SIZE])
+def test_values_become_the_same_bfloat16(scale: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties, the largest magnitudes, numbers below the smallest normal one, and zeros with their signs."""
+    values = random_values(size, 1).clamp(-1, 1).mul_(scale)
+    values[0] = -0.0
+    ties = torch.arange(size, dtype=torch.int32).mul_(0x8000).add_(0x3F800000).view(torch.float32)
+    for case in (values, ties):
+        by_kernels = encoded(get_codec("bfloat16"), case)
+        with monkeypatch.context() as patched:
+            patched.setattr(Bfloat16, "_encode_natively", PlainCodec._encode_natively)
+            assert torch.equal(encoded(get_codec("bfloat16"), case), by_kernels)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_no_bfloat16(value: float) -> None:
+    values = random_values(SIZE, 0)
+    values[700] = value
+    with pytest.raises(NotFinite, match=f"element 700 of {SIZE}"):
+        encoded(get_codec("bfloat16"), values)
 
 
 @each_encoding

@@ -1,4 +1,4 @@
-/* The inner loops of the block encodings, int8 and int4, and of merging them, on a CPU: one pass over the values each.
+/* The inner loops of the encodings int8, int4 and bfloat16, and of merging, on a CPU: one pass over the values each.
 
    A chunk of n elements is the float32 scales of its blocks of 256, then the codes (docs/wire-format.md). Encoding gives
    the same bytes as the torch code in codec/, bit for bit: no operation may be fused or reordered there, so compile with
@@ -209,6 +209,20 @@ static uint16_t to_bfloat16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* out <- values, n elements, as bfloat16, at most `most` in magnitude; 0 if one is not finite. */
+int diloco_encode_bfloat16(const float *values, int64_t n, float most, uint16_t *out) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+        float value = values[i] > most ? most : values[i];
+        out[i] = to_bfloat16(value < -most ? -most : value);
+    }
+    return largest < 0x7f800000;
 }
 
 /* Encode the change from base to values, n elements, as diloco_encode does; anchor <- base + decoded, at most anchor_max. */

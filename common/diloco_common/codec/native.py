@@ -1,4 +1,4 @@
-"""The block encodings' inner loops in C (kernels.c), three to nine times as fast on a CPU as the same in torch.
+"""The encodings' inner loops in C (kernels.c), three to nine times as fast on a CPU as the same in torch.
 
 Compiled with the machine's C compiler when they are first used, in under a second, and kept under the user's cache
 folder by the hash of source, compiler flags and CPU. Nothing depends on them: without a compiler, with DILOCO_NATIVE=0,
@@ -73,6 +73,10 @@ class Kernels:
             anchor.data_ptr(),
         )  # fmt: skip
         return block < 0
+
+    def encode_bfloat16(self, values: Tensor, most: float, out: Tensor) -> bool:
+        """`out` (n,) bfloat16 <- `values` (n,) float32, at most `most` in magnitude; False if one is not finite."""
+        return bool(self.library.diloco_encode_bfloat16(values.data_ptr(), values.numel(), most, out.data_ptr()))
 
     def sum_squares(self, bits: int, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         """Sum of squares of elements start..stop of a chunk, in float64."""
@@ -209,6 +213,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library.diloco_sum_nesterov.restype = None
     library.diloco_encode_change.argtypes = [integer, pointer, pointer, index, *[real] * 4, pointer, pointer]
     library.diloco_encode_change.restype = index
+    library.diloco_encode_bfloat16.argtypes = [pointer, index, real, pointer]
+    library.diloco_encode_bfloat16.restype = integer
     library.diloco_sum_squares.argtypes = [integer, pointer, index, index, index]
     library.diloco_sum_squares.restype = ctypes.c_double
     return library

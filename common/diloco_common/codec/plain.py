@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.base import BFLOAT16_MAX, Codec, refuse_non_finite
+from diloco_common.codec.native import kernels
 from diloco_common.codec.scratch import scratch, slices
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -29,6 +30,8 @@ class PlainCodec(Codec):
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         self._check_size(out, values.numel())
+        if self._encode_natively(values, out):
+            return
         # On a CPU slice by slice, which is then in the cache when it is cast; elsewhere at once, to wait only once.
         parts = slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]
         for part in parts:
@@ -37,6 +40,10 @@ class PlainCodec(Codec):
             if not absmax <= FLOAT32_MAX:
                 refuse_non_finite(values)
             self._cast(values[part], out.view(self.dtype)[part], absmax)
+
+    def _encode_natively(self, values: Tensor, out: Tensor) -> bool:
+        """Whether a kernel has done it. Raises NotFinite."""
+        return False
 
     def check(self, data: Tensor, num_elements: int) -> None:
         self._check_size(data, num_elements)
@@ -64,6 +71,14 @@ class Bfloat16(PlainCodec):
 
     name = "bfloat16"
     dtype = torch.bfloat16
+
+    def _encode_natively(self, values: Tensor, out: Tensor) -> bool:
+        native = kernels() if values.device.type == "cpu" else None
+        if native is None:
+            return False
+        if not native.encode_bfloat16(values, BFLOAT16_MAX, out):
+            refuse_non_finite(values)
+        return True
 
     def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:
         if absmax <= BFLOAT16_MAX:
