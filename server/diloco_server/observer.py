@@ -114,7 +114,7 @@ class Observer:
         live = shard.membership.live()
         metrics.ready(is_ready)
         metrics.learners(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
-        metrics.open_rounds(shard.open_rounds)
+        metrics.open_rounds(sum(s.round is not None for s in shard.fragments.values()))
         metrics.grace(shard.grace_s())
         metrics.tokens(merged=shard.tokens_merged, budget=shard.settings.run.tokens)
         for member in shard.membership.all():
