@@ -17,6 +17,8 @@ def make_token(path: Path) -> bool:
     Processes that start together agree: whoever creates the file first has decided, and the file is whole when it
     appears.
     """
+    if path.exists():  # the folder may be one that we can only read
+        return False
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from diloco_common.security import read_token
 from diloco_common.settings import SecuritySettings
 from diloco_deploy.cli import main
+from diloco_deploy.token import make_token
 
 
 def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> None:
@@ -17,6 +20,13 @@ def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> Non
     assert main(["token", str(file)]) == 0
     assert read_token(SecuritySettings(token_file=file)) == made
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_token_that_is_there_asks_for_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-that-somebody-made")
+    monkeypatch.setattr("os.open", None)
+    assert not make_token(file)
 
 
 def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
