@@ -113,6 +113,8 @@ class Project:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            print(self.run("docker-compose ps; docker-compose logs --no-color --tail 40 2>&1 || true"))
+        log = ROOT / ".cache" / "compose.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(self.run("docker-compose ps -a; docker-compose logs --no-color 2>&1 || true"))
+        print(f"what the containers said: {log}")
         self.run("docker-compose down -v --remove-orphans -t 5")
