@@ -138,7 +138,7 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
     assert "left learner=" in project.said("shard-0")
 
     page.follow("chaos")
-    until(lambda: alive(project) == [5, 5], "the straggler, and the one that dies")
+    until(lambda: min(alive(project)) > 3, "the straggler, or the one that dies")
     page.follow("no chaos")
 
     page.follow("stop")
