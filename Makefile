@@ -29,7 +29,7 @@ PIP := -m pip --disable-pip-version-check install $(if $(CI),--quiet)
 
 .PHONY: help
 help: ## Show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: install
 install: $(INSTALLED) ## Make .venv and install the pinned set (the other targets do it by themselves)
@@ -54,6 +54,13 @@ demo: $(INSTALLED) ## Train a small GPT on 2 shards and 3 workers; ends by itsel
 .PHONY: test
 test: $(INSTALLED) ## Run all tests; some of them: make test TESTS="tests/unit -k round"
 	$(BIN)/python -m pytest $(TESTS)
+
+# -m wins over the one in pyproject.toml, which leaves these out of `make test`.
+.PHONY: e2e-compose
+e2e-compose: $(INSTALLED) ## Follow docs/deploy.md on real containers (needs a Docker engine, or root on Debian; minutes)
+	@source tests/e2e/engine.sh; trap stop_engine EXIT; PYTHON=$(BIN)/python start_engine \
+	  || { echo "make: NOT RUN: docs/deploy.md was not followed on real containers, see above" >&2; exit $(if $(CI),0,2); }; \
+	$(BIN)/python -m pytest -m compose -s tests/e2e/test_compose.py
 
 SIMULATE ?= --schedules 10000 --jobs 2
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diloco_common.command import CommandParser, run_command
 from diloco_common.settings_loader import Given, add_settings_arguments, load, settings_from_args
+from diloco_deploy import health
 
 _UP_FLAGS = {
     "shards": "cluster.shards",
@@ -38,6 +39,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return _chaos(args)
     if args.command == "status":
         return _status(args)
+    if args.command == "health":
+        return health.check(args.grpc, args.http)
+    if args.command == "token":
+        return _token(args.file)
     parser.print_help()
     return 0
 
@@ -78,6 +83,13 @@ def _status(args: argparse.Namespace) -> int:
     folder = load(None, os.environ, flags=flags).settings.cluster.folder
     http = [address.strip() for address in (args.http or "").split(",") if address.strip()]
     return show_status(folder, http, as_text=not args.json, console=Console())
+
+
+def _token(path: Path) -> int:
+    from diloco_deploy.token import make_token
+
+    print(f"{path}: {'made' if make_token(path) else 'is there already'}")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,6 +157,22 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print everything as JSON")
     status.add_argument("--folder", metavar="PATH", help="of the cluster that `diloco up` runs")
     status.add_argument("--http", metavar="HOST:PORT,...", help="ask these processes instead")
+
+    well = commands.add_parser(
+        "health",
+        help="ask one process whether it is well",
+        description="Ask one process whether it is well; exit code 0 if so.",
+        allow_abbrev=False,
+    )
+    health.add_arguments(well)
+
+    token = commands.add_parser(
+        "token",
+        help="make the token that shards ask for and workers send",
+        description="Write a random token to a file that only you can read, unless there is one.",
+        allow_abbrev=False,
+    )
+    token.add_argument("file", type=Path, metavar="FILE")
     return parser
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_common.allocator import tune_allocator
-from diloco_common.command import CommandParser, run_command
+from diloco_common.command import CommandParser, end_on_sigterm, run_command
 from diloco_common.settings_loader import add_settings_arguments, settings_from_args
 
 
@@ -29,6 +29,7 @@ def _serve(argv: Sequence[str] | None) -> None:
     flags = {"listen": "shard.listen", "http": "shard.http", "index": "shard.index", "count": "shard.count"}
     settings = settings_from_args(args, flags)
 
+    end_on_sigterm()
     tune_allocator()  # before threads and large buffers
     import asyncio
     import logging

@@ -135,12 +135,17 @@ class ShardHost:
             await asyncio.sleep(TICK_S)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new work, and finish the merges that are under way."""
-        self.log.event("draining", open_merges=len(self._jobs))
+        """Take no new work, and finish what is under way: rounds that learners were asked for, and merges.
+
+        `run` goes on meanwhile. After `timeout_s` seconds it is left: learners push again what was not merged.
+        """
+        self.log.event("draining", open_rounds=self.shard.open_rounds, open_merges=len(self._jobs))
         self.shard.drain()
         self.advance()
-        if self._jobs:
-            await asyncio.wait(self._jobs, timeout=timeout_s)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s  # not `clock`: the process is about to be killed in real time
+        while (self._jobs or (self.shard.open_rounds and self._streams)) and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(TICK_S)
         await self.keeper.flush(timeout_s)
 
     def close(self) -> None:

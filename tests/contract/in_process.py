@@ -60,6 +60,10 @@ class LoopThread:
 
         return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result(DEADLINE_S + 5)
 
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop; the test waits for it when it wants to."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def look(self, question: Callable[[], T]) -> T:
         """Ask something of state that the loop owns."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from in_process import (
     CHUNK_ELEMENTS,
+    DEADLINE_S,
     NUM_ELEMENTS,
     Attendance,
     Caller,
@@ -570,3 +571,28 @@ def test_a_contribution_before_there_is_a_version_is_refused(serve, clock):
 
     assert (answer.outcome, answer.code) == (REJECTED, "NOT_SEEDED")
     assert "seed it first" in answer.message
+
+
+# ---------------------------------------------------------------- a shard that is told to end
+
+
+def test_a_shard_that_ends_waits_for_the_contributions_that_it_asked_for(opened):
+    opened.push(opened.a)
+    ending = opened.shard.loop.begin(opened.shard.server.host.drain(DEADLINE_S))
+    eventually(lambda: opened.shard.loop.look(lambda: opened.shard.core.draining), "the drain")
+    assert not ending.done()
+
+    assert opened.push(opened.b).outcome == ACCEPTED
+
+    ending.result(DEADLINE_S)
+    assert opened.shard.version() == 1
+    assert not opened.shard.loop.look(lambda: opened.shard.core.open_rounds)
+
+
+def test_a_shard_that_ends_does_not_wait_for_learners_that_say_nothing(opened):
+    opened.push(opened.a)
+
+    opened.shard.loop.run(opened.shard.server.host.drain(0.05))
+
+    assert opened.shard.version() == 0
+    assert opened.shard.loop.look(lambda: opened.shard.core.open_rounds) == 1

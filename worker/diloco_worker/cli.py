@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_common.allocator import tune_allocator
-from diloco_common.command import CommandParser, run_command
+from diloco_common.command import CommandParser, end_on_sigterm, run_command
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import add_settings_arguments, settings_from_args
@@ -43,6 +43,7 @@ def _run(argv: Sequence[str] | None) -> None:
     if not settings.worker.shards:
         raise ConfigError("no shards given: use --shards HOST:PORT,... or worker.shards")
 
+    end_on_sigterm()
     tune_allocator()  # before threads and large buffers
     import torch
 
@@ -93,6 +94,7 @@ def _train(settings: Settings, args: Namespace) -> None:
             learner, model, optimizer, stream, settings.train,
             budget=learner.tokens_budget, progress=progress, step_delay_s=worker.step_delay_s,
             step_min_s=worker.step_min_s, saver=saver,
+            on_step=training.Diary(learner.log, learner),
         )  # fmt: skip
     finally:
         learner.close()

@@ -409,6 +409,11 @@ class Shard:
         return sum(s.tokens_merged for s in states) // len(states) if states else 0
 
     @property
+    def open_rounds(self) -> int:
+        """Fragments that are collecting contributions."""
+        return sum(s.round is not None for s in self.fragments.values())
+
+    @property
     def all_seeded(self) -> bool:
         return bool(self.fragments) and all(s.seeded for s in self.fragments.values())
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.errors import ConfigError
+from diloco_common.logs import Log
 from diloco_common.settings import TrainSettings
 from diloco_worker.builtin.checkpoint import TrainingProgress
 from diloco_worker.builtin.data import TokenStream
@@ -79,6 +80,36 @@ class Saver:
         except OSError as error:
             log.warning("checkpoint not written, training goes on: inner_step=%d error=%s", progress.inner_step, error)
         self._saved_at = self._clock()
+
+
+class Diary:
+    """Logs how training goes, every `every_s` seconds: what a person watches in the log of a worker."""
+
+    def __init__(
+        self,
+        log: Log,
+        synchroniser: Synchroniser,
+        every_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._synchroniser = synchroniser
+        self._every_s = every_s
+        self._clock = clock
+        self._said_at = float("-inf")
+        self._losses: list[Tensor] = []
+
+    def __call__(self, step: InnerStep) -> None:
+        self._losses.append(step.loss)
+        now = self._clock()
+        if now - self._said_at >= self._every_s:
+            loss = float(torch.stack(self._losses).mean())  # the mean since the last line: one step's is noise
+            self._losses.clear()
+            self._said_at = now
+            self._log.event(
+                "training", inner_step=step.progress.inner_step, loss=loss,
+                tokens=step.progress.tokens, tokens_merged=self._synchroniser.tokens_merged,
+            )  # fmt: skip
 
 
 def train(

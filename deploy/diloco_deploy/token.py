@@ -1,0 +1,34 @@
+"""The bearer token of a run: made once, kept in a file that only its owner can read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from diloco_common.errors import ConfigError
+
+TOKEN_BYTES = 32
+
+
+def make_token(path: Path) -> bool:
+    """Write a random token to `path` (mode 0600) unless something is there; whether it did. Raises ConfigError.
+
+    Processes that start together agree: whoever creates the file first has decided, and the file is whole when it
+    appears.
+    """
+    if path.exists():  # the folder may be one that we can only read
+        return False
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            return False
+        finally:
+            partial.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot make a token here: {error.strerror}") from None
+    return True

@@ -1,0 +1,120 @@
+"""The compose file as a test drives it: the commands of docs/deploy.md, in a project of their own.
+
+Ports of the host are whatever is free; everything ends with `down -v`, also when the test fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+"""For things that take seconds on a machine that is not busy."""
+LOOK_EVERY_S = 0.5
+
+# docs/deploy.md says docker-compose; where there is only Compose v2, that is what it means.
+SHIM = """
+set -euo pipefail
+docker-compose() {
+  if docker compose version >/dev/null 2>&1; then docker compose "$@"; else command docker-compose "$@"; fi
+}
+"""
+
+T = TypeVar("T")
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S) -> T:
+    """The value of the condition once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(LOOK_EVERY_S)
+    return value
+
+
+def blocks(page: Path) -> dict[str, str]:
+    """Name -> commands, of the fenced blocks that begin with ```sh NAME. Raises ValueError if a block has no name."""
+    found: dict[str, str] = {}
+    for name, text in re.findall(r"^```sh *([^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S):
+        if not name or name in found:
+            raise ValueError(f"{page}: a block has no name of its own, so nothing says whether it is tested:\n{text}")
+        found[name] = text
+    return found
+
+
+class Project:
+    """The containers of one test. A context manager that removes them, their volumes and their network."""
+
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        free = dict.fromkeys(("PROMETHEUS_PORT", "GRAFANA_PORT", "SHARD_0_PORT", "SHARD_1_PORT"), "")
+        self._environment = {**os.environ, **free, "DOCKER_BUILDKIT": "0", **environment, "COMPOSE_PROJECT_NAME": name}
+
+    def run(self, commands: str, *, seconds: float = 180.0) -> str:
+        """Run shell commands in the top folder; what they wrote to stdout. Fails where one of them does."""
+        done = subprocess.run(
+            ["bash", "-c", SHIM + commands], cwd=ROOT, env=self._environment, timeout=seconds,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (
+            f"{commands}\nended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
+        return done.stdout
+
+    def containers(self, service: str = "") -> list[dict[str, Any]]:
+        """What the engine says of the containers, ended ones included."""
+        ids = self.run(f"docker-compose ps -a -q {service}").split()
+        return list(json.loads(self.run(f"docker inspect {' '.join(ids)}"))) if ids else []
+
+    def health(self) -> dict[str, str]:
+        """Container -> "healthy", "starting", "unhealthy", or how it ended."""
+        states = {c["Name"]: c["State"] for c in self.containers()}
+        return {
+            name: state.get("Health", {}).get("Status", "running") if state["Running"] else f"exit {state['ExitCode']}"
+            for name, state in states.items()
+        }
+
+    def said(self, service: str) -> str:
+        """The logs of a service's containers."""
+        return self.run(f"docker-compose logs --no-color {service} 2>&1")
+
+    def prometheus(self, path: str, **query: str) -> Any:
+        """An answer of Prometheus' HTTP API; None while it cannot be reached."""
+        where = self.run("docker-compose port prometheus 9090").strip()
+        try:
+            with _opener.open(f"http://{where}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
+                return json.load(answer)["data"]
+        except OSError:
+            return None
+
+    def values(self, query: str) -> dict[str, float]:
+        """Instance -> value, of an instant query of one series per instance."""
+        answer = self.prometheus("query", query=query) or {"result": []}
+        return {one["metric"].get("instance", ""): float(one["value"][1]) for one in answer["result"]}
+
+    def value(self, query: str) -> float:
+        """Of a query with one answer; not a number while there is none."""
+        return next(iter(self.values(query).values()), float("nan"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        log = ROOT / ".cache" / "compose.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(self.run("docker-compose ps -a; docker-compose logs --no-color 2>&1 || true"))
+        print(f"what the containers said: {log}")
+        self.run("docker-compose down -v --remove-orphans -t 5")

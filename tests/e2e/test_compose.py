@@ -1,0 +1,195 @@
+"""docs/deploy.md, followed on real containers: `make e2e-compose`. Prometheus is asked, and never the processes.
+
+One test, because it is one story: what comes later needs the cluster as the earlier steps left it. Each step prints
+what it measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from containers import ROOT, Project, blocks, until
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
+
+PAGE = ROOT / "docs" / "deploy.md"
+SERVER_BYTES_MAX = 1.3e9
+HEALTHY_S = 60.0
+PROGRESS = "diloco_shard_tokens_merged_total"
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[Project]:
+    with Project(f"diloco-e2e-{os.getpid()}", {"IMAGE_TAG": "e2e"}) as project:
+        project.run("docker-compose build", seconds=600)
+        yield project
+
+
+class Page:
+    """The blocks of the page; notes which were run."""
+
+    def __init__(self, project: Project) -> None:
+        self._project = project
+        self._blocks = {name: text for name, text in blocks(PAGE).items() if not name.startswith("untested: ")}
+        self._began = time.monotonic()
+
+    @property
+    def left(self) -> list[str]:
+        return list(self._blocks)
+
+    def follow(self, name: str) -> str:
+        """Run the next block, which must have this name; what it printed."""
+        assert next(iter(self._blocks)) == name, "the test follows the page from top to bottom"
+        print(f"{time.monotonic() - self._began:6.1f} s  {name}", flush=True)
+        return self._project.run(self._blocks.pop(name))
+
+    def note(self, words: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s    {words}", flush=True)
+
+
+def test_the_images_are_small_and_hold_no_tools(project: Project) -> None:
+    sizes = json.loads(project.run("docker image inspect decoupled-diloco/server:e2e decoupled-diloco/worker:e2e"))
+    for image in sizes:
+        print(f"{image['RepoTags'][0]}: {image['Size'] / 1e6:.0f} MB")
+        assert image["Config"]["User"] == "10001:10001"
+        assert image["Config"]["Healthcheck"]["Test"][0] == "CMD"
+        assert image["Config"]["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+    inside = "docker run --rm --read-only --network none --entrypoint sh decoupled-diloco/server:e2e -c "
+    print(project.run(inside + "'du -sm /opt/diloco/lib/python3*/site-packages/* | sort -rn | head -n 5; du -sm /opt'"))
+    assert project.run(inside + "'command -v cc gcc pip make || true'") == ""
+    assert "native kernels: /opt/" in project.run(inside + "'python -m diloco_common.codec.native'")
+    cuda = project.run(inside + "'python -c \"import torch; print(torch.version.cuda)\"'").strip()
+    if cuda == "None":
+        assert sizes[0]["Size"] < SERVER_BYTES_MAX
+    else:
+        print(f"the size is not judged: torch was built for CUDA {cuda}")
+
+
+def test_the_page_is_followed_on_real_containers(project: Project) -> None:
+    page = Page(project)
+
+    began = time.monotonic()
+    page.follow("up")
+    up = until(lambda: all_healthy(project), "every container to be healthy", seconds=240)
+    took_s = time.monotonic() - began
+    page.note(f"{len(up)} containers, all healthy after {took_s:.0f} s; load average {os.getloadavg()[0]:.1f}")
+    if os.getloadavg()[0] < 1.5 * (os.cpu_count() or 1):  # on a machine that does something else, no time is a promise
+        assert took_s < HEALTHY_S
+
+    jobs = until(lambda: targets_up(project, shards=2, workers=3), "Prometheus to scrape every target")
+    page.note(f"Prometheus scrapes {jobs}")
+    merged = until(
+        lambda: min_over_shards(project, PROGRESS) > 50_000 and project.values(PROGRESS), "50k merged tokens"
+    )
+    page.note(f"tokens merged by shard: {merged}")
+
+    page.follow("logs")
+    until(lambda: loss_falls(project), "the loss to fall in the log of every worker")
+    judged = json.loads(page.follow("evaluate").splitlines()[-1])
+    page.note(f"held-out loss {judged['eval_loss_first']:.2f} -> {judged['eval_loss_final']:.2f}")
+    assert judged["eval_loss_final"] < judged["eval_loss_first"] - 1.0
+
+    answers = page.follow("queries")
+    assert "diloco_shard_learners" in answers
+    assert 'state="alive"' in answers
+
+    page.follow("kill a worker")
+    (dead,) = (c["Config"]["Hostname"] for c in project.containers("worker") if not c["State"]["Running"])
+    until(lambda: min_over_shards(project, 'diloco_shard_evictions_total{code="LEASE_EXPIRED"}') >= 1, "an eviction")
+    until(lambda: alive(project) == [2, 2], "two learners alive")
+    assert f"evicted learner={dead}" in project.said("shard-0")
+    alert = until(lambda: alert_of(project, "DilocoWorkerSilent", learner=dead), "the alert")
+    page.note(f"{dead} was evicted by both shards; the alert is {alert}")
+
+    page.follow("bring it back")
+    until(lambda: alive(project) == [3, 3], "three learners alive")
+    until(lambda: f"returned learner={dead}" in project.said("shard-0"), "the word of its return")
+    until(lambda: not alert_of(project, "DilocoWorkerSilent", learner=dead), "the alert to end")
+    page.note("it has returned, and the alert is over")
+
+    before = until(lambda: project.value(f"min({PROGRESS})"), "progress")
+    page.follow("kill a shard")
+    until(lambda: len(project.values(f"{PROGRESS} > {before}")) == 1 or None, "the other shard to go on alone")
+    page.follow("bring the shard back")
+    until(lambda: targets_up(project, shards=2, workers=3), "the shard to be scraped again")
+    until(lambda: min_over_shards(project, PROGRESS) > before, "both shards to go on where they were")
+    assert "recovered fragments=" in project.said("shard-0"), "it came back from its volume, not from the learners"
+    page.note("the shard came back with its versions")
+
+    before = min_over_shards(project, PROGRESS)
+    page.follow("rolling restart")
+    until(lambda: min_over_shards(project, PROGRESS) > before, "both shards to go on where they were")
+    for shard in ("shard-0", "shard-1"):
+        lives = re.findall(r"(?:ended|recovered fragments=.*) tokens_merged=(\d+)", project.said(shard))
+        assert lives[-1] == lives[-2], "it comes back with as much as it ended with"
+    assert max(project.values("diloco_shard_versions_lost_total").values()) == 0
+    page.note("both shards were replaced and lost nothing")
+
+    page.follow("scale up")
+    until(lambda: alive(project) == [4, 4], "the fourth learner")
+    page.follow("scale down")
+    until(lambda: alive(project) == [3, 3], "its goodbye")
+    assert "left learner=" in project.said("shard-0")
+
+    page.follow("chaos")
+    until(lambda: min(alive(project)) > 3, "the straggler, or the one that dies")
+    page.follow("no chaos")
+
+    page.follow("stop")
+    ended = project.health()
+    page.note(f"ended: {ended}")
+    assert set(ended.values()) == {"exit 0"}
+    assert "draining" in project.said("shard-1")
+    page.follow("remove")
+    assert not project.containers()
+    assert not page.left
+
+
+def all_healthy(project: Project) -> dict[str, str]:
+    """Container -> health, once all that serve are healthy and the one that makes the token has ended."""
+    found = project.health()
+    ended = "exit" in " ".join(found.values())
+    return found if ended and set(found.values()) <= {"healthy", "exit 0"} else {}
+
+
+def targets_up(project: Project, *, shards: int, workers: int) -> dict[str, int]:
+    """Job -> targets that Prometheus scrapes without fault, once these are all of them."""
+    targets = (project.prometheus("targets") or {"activeTargets": []})["activeTargets"]
+    found: dict[str, int] = {}
+    for target in targets:
+        if target["health"] == "up":
+            found[target["labels"]["job"]] = found.get(target["labels"]["job"], 0) + 1
+    wanted = {"diloco-shard": shards, "diloco-worker": workers, "prometheus": 1}
+    return found if found == wanted and len(targets) == sum(wanted.values()) else {}
+
+
+def min_over_shards(project: Project, query: str) -> float:
+    """The smallest value of the two shards; -inf until both have one."""
+    found = project.values(query)
+    return min(found.values()) if len(found) == 2 else -math.inf
+
+
+def alive(project: Project) -> list[float]:
+    """Learners with a lease, as each shard counts them."""
+    return sorted(project.values('diloco_shard_learners{state="alive"}').values())
+
+
+def loss_falls(project: Project) -> bool:
+    """Whether the last loss in every worker's log is well below the first."""
+    losses: dict[str, list[float]] = {}
+    for learner, loss in re.findall(r" (\S+) training inner_step=\d+ loss=([\d.]+)", project.said("worker")):
+        losses.setdefault(learner, []).append(float(loss))
+    return len(losses) == 3 and all(found[-1] < found[0] - 1.0 for found in losses.values())
+
+
+def alert_of(project: Project, name: str, **labels: str) -> str:
+    """ "pending" or "firing"; empty if there is no such alert."""
+    alerts = (project.prometheus("alerts") or {"alerts": []})["alerts"]
+    wanted = {"alertname": name, **labels}
+    return next((a["state"] for a in alerts if wanted.items() <= a["labels"].items()), "")

@@ -1,0 +1,76 @@
+"""What a container's HEALTHCHECK hears: 0 if the process is well, 1 and a word why if not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from diloco_common.http import HttpServer
+from diloco_deploy import cli
+from diloco_deploy.health import main
+
+STATUS = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+def health_service() -> Iterator[tuple[str, health.HealthServicer]]:
+    """Address of a server that has the health service, and the service."""
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    service = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}", service
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [(STATUS.SERVING, 0, "serving"), (STATUS.NOT_SERVING, 1, "not serving"), (STATUS.UNKNOWN, 1, "unknown")],
+)
+def test_a_shard_is_well_while_its_health_service_says_so(health_service, capsys, status, code, words) -> None:
+    address, service = health_service
+    service.set("", status)
+    assert main(["--grpc", address]) == code
+    assert cli.main(["health", "--grpc", address]) == code
+    assert capsys.readouterr().out == f"{words}\n{words}\n"
+
+
+@pytest.mark.parametrize(("ready", "code"), [((True, "joined"), 0), ((False, "2 of 4 fragments are not there yet"), 1)])
+def test_a_worker_is_well_while_it_is_ready(capsys, ready: tuple[bool, str], code: int) -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = HttpServer("127.0.0.1:0", registry=CollectorRegistry(), status=dict, ready=lambda: ready)
+    address = asyncio.run_coroutine_threadsafe(server.start(), loop).result(20)
+    try:
+        assert main(["--http", address]) == code
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    assert capsys.readouterr().out == f"{ready[1]}\n"
+
+
+@pytest.mark.parametrize("flag", ["--grpc", "--http"])
+def test_nobody_who_answers_is_not_well(capsys, flag: str) -> None:
+    assert main([flag, "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().out.startswith("127.0.0.1:1 does not answer: ")
+
+
+def test_asking_costs_little() -> None:
+    """It runs every few seconds beside something that trains."""
+    heavy = "{'torch', 'pydantic', 'numpy', 'rich'} & set(sys.modules)"
+    code = f"import sys; from diloco_deploy.health import main; main(['--grpc', '127.0.0.1:1']); print({heavy})"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "set()"
