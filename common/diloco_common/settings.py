@@ -131,6 +131,15 @@ class ShardSettings(Section):
         return self
 
 
+class CheckpointSettings(Section):
+    """What each shard does by itself, in `checkpoints` of its data folder (docs/checkpoints.md)."""
+
+    every: int = Field(default=0, ge=0)
+    """Versions between two checkpoints. 0: none but those of `diloco checkpoint`."""
+    keep: int = Field(default=3, ge=1)
+    """The newest ones that are kept; each holds on to the disk space of one version of every fragment."""
+
+
 class WorkerSettings(Section):
     """One worker process."""
 
@@ -217,6 +226,7 @@ class Settings(Section):
     guard: GuardSettings = GuardSettings()
     lease: LeaseSettings = LeaseSettings()
     shard: ShardSettings = ShardSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     worker: WorkerSettings = WorkerSettings()
     model: ModelSettings = ModelSettings()
     train: TrainSettings = TrainSettings()
