@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 from diloco_common.command import CommandParser, run_command
 from diloco_common.settings_loader import Given, add_settings_arguments, load, settings_from_args
+from diloco_deploy.checkpoint.arguments import COMMANDS, add_commands, with_action
 
 _UP_FLAGS = {
     "shards": "cluster.shards",
@@ -28,11 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(with_action(sys.argv[1:] if argv is None else argv))
     if args.command == "up":
         return _up(args)
     if args.command == "status":
         return _status(args)
+    if args.command in COMMANDS:
+        from diloco_deploy.checkpoint.commands import run
+
+        return run(args)
     parser.print_help()
     return 0
 
@@ -89,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print everything as JSON")
     status.add_argument("--folder", metavar="PATH", help="of the cluster that `diloco up` runs")
     status.add_argument("--http", metavar="HOST:PORT,...", help="ask these processes instead")
+    add_commands(commands)
     return parser
 
 

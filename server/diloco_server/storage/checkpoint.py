@@ -17,7 +17,7 @@ import google_crc32c
 
 from diloco_common.errors import DataError
 from diloco_common.manifest import Manifest, TensorSpec, cut, differences
-from diloco_server.storage.filesystem import FileSystem
+from diloco_server.storage.filesystem import Files, FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import (
     CHECKSUM_BYTES,
@@ -121,7 +121,7 @@ class Contents:
 # ------------------------------------------------------------------ making
 
 
-def describe(fs: FileSystem, name: str) -> tuple[Header, CheckpointFile]:
+def describe(fs: Files, name: str) -> tuple[Header, CheckpointFile]:
     """What a manifest says of a version file; reads its header only. Raises VersionDamaged and OSError."""
     header = read_header(fs, name)
     file = fs.open(name)
@@ -221,7 +221,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
         raise CheckpointDamaged(f"{where} is damaged: it is no manifest of a checkpoint ({error})") from None
 
 
-def read_manifest(fs: FileSystem, where: str) -> Contents:
+def read_manifest(fs: Files, where: str) -> Contents:
     """What the checkpoint in this folder holds. Raises NoCheckpoint, CheckpointDamaged and OSError."""
     if MANIFEST not in fs.names():
         raise NoCheckpoint(
@@ -237,7 +237,7 @@ def read_manifest(fs: FileSystem, where: str) -> Contents:
     return decode_manifest(bytes(text), f"{where}/{MANIFEST}")
 
 
-def find_damage(fs: FileSystem, contents: Contents) -> list[str]:
+def find_damage(fs: Files, contents: Contents) -> list[str]:
     """Look at every byte; what is damaged, a line each. Raises OSError other than a bad sector's."""
     found = []
     for file in contents.files:
@@ -249,13 +249,13 @@ def find_damage(fs: FileSystem, contents: Contents) -> list[str]:
     return found
 
 
-def read_listed(fs: FileSystem, file: CheckpointFile) -> tuple[Header, StoredVersion]:
+def read_listed(fs: Files, file: CheckpointFile) -> tuple[Header, StoredVersion]:
     """A version, every byte of it checked. Raises VersionDamaged and OSError."""
     check_listed(fs, file)
     return read_version(fs, file.name)
 
 
-def check_listed(fs: FileSystem, file: CheckpointFile) -> None:
+def check_listed(fs: Files, file: CheckpointFile) -> None:
     """Raises VersionDamaged where the file is another one than the manifest lists, if an intact one."""
     if describe(fs, file.name)[1] != file:
         raise VersionDamaged(file.name, "it is another file than the manifest lists")
