@@ -22,12 +22,15 @@ def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -
         ]
 
 
-def write_model(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file in place of any of that name; whole or not at all. Raises DataError."""
+def write_model(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file in place of any of that name; whole or not at all. Equal tensors give equal bytes.
+
+    Raises DataError.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"format": "pt"} | (metadata or {}))
+        save_file(tensors, temporary, metadata={"format": "pt"})  # more keys would come in any order
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -20,5 +20,4 @@ def export_model(whole: Whole, out: Path, dtype: str) -> None:
     fragments = {fragment.fragment_id: fragment for fragment in contents.manifest.fragments}
     for _, stored in whole.read():
         lay_out(stored.values.theta, fragments[stored.record.fragment_id], tensors)
-    low, high = contents.versions
-    write_model(out, tensors, {"run": contents.run, "version_min": str(low), "version_max": str(high)})
+    write_model(out, tensors)

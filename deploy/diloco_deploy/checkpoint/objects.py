@@ -25,8 +25,10 @@ from diloco_server.storage.checkpoint import (
 from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version
 
+PART_BYTES = 8 * 2**20
+"""Sent at a time; S3 takes no less than 5 MiB."""
 BLOCK_BYTES = 8 * 2**20
-"""Read and sent at a time."""
+"""Read at a time."""
 RETRIES = 5
 RETRY_S = 60.0
 SCHEMES = ("s3", "gs", "az", "file")
@@ -84,7 +86,7 @@ class ObjectFolder:
     def put(self, name: str, blocks: Iterator[bytes]) -> None:
         """Write an object in place of any of that name; it is there whole or not at all. Raises ObjectStoreFailed."""
         with self._told():
-            self._obstore.put(self.store, name, blocks, chunk_size=BLOCK_BYTES, max_concurrency=4)
+            self._obstore.put(self.store, name, blocks, chunk_size=PART_BYTES, max_concurrency=4)
 
     def put_new(self, name: str, content: bytes) -> None:
         """Write an object that is not there yet. Raises CheckpointExists if it is, and ObjectStoreFailed."""
