@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: file:// and s3://, the latter against moto's server. Needs the extra object-store."""
+"""Checkpoints in an object store: file:// and s3://, the latter against moto's server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("obstore")
-moto_server = pytest.importorskip("moto.server")
+from moto.server import ThreadedMotoServer
 
 from diloco_deploy.checkpoint import objects
 from diloco_deploy.cli import main
@@ -26,7 +24,7 @@ BUCKET = "versions"
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """An S3 server of this process, with one bucket; its address."""
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     address = f"http://{host}:{port}"

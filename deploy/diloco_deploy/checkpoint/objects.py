@@ -174,7 +174,8 @@ def _load() -> ModuleType:
         raise MissingExtra(
             "URLs of checkpoints need obstore, which is not installed: pip install 'decoupled-diloco[object-store]'"
         ) from None
-    return obstore
+    module: ModuleType = obstore
+    return module
 
 
 def _open(obstore: ModuleType, url: str) -> Any:
