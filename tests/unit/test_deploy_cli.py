@@ -65,7 +65,17 @@ def nobody() -> str:
     return server.address
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["up", "--help"], ["status", "--http", "127.0.0.1:1"], ["--version"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["up", "--help"],
+        ["status", "--http", "127.0.0.1:1"],
+        ["--version"],
+        ["checkpoint", "--help"],
+        ["restore", "--help"],
+    ],
+)
 def test_quick_commands_import_neither_torch_nor_grpc(argv: list[str]) -> None:
     program = (
         "import sys\n"

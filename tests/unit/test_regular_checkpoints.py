@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from diloco_server.storage.checkpoint import find_damage, read_manifest
 from diloco_server.storage.every import RegularCheckpoints
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
+from diloco_server.storage.version_file import VersionDamaged
 from stores import MANIFEST, make_version, open_store
 
 
@@ -107,6 +109,37 @@ def test_a_life_that_ends_before_it_is_told_of_the_last_version_finishes_at_the_
     shard.write(0, 1, 2)
     shard.save(1, 1, 2)
     assert Shard(tmp_path).finished == [2]
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "checkpoints/version-000000000002", "a link"])
+def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(tmp_path: Path, what: str) -> None:
+    shard = Shard(tmp_path)
+    shard.write(0, 2)
+    if what == "a link":
+        next((tmp_path / "checkpoints").glob("*/fragment-0000-*")).unlink()
+    else:
+        shutil.rmtree(tmp_path / what)
+    assert shard.write(1, 2) == []
+    assert not list((tmp_path / "checkpoints").glob("*/checkpoint.json"))
+    for version in (3, 4):
+        for fragment_id in (1, 0):
+            shard.write(fragment_id, version)
+    assert shard.checkpoints == {2: [3, 2 if what == "a link" else 3], 4: [4, 4]}
+
+
+def test_one_with_a_damaged_file_gives_way_to_the_next(tmp_path: Path) -> None:
+    shard = Shard(tmp_path)
+    shard.write(0, 2)
+    (path,) = (tmp_path / "checkpoints").glob("*/fragment-0000-*")
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    with pytest.raises(VersionDamaged, match=path.name):
+        shard.write(1, 2)
+    assert shard.checkpoints == {}
+    for version in (3, 4):
+        for fragment_id in (0, 1):
+            shard.write(fragment_id, version)
+    assert shard.checkpoints == {2: [3, 3], 4: [4, 4]}
 
 
 def test_a_disk_that_refuses_is_tried_again_with_the_next_version(

@@ -15,7 +15,7 @@ from diloco_common.manifest import Manifest
 from diloco_server.storage.checkpoint import contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.linking import fragments_in, is_checkpoint, link, remove_checkpoint
-from diloco_server.storage.version_file import version_name, version_names
+from diloco_server.storage.version_file import VersionDamaged, version_name, version_names
 
 FOLDER = "checkpoints"
 """In a data folder, and in the folder of a cluster."""
@@ -67,24 +67,36 @@ class RegularCheckpoints:
                 try:
                     link(self._data_dir / name, self._folder / _name(number) / name)
                 except FileNotFoundError:
+                    if (self._data_dir / name).exists():
+                        del self._open[number]  # somebody has deleted what there was of it
+                        continue
                     return finished  # there are later ones already
                 there.add(fragment_id)
-            if there == owned:
-                self._finish(number)
+            if there == owned and self._finish(number, owned):
                 finished.append(number)
         return finished
 
-    def _finish(self, number: int) -> None:
+    def _finish(self, number: int, owned: set[int]) -> bool:
         folder = self._folder / _name(number)
+        if not folder.is_dir() or set(fragments_in(folder)) != owned:
+            del self._open[number]  # somebody has deleted of it
+            return False
         disk = Disk(folder)
         names = [name for name in disk.names() if name.startswith("fragment-") and not name.endswith(".tmp")]
-        write_manifest(disk, contents_of([describe(disk, name) for name in names]))
+        try:
+            described = [describe(disk, name) for name in names]
+        except VersionDamaged:
+            del self._open[number]  # the next one may be better
+            shutil.rmtree(folder)
+            raise
+        write_manifest(disk, contents_of(described))
         Disk(self._folder).sync_names()
         del self._open[number]
         self._done.append(number)
         while len(self._done) > self._keep:
             remove_checkpoint(self._folder / _name(self._done[0]))
             del self._done[0]
+        return True
 
 
 def _name(number: int) -> str:

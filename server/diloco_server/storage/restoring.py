@@ -35,6 +35,7 @@ def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest
 
     Raises ConfigError if `target` holds something, and OSError.
     """
+    target = target.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: restore into a new folder")
     half = target.with_name(target.name + ".restoring")
