@@ -136,8 +136,9 @@ class CheckpointSettings(Section):
 
     every: int = Field(default=0, ge=0)
     """Versions between two checkpoints. 0: none but those of `diloco checkpoint`."""
-    keep: int = Field(default=3, ge=1)
-    """The newest ones that are kept; each holds on to the disk space of one version of every fragment."""
+    keep: int = Field(default=3, ge=2)
+    """The newest ones that are kept; each holds on to the disk space of one version of every fragment. Two at least, so
+    that a shard that is ahead does not take away what the others have just finished."""
 
 
 class WorkerSettings(Section):
