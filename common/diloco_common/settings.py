@@ -133,6 +133,16 @@ class ShardSettings(Section):
         return self
 
 
+class CheckpointSettings(Section):
+    """What each shard does by itself, in `checkpoints` of its data folder (docs/checkpoints.md)."""
+
+    every: int = Field(default=0, ge=0)
+    """Versions between two checkpoints. 0: none but those of `diloco checkpoint`."""
+    keep: int = Field(default=3, ge=2)
+    """The newest ones that are kept; each holds on to the disk space of one version of every fragment. Two at least, so
+    that a shard that is ahead does not take away what the others have just finished."""
+
+
 class WorkerSettings(Section):
     """One worker process."""
 
@@ -222,6 +232,7 @@ class Settings(Section):
     guard: GuardSettings = GuardSettings()
     lease: LeaseSettings = LeaseSettings()
     shard: ShardSettings = ShardSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     worker: WorkerSettings = WorkerSettings()
     model: ModelSettings = ModelSettings()
     train: TrainSettings = TrainSettings()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from diloco_common.command import CommandParser, run_command
 from diloco_common.settings_loader import Given, add_settings_arguments, load, settings_from_args
 from diloco_deploy import health
+from diloco_deploy.checkpoint.arguments import COMMANDS, add_commands, with_action
 
 _UP_FLAGS = {
     "shards": "cluster.shards",
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(with_action(sys.argv[1:] if argv is None else argv))
     if args.command == "up":
         return _up(args)
     if args.command == "chaos":
@@ -43,6 +45,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return health.check(args.grpc, args.http)
     if args.command == "token":
         return _token(args.file)
+    if args.command in COMMANDS:
+        from diloco_deploy.checkpoint.commands import run
+
+        return run(args)
     parser.print_help()
     return 0
 
@@ -173,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     token.add_argument("file", type=Path, metavar="FILE")
+    add_commands(commands)
     return parser
 
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +90,20 @@ class Files:
         if is_resumed:
             self._check(settings)
         else:  # without versions, the checkpoints of workers belong to nothing
+            if not fresh:
+                self._spare_checkpoints(shards)
             for path in (*shards, *workers):
                 shutil.rmtree(path)
         return is_resumed
+
+    def _spare_checkpoints(self, shards: Sequence[Path]) -> None:
+        """Raises ConfigError where checkpoints are all that is left of a run: somebody may be about to restore one."""
+        for shard in shards:
+            if found := sorted(shard.glob("checkpoints/*/checkpoint.json")):
+                raise ConfigError(
+                    f"{self.folder} holds checkpoints ({found[-1].parent}) but no versions: `diloco restore` makes a "
+                    "folder to go on from of them; --fresh deletes them and begins anew"
+                )
 
     def _check(self, settings: Settings) -> None:
         """Raises ConfigError where these settings make another run than the one in the folder."""

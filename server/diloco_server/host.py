@@ -20,6 +20,7 @@ from diloco_common.logs import Log
 from diloco_common.messages import Directive, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.settings import Settings
+from diloco_server.checkpointer import Checkpointer
 from diloco_server.core import fragment as arithmetic
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
 from diloco_server.core.fragment import Published, Record, Values
@@ -86,7 +87,8 @@ class ShardHost:
         self.started_at = clock()
         self.log = Log(f"shard-{settings.shard.index}")
         self.observer = Observer(self.shard, metrics, self.log, clock)
-        self.keeper = Keeper(store, settings.shard, metrics, self.log)
+        self._checkpointer = Checkpointer(settings, metrics, self.log)
+        self.keeper = Keeper(store, settings.shard, metrics, self.log, self._checkpointer.written)
         self._store = store
         self._recovering = False
         self._outer = make_outer_optimizer(settings.outer)
@@ -116,6 +118,7 @@ class ShardHost:
             self.observer.announcing(restored.record.fragment_id, *state.identity, restored.published, again=True)
             self.keeper.recovered(restored.record.fragment_id)
             self.metrics.version(restored.record.fragment_id, restored.record.version)
+        self._checkpointer.begin({r.record.fragment_id: r.record.version for r in fragments}, manifest)
         self.log.event(
             "recovered", fragments=len(fragments), parameters=sum(r.values.theta.numel() for r in fragments),
             tokens_merged=self.shard.tokens_merged, epoch=self.shard.epoch, took_s=round(self.clock() - began, 2),
@@ -156,6 +159,7 @@ class ShardHost:
             stream.end()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
+        self._checkpointer.close()
 
     def ready(self) -> tuple[bool, str]:
         """Whether learners are welcome, and why not."""

@@ -13,6 +13,7 @@ import contextlib
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from diloco_common.logs import Log
@@ -32,11 +33,20 @@ SAY_AGAIN_S = 30.0
 class Keeper:
     """Saves versions. Owned by the shard's event loop."""
 
-    def __init__(self, store: Store, settings: ShardSettings, metrics: ShardMetrics, log: Log) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: ShardSettings,
+        metrics: ShardMetrics,
+        log: Log,
+        written: Callable[[int, int, Manifest], None] = lambda *_: None,
+    ) -> None:
+        """`written` is told fragment and version once they are on disk."""
         self._store = store
         self._folder = settings.data_dir
         self._interval_s = settings.interval_s if settings.durability == "interval" else 0.0
         self._metrics = metrics
+        self._written = written
         self._log = log
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="diloco-storage")
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -126,6 +136,7 @@ class Keeper:
         now = time.monotonic()
         self._written_at[record.fragment_id] = now
         self._metrics.saved(num_bytes, now - began)
+        self._written(record.fragment_id, record.version, manifest)
         if self._failing.pop(record.fragment_id, None) and not self._failing:
             self._log.event("storage works again", fragment=record.fragment_id, version=record.version)
         return True

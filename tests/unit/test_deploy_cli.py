@@ -67,7 +67,15 @@ def nobody() -> str:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], ["up", "--help"], ["chaos", "--every", "x"], ["status", "--http", "127.0.0.1:1"], ["--version"]],
+    [
+        ["--help"],
+        ["up", "--help"],
+        ["chaos", "--every", "x"],
+        ["status", "--http", "127.0.0.1:1"],
+        ["--version"],
+        ["checkpoint", "--help"],
+        ["restore", "--help"],
+    ],
 )
 def test_quick_commands_import_neither_torch_nor_grpc(argv: list[str]) -> None:
     program = (

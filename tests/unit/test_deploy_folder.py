@@ -71,6 +71,19 @@ def test_checkpoints_of_workers_go_where_no_shard_kept_a_version(files: Files) -
     assert folders(files) == ["shard-notes"]
 
 
+def test_checkpoints_that_are_all_that_is_left_are_not_deleted_by_accident(files: Files) -> None:
+    checkpoint = files.shard_folder(0) / "checkpoints" / "version-000000000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").touch()
+    for path in files.shard_folder(0).glob("fragment-*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="diloco restore"):
+        files.prepare(settings_for(files.folder), fresh=False)
+    assert checkpoint.exists()
+    assert files.prepare(settings_for(files.folder), fresh=True) is False
+    assert not checkpoint.exists()
+
+
 def test_shards_may_keep_their_versions_elsewhere(files: Files, tmp_path: Path) -> None:
     other = Files(files.folder, Outputs(), tmp_path / "disk")
     assert other.shard_folder(1) == tmp_path / "disk" / "shard-1"

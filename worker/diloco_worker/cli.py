@@ -104,13 +104,13 @@ def _train(settings: Settings, args: Namespace) -> None:
 
 def _evaluate(settings: Settings, args: Namespace) -> None:
     import torch
-    from safetensors.torch import save_file
 
     from diloco_common.endpoints import write_json
     from diloco_common.security import read_token
     from diloco_worker.builtin.data import load_corpus
     from diloco_worker.builtin.evaluation import evaluate
     from diloco_worker.builtin.gpt import build_gpt
+    from diloco_worker.export import write_model
     from diloco_worker.observer import pull_global_model
 
     found = pull_global_model(settings.worker.shards, run=settings.run.id, token=read_token(settings.security))
@@ -128,7 +128,7 @@ def _evaluate(settings: Settings, args: Namespace) -> None:
         "tokens_merged": found.tokens_merged,
     }
     if args.export is not None:
-        save_file(found.tensors, args.export)
+        write_model(args.export, found.tensors)
         result["export"] = str(args.export)
     if args.out is not None:
         write_json(args.out, result)

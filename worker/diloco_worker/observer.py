@@ -16,6 +16,7 @@ from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
 from diloco_common.manifest import Fragment, Manifest, cut
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_worker.export import lay_out
 from diloco_worker.transfer import read_version
 
 CALL_S = 120.0
@@ -82,11 +83,7 @@ async def _pull(
     assert payload is not None, "an observer has no version yet"
     values = torch.empty(fragment.num_elements)
     decode_payload(payload, values)
-    for piece in fragment.pieces:
-        flat = tensors[piece.tensor].view(-1)
-        flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements] = values[
-            piece.offset : piece.offset + piece.num_elements
-        ]
+    lay_out(values, fragment, tensors)
     return int(header.version)
 
 

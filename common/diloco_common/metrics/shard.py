@@ -144,6 +144,14 @@ class ShardMetrics:
             "Attempts to make a version durable that the disk refused; repeats count.",
             registry=registry,
         )
+        self._checkpoint_version = Gauge(
+            "diloco_shard_checkpoint_version", "The newest regular checkpoint of this life.", registry=registry
+        )
+        self._checkpoint_failures = Counter(
+            "diloco_shard_checkpoint_failures_total",
+            "Attempts to add to a regular checkpoint that failed; repeats count.",
+            registry=registry,
+        )
         self._versions_lost = Counter(
             "diloco_shard_versions_lost_total",
             "Announced versions that this shard came back without, as learners told that hold them.",
@@ -333,6 +341,13 @@ class ShardMetrics:
 
     def save_failed(self) -> None:
         self._save_failures.inc()
+
+    def checkpointed(self, version: int) -> None:
+        """A regular checkpoint is whole."""
+        self._checkpoint_version.set(version)
+
+    def checkpoint_failed(self) -> None:
+        self._checkpoint_failures.inc()
 
     def versions_lost(self, count: int) -> None:
         self._versions_lost.inc(count)

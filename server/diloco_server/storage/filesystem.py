@@ -35,15 +35,19 @@ class OldFile(Protocol):
     def close(self) -> None: ...
 
 
-class FileSystem(Protocol):
-    """One folder of files without subfolders. Every call raises OSError where the disk does."""
+class Files(Protocol):
+    """One folder of files without subfolders, to read. Every call raises OSError where the disk does."""
 
     def names(self) -> Sequence[str]: ...
 
+    def open(self, name: str) -> OldFile: ...
+
+
+class FileSystem(Files, Protocol):
+    """One that is written, too."""
+
     def create(self, name: str) -> NewFile:
         """A new, empty file in place of any of that name."""
-
-    def open(self, name: str) -> OldFile: ...
 
     def rename(self, old: str, new: str) -> None:
         """Replaces a file of the new name; whoever looks sees one of the two."""

@@ -29,7 +29,7 @@ from diloco_common.codec.change import ANCHOR
 from diloco_common.errors import DataError
 from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_server.core.fragment import Record, Values
-from diloco_server.storage.filesystem import FileSystem, NewFile, OldFile
+from diloco_server.storage.filesystem import Files, NewFile, OldFile
 from diloco_server.storage.version import Origin, StoredVersion
 
 FORMAT = "diloco-version-1"
@@ -127,7 +127,7 @@ def _data(stored: StoredVersion) -> Iterator[memoryview]:
 # ------------------------------------------------------------------ reading
 
 
-def read_version(fs: FileSystem, name: str) -> tuple[Header, StoredVersion]:
+def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
     """Read a whole version. Raises VersionDamaged, which names the file, and OSError other than a bad sector's."""
     file = _open(fs, name)
     try:
@@ -147,7 +147,7 @@ def read_version(fs: FileSystem, name: str) -> tuple[Header, StoredVersion]:
         file.close()
 
 
-def read_header(fs: FileSystem, name: str) -> Header:
+def read_header(fs: Files, name: str) -> Header:
     """Read what a file says of itself, without its values. Raises as `read_version`."""
     file = _open(fs, name)
     try:
@@ -156,7 +156,7 @@ def read_header(fs: FileSystem, name: str) -> Header:
         file.close()
 
 
-def check_version(fs: FileSystem, name: str) -> Header:
+def check_version(fs: Files, name: str) -> Header:
     """Look at every byte of a file. Raises as `read_version`."""
     file = _open(fs, name)
     try:
@@ -173,7 +173,7 @@ def check_version(fs: FileSystem, name: str) -> Header:
         file.close()
 
 
-def _open(fs: FileSystem, name: str) -> OldFile:
+def _open(fs: Files, name: str) -> OldFile:
     try:
         return fs.open(name)
     except OSError as error:

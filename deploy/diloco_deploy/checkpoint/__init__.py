@@ -1,0 +1,1 @@
+"""The commands around checkpoints: take, list, verify, copy, restore, export."""

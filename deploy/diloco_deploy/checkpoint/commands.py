@@ -1,0 +1,157 @@
+"""What `diloco checkpoint`, `restore` and `export` do, and what they say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from diloco_common.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
+from diloco_common.settings import Settings
+from diloco_deploy import units
+from diloco_deploy.checkpoint.export import export_model
+from diloco_deploy.checkpoint.listing import find_checkpoints, show
+from diloco_deploy.checkpoint.objects import copy_checkpoint
+from diloco_deploy.checkpoint.sources import data_folders, open_checkpoint, open_whole
+from diloco_server.storage.checkpoint import Contents, find_damage, joined, total_tokens
+from diloco_server.storage.every import FOLDER
+from diloco_server.storage.linking import take_checkpoint
+from diloco_server.storage.restoring import place, restore
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry a command out; returns its exit code. Raises DilocoError."""
+    work = {
+        "take": _take,
+        "list": _list,
+        "verify": _verify,
+        "copy": _copy,
+        "restore": _restore,
+        "export": _export,
+    }[args.action if args.command == "checkpoint" else args.command]
+    try:
+        return work(args)
+    except OSError as error:
+        raise DataError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
+
+
+def _take(args: argparse.Namespace) -> int:
+    name = args.name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    if not _NAME.fullmatch(name) or name.startswith((".", "version-")):
+        raise ConfigError(f"--name {name}: give 1 to 64 of A-Z a-z 0-9 . _ -, and not version-... (shards' own are)")
+    began = time.perf_counter()
+    sources = [path for folder in args.folders for path in data_folders(folder)]
+    target = (args.into or args.folders[0] / FOLDER) / name
+    contents, damage = take_checkpoint(sources, target, whole=sources != args.folders)
+    took_s = time.perf_counter() - began
+    for line in damage:
+        print(f"passed over: {line}", file=sys.stderr)
+    if args.json:
+        _print_json({"checkpoint": str(target), **_facts(contents), "took_s": round(took_s, 4), "passed_over": damage})
+    else:
+        print(f"{target}: {_words(contents)}, in {1000 * took_s:.0f} ms")
+    return EXIT_OK
+
+
+def _list(args: argparse.Namespace) -> int:
+    found = [entry for folder in args.folders for entry in find_checkpoints(folder)]
+    if args.json:
+        _print_json([entry.as_json() for entry in found])
+    else:
+        show(found)
+    return EXIT_OK
+
+
+def _verify(args: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    sources = [open_checkpoint(name) for name in args.checkpoints]
+    contents = joined([source.contents for source in sources])
+    damage = [f"{source.where}: {line}" for source in sources for line in find_damage(source.files, source.contents)]
+    took_s = time.perf_counter() - began
+    if args.json:
+        _print_json({**_facts(contents), "damage": damage, "took_s": round(took_s, 4)})
+    for line in damage:
+        print(f"diloco: {line} [CHECKPOINT_DAMAGED]", file=sys.stderr)
+    if not damage and not args.json:
+        rate = units.size(contents.num_bytes / max(took_s, 1e-9))
+        print(f"intact: {_words(contents)}, every byte checked in {took_s:.2f} s ({rate}/s)")
+    return EXIT_DATA if damage else EXIT_OK
+
+
+def _copy(args: argparse.Namespace) -> int:
+    source = open_checkpoint(args.checkpoint)
+    began = time.perf_counter()
+    copy_checkpoint(source.files, source.contents, args.url)
+    print(f"{args.url}: {_words(source.contents)}, in {time.perf_counter() - began:.2f} s")
+    return EXIT_OK
+
+
+def _restore(args: argparse.Namespace) -> int:
+    if args.shards < 1:
+        raise ConfigError(f"--shards {args.shards}: at least 1")
+    began = time.perf_counter()
+    whole = open_whole(args.sources)
+    manifest = place(whole.contents, args.shards)
+    restore(whole.read(), manifest, args.folder)
+    print(f"{args.folder}: {_words(whole.contents)} on {args.shards} shards, in {time.perf_counter() - began:.2f} s")
+    print(f"go on with: diloco up --folder {args.folder} --shards {args.shards}{_settings_of(whole.contents)}")
+    return EXIT_OK
+
+
+def _export(args: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    whole = open_whole(args.sources)
+    export_model(whole, args.out, args.dtype)
+    took_s = time.perf_counter() - began
+    size = units.size(args.out.stat().st_size)
+    parameters = units.count(whole.contents.manifest.num_elements)
+    print(f"{args.out}: {parameters} parameters as {args.dtype}, {size}, in {took_s:.2f} s")
+    return EXIT_OK
+
+
+# ------------------------------------------------------------------ helpers
+
+
+def _facts(contents: Contents) -> dict[str, Any]:
+    low, high = contents.versions
+    return {
+        "run": contents.run,
+        "fragments": len(contents.files),
+        "fragments_missing": len(contents.missing),
+        "versions": [low, high],
+        "tokens_merged": total_tokens(contents.files),
+        "bytes": contents.num_bytes,
+    }
+
+
+def _words(contents: Contents) -> str:
+    low, high = contents.versions
+    versions = f"version {low}" if low == high else f"versions {low} to {high}"
+    total = len(contents.files) + len(contents.missing)
+    part = f" (a part: shards {_shards(contents)} of {contents.num_shards})" if contents.missing else ""
+    return f"{len(contents.files)} of {total} fragments{part}, {versions}, {units.size(contents.num_bytes)}"
+
+
+def _shards(contents: Contents) -> str:
+    return ", ".join(map(str, sorted({file.shard_index for file in contents.files})))
+
+
+def _settings_of(contents: Contents) -> str:
+    """The settings, other than defaults, that a shard must have to take these versions."""
+    default = Settings()
+    given = [
+        ("run.id", contents.run, default.run.id),
+        ("sync.fragments", contents.num_fragments, default.sync.fragments),
+        ("outer.optimizer", contents.optimizer, default.outer.optimizer),
+    ]
+    return "".join(f" --set {name}={value}" for name, value, usual in given if value != usual)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,23 @@
+"""Writes the model of a checkpoint, or of data folders, under the user's own parameter names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from diloco_deploy.checkpoint.sources import Whole
+from diloco_worker.export import lay_out, write_model
+
+
+def export_model(whole: Whole, out: Path, dtype: str) -> None:
+    """Write every parameter in its own shape as `dtype`, in place of any file `out`.
+
+    Raises VersionDamaged, DataError where `out` cannot be written, and OSError.
+    """
+    contents = whole.contents
+    tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, dtype)) for spec in contents.tensors}
+    fragments = {fragment.fragment_id: fragment for fragment in contents.manifest.fragments}
+    for _, stored in whole.read():
+        lay_out(stored.values.theta, fragments[stored.record.fragment_id], tensors)
+    write_model(out, tensors)

@@ -1,0 +1,195 @@
+"""Checkpoints in an object store, through `obstore`, which is loaded when it is needed and installed by an extra.
+
+Credentials, region and endpoint come from the usual variables of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+...). The manifest is put last, and never over another: who finds it finds everything, and no checkpoint ever changes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+from diloco_common.errors import CannotConnect, ConfigError
+from diloco_server.storage.checkpoint import (
+    MANIFEST,
+    CheckpointExists,
+    CheckpointFile,
+    Contents,
+    check_listed,
+    encode_manifest,
+)
+from diloco_server.storage.filesystem import Files, OldFile
+from diloco_server.storage.version_file import check_version
+
+PART_BYTES = 8 * 2**20
+"""Sent at a time; S3 takes no less than 5 MiB."""
+BLOCK_BYTES = 8 * 2**20
+"""Read at a time."""
+RETRIES = 5
+RETRY_S = 60.0
+SCHEMES = ("s3", "gs", "az", "file")
+
+
+class MissingExtra(ConfigError):
+    """An optional dependency is not installed."""
+
+    code = "MISSING_EXTRA"
+
+
+class ObjectStoreFailed(CannotConnect):
+    """The object store refused, or does not answer."""
+
+    code = "OBJECT_STORE"
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+class ObjectFolder:
+    """What lies under a URL, to read: a folder of `storage.filesystem`."""
+
+    def __init__(self, url: str) -> None:
+        """Raises MissingExtra, ConfigError for a URL that cannot be one, ObjectStoreFailed."""
+        self.url = url.rstrip("/")
+        self._obstore = _load()
+        self.store = _open(self._obstore, self.url)
+
+    def names(self) -> Sequence[str]:
+        """Raises ObjectStoreFailed."""
+        return sorted(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """Name -> bytes. Raises ObjectStoreFailed."""
+        with self._told():
+            found = [meta for chunk in self._obstore.list(self.store) for meta in chunk]
+        return {meta["path"]: meta["size"] for meta in found if "/" not in meta["path"]}
+
+    def open(self, name: str) -> OldFile:
+        """Raises FileNotFoundError and ObjectStoreFailed."""
+        with self._told():
+            try:
+                size = self._obstore.head(self.store, name)["size"]
+            except (FileNotFoundError, self._obstore.exceptions.NotFoundError):
+                raise FileNotFoundError(2, "No such object", name) from None
+        return _OldObject(self, name, size)
+
+    def read(self, name: str, start: int, end: int) -> bytes:
+        """Bytes of an object. Raises ObjectStoreFailed."""
+        with self._told():
+            return bytes(self._obstore.get_range(self.store, name, start=start, end=end))
+
+    def put(self, name: str, blocks: Iterator[bytes]) -> None:
+        """Write an object in place of any of that name; it is there whole or not at all. Raises ObjectStoreFailed."""
+        with self._told():
+            self._obstore.put(self.store, name, blocks, chunk_size=PART_BYTES, max_concurrency=4)
+
+    def put_new(self, name: str, content: bytes) -> None:
+        """Write an object that is not there yet. Raises CheckpointExists if it is, and ObjectStoreFailed."""
+        with self._told():
+            try:
+                self._obstore.put(self.store, name, content, mode="create", use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError:
+                raise self.exists() from None
+
+    def exists(self) -> CheckpointExists:
+        return CheckpointExists(f"{self.url} is a checkpoint already, and none is ever changed: give another URL")
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except self._obstore.exceptions.BaseError as error:
+            raise ObjectStoreFailed(
+                f"{self.url}: {str(error).splitlines()[0]}. Look at the URL, the credentials and the endpoint in the "
+                "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL)"
+            ) from None
+
+
+class _OldObject:
+    """Read in blocks, of which the last one is kept: a version is read from front to end in small slices."""
+
+    def __init__(self, folder: ObjectFolder, name: str, size: int) -> None:
+        self.size = size
+        self._folder, self._name = folder, name
+        self._start, self._block = 0, b""
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        done = 0
+        while done < len(out) and offset + done < self.size:
+            at = offset + done
+            if not self._start <= at < self._start + len(self._block):
+                self._start = at
+                self._block = self._folder.read(self._name, at, min(at + BLOCK_BYTES, self.size))
+            part = self._block[at - self._start : at - self._start + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return done
+
+    def close(self) -> None:
+        self._block = b""
+
+
+def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
+    """Copy a checkpoint whose files are intact; one that was interrupted may be begun again.
+
+    Raises VersionDamaged, CheckpointExists if something else is at `url`, ObjectStoreFailed, and ConfigError.
+    """
+    target = ObjectFolder(url)
+    there, listed = target.names(), {file.name for file in contents.files}
+    if MANIFEST in there:
+        raise target.exists()
+    if strangers := sorted(set(there) - listed):
+        raise CheckpointExists(f"{url} is not empty ({strangers[0]} is there): give another URL")
+    for file in contents.files:
+        check_version(source, file.name)
+        check_listed(source, file)
+        target.put(file.name, _blocks(source, file))
+    sizes = target.sizes()
+    for file in contents.files:
+        if sizes.get(file.name) != file.num_bytes:
+            raise ObjectStoreFailed(f"{url}: {file.name} has {sizes.get(file.name)} bytes there, not {file.num_bytes}")
+    target.put_new(MANIFEST, encode_manifest(contents))
+
+
+def _blocks(source: Files, file: CheckpointFile) -> Iterator[bytes]:
+    opened = source.open(file.name)
+    try:
+        for start in range(0, file.num_bytes, BLOCK_BYTES):
+            block = bytearray(min(BLOCK_BYTES, file.num_bytes - start))
+            opened.read_into(memoryview(block), start)
+            yield bytes(block)
+    finally:
+        opened.close()
+
+
+def _load() -> ModuleType:
+    try:
+        import obstore
+    except ModuleNotFoundError:
+        raise MissingExtra(
+            "URLs of checkpoints need obstore, which is not installed: pip install 'decoupled-diloco[object-store]'"
+        ) from None
+    module: ModuleType = obstore
+    return module
+
+
+def _open(obstore: ModuleType, url: str) -> Any:
+    scheme = url.partition("://")[0]
+    if scheme not in SCHEMES:
+        raise ConfigError(f"{url}: URLs of checkpoints begin with {', '.join(s + '://' for s in SCHEMES)}")
+    try:
+        if scheme == "file":
+            return obstore.store.from_url(url, mkdir=True)
+        plain = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
+        return obstore.store.from_url(
+            url,
+            client_options={"allow_http": True} if plain else None,
+            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+        )
+    except (ValueError, OSError, obstore.exceptions.BaseError) as error:
+        raise ConfigError(f"{url}: {str(error).splitlines()[0]}") from None

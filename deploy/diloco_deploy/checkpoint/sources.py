@@ -1,0 +1,145 @@
+"""What a person may name: the folder of `diloco up`, data folders, checkpoints, URLs; and what is read from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_common.settings_loader import load_saved
+from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
+from diloco_server.storage.checkpoint import (
+    CheckpointFile,
+    CheckpointIncomplete,
+    Contents,
+    NoCheckpoint,
+    contents_of,
+    describe,
+    joined,
+    read_listed,
+    read_manifest,
+)
+from diloco_server.storage.filesystem import Disk, Files, OldFile
+from diloco_server.storage.linking import TRIES, fragments_in, is_checkpoint
+from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import Header, VersionDamaged, version_names
+
+
+@dataclass(frozen=True)
+class Source:
+    """Versions that were named: one folder or URL of them."""
+
+    where: str
+    files: Files
+    contents: Contents
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Sources that make up a model."""
+
+    sources: tuple[Source, ...]
+    contents: Contents
+
+    def read(self) -> Iterator[tuple[Header, StoredVersion]]:
+        """Every fragment, one after the other, every byte checked. Raises VersionDamaged and OSError."""
+        for source in self.sources:
+            for file in source.contents.files:
+                yield read_listed(source.files, file)
+
+
+def open_whole(names: Sequence[str]) -> Whole:
+    """Raises NoCheckpoint, CheckpointIncomplete where a fragment is in none of them, CheckpointsDiffer, ..."""
+    sources = tuple(source for name in names for source in open_sources(name))
+    contents = joined([source.contents for source in sources])
+    if missing := contents.missing:
+        homes = {f.fragment_id: f.shard_index for f in contents.manifest.fragments}
+        shards = sorted({homes[i] for i in missing})
+        raise CheckpointIncomplete(
+            f"{len(missing)} of {len(homes)} fragments are not in {', '.join(names)}: those of shards "
+            f"{', '.join(map(str, shards))} of {contents.num_shards}; name the parts of all shards"
+        )
+    return Whole(sources, contents)
+
+
+def open_sources(name: str) -> list[Source]:
+    """The checkpoint, or the data folders, that a person named. Raises NoCheckpoint, CheckpointDamaged, OSError."""
+    if is_url(name):
+        files = ObjectFolder(name)
+        return [Source(name, files, read_manifest(files, name))]
+    folder = Path(name)
+    if is_checkpoint(folder):
+        return [open_checkpoint(name)]
+    return [_newest(path) for path in data_folders(folder)]
+
+
+def open_checkpoint(name: str) -> Source:
+    """A checkpoint in a folder or at a URL. Raises NoCheckpoint, CheckpointDamaged and OSError."""
+    if is_url(name):
+        return open_sources(name)[0]
+    if not Path(name).is_dir():
+        raise NoCheckpoint(f"there is no folder {name}")
+    disk = Disk(Path(name))
+    return Source(name, disk, read_manifest(disk, name))
+
+
+def data_folders(folder: Path) -> list[Path]:
+    """The data folders of the shards that `folder` is about: itself, or those of `diloco up`. Raises NoCheckpoint."""
+    if not folder.is_dir():
+        raise NoCheckpoint(f"there is no folder {folder}")
+    if fragments_in(folder):
+        return [folder]
+    found = [path for path in shard_folders(folder) if fragments_in(path)]
+    if not found:
+        raise NoCheckpoint(f"{folder} holds no versions: it is no checkpoint, no folder of `diloco up`, no data folder")
+    return found
+
+
+def shard_folders(folder: Path) -> list[Path]:
+    """The folders shard-0, shard-1, ... of a cluster that `diloco up` runs or ran in `folder`."""
+    saved = folder / "settings.json"
+    home = (load_saved(saved).settings.shard.data_dir if saved.exists() else None) or folder
+    found = [path for path in home.glob("shard-*") if path.is_dir() and re.fullmatch(r"shard-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name[6:]))
+
+
+class _HeldDisk(Disk):
+    """Keeps files open, so that those which a running shard takes away can still be read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._held: dict[str, OldFile] = {}
+
+    def open(self, name: str) -> OldFile:
+        if name not in self._held:
+            self._held[name] = super().open(name)
+        return _HeldFile(self._held[name])
+
+
+class _HeldFile:
+    def __init__(self, file: OldFile) -> None:
+        self.size = file.size
+        self._file = file
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        return self._file.read_into(out, offset)
+
+    def close(self) -> None:
+        """It stays open."""
+
+
+def _newest(folder: Path) -> Source:
+    """The newest version of every fragment in a data folder."""
+    disk = _HeldDisk(folder)
+    return Source(str(folder), disk, contents_of([_newest_of(disk, i) for i in fragments_in(folder)]))
+
+
+def _newest_of(disk: _HeldDisk, fragment_id: int) -> tuple[Header, CheckpointFile]:
+    for _ in range(TRIES):
+        for name in version_names(fragment_id, disk.names()):
+            try:
+                return describe(disk, name)
+            except VersionDamaged:
+                continue  # or it has gone; then so have those before it, and there is a newer one
+    raise CheckpointIncomplete(f"fragment {fragment_id} has no intact version in {disk.folder}")

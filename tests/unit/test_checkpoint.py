@@ -1,0 +1,256 @@
+"""Checkpoints out of data folders: linked, listed, checked, and put back onto any number of shards, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco_common.errors import ConfigError
+from diloco_common.manifest import TensorSpec, cut
+from diloco_server.storage import linking
+from diloco_server.storage.checkpoint import (
+    MANIFEST,
+    CheckpointDamaged,
+    CheckpointExists,
+    CheckpointIncomplete,
+    CheckpointsDiffer,
+    NoCheckpoint,
+    decode_manifest,
+    encode_manifest,
+    find_damage,
+    joined,
+    read_listed,
+    read_manifest,
+)
+from diloco_server.storage.filesystem import Disk
+from diloco_server.storage.linking import is_checkpoint, take_checkpoint
+from diloco_server.storage.restoring import place, restore
+from diloco_server.storage.store import FileStore
+from diloco_server.storage.version import Origin, StoredVersion
+from stores import LONG_AGO, assert_equal, make_version
+
+TENSORS = [TensorSpec(f"layer.{i}.weight", (10, 70)) for i in range(6)]
+NUM_SHARDS = 2
+MODEL = cut(TENSORS, 6, NUM_SHARDS)
+"""Six fragments of 700 elements on two shards."""
+
+
+def version_of(fragment_id: int, version: int) -> StoredVersion:
+    return make_version(version, fragment_id=fragment_id, sends_changes=fragment_id % 2 == 0)
+
+
+def open_shard(folder: Path, index: int, run: str = "run") -> FileStore:
+    origin = Origin(run, index, NUM_SHARDS, 6, "nesterov", "bfloat16")
+    store = FileStore(Disk(folder / f"shard-{index}"), origin, epoch_unknown=LONG_AGO)
+    store.recover()
+    return store
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """Two shards with versions 0 to 2 of every fragment."""
+    for index in range(NUM_SHARDS):
+        store = open_shard(tmp_path, index)
+        for fragment in MODEL.owned_by(index):
+            for version in range(3):
+                store.save(version_of(fragment.fragment_id, version), MODEL)
+    return tmp_path
+
+
+def shards(cluster: Path) -> list[Path]:
+    return sorted(cluster.glob("shard-*"))
+
+
+def test_a_checkpoint_is_the_newest_version_of_every_fragment_and_takes_no_space(cluster: Path) -> None:
+    contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+
+    assert [(f.fragment_id, f.version) for f in contents.files] == [(i, 2) for i in range(6)]
+    assert (contents.missing, damage) == ([], [])
+    for file in contents.files:
+        assert (cluster / "c" / file.name).samefile(cluster / f"shard-{file.shard_index}" / file.name)
+    assert read_manifest(Disk(cluster / "c"), "c") == contents
+    assert find_damage(Disk(cluster / "c"), contents) == []
+
+
+def test_a_checkpoint_outlives_the_versions_that_follow_it(cluster: Path) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    for index in range(NUM_SHARDS):
+        store = open_shard(cluster, index)
+        for fragment in MODEL.owned_by(index):
+            for version in (3, 4, 5):
+                store.save(version_of(fragment.fragment_id, version), MODEL)
+
+    for file in contents.files:
+        assert not (cluster / f"shard-{file.shard_index}" / file.name).exists()
+        assert_equal(read_listed(Disk(cluster / "c"), file)[1], version_of(file.fragment_id, 2))
+
+
+def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file that is about to be linked is replaced by two later versions, once."""
+    real, seen = linking.link, set[int]()
+    stores = [open_shard(cluster, index) for index in range(NUM_SHARDS)]
+
+    def late(source: Path, target: Path) -> None:
+        fragment_id = int(source.name[9:13])
+        if fragment_id not in seen:
+            seen.add(fragment_id)
+            store = stores[int(source.parent.name[-1])]
+            for version in (3, 4):
+                store.save(version_of(fragment_id, version), MODEL)
+        real(source, target)
+
+    # The stores know versions 1 and 2 as intact, so that saving 3 and 4 takes both away.
+    monkeypatch.setattr(linking, "link", late)
+    contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+
+    assert [f.version for f in contents.files] == [4] * 6
+    assert damage == []
+
+
+def test_where_there_are_no_links_files_are_copied(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+
+    assert (cluster / "c" / contents.files[0].name).stat().st_nlink == 1
+    assert find_damage(Disk(cluster / "c"), contents) == []
+
+
+def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) -> None:
+    (newest,) = (cluster / "shard-0").glob(f"fragment-{MODEL.owned_by(0)[0].fragment_id:04d}-*-*2.safetensors")
+    content = bytearray(newest.read_bytes())
+    content[20] ^= 1
+    newest.write_bytes(content)
+
+    contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+
+    assert sorted(f.version for f in contents.files) == [1, 2, 2, 2, 2, 2]
+    assert newest.name in damage[0]
+    assert find_damage(Disk(cluster / "c"), contents) == []
+
+
+def test_none_is_changed_and_none_is_half(cluster: Path) -> None:
+    take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    with pytest.raises(CheckpointExists, match="--name"):
+        take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    with pytest.raises(CheckpointIncomplete, match="3 of 6 fragments"):
+        take_checkpoint(shards(cluster)[:1], cluster / "half", whole=True)
+    (cluster / "empty").mkdir()
+    with pytest.raises(NoCheckpoint, match="no versions"):
+        take_checkpoint([cluster / "empty"], cluster / "half", whole=True)
+    assert not (cluster / "half").exists()
+
+
+def test_each_shard_may_be_taken_on_its_own_machine_and_joined_later(cluster: Path) -> None:
+    parts = [take_checkpoint([s], cluster / f"part-{s.name}", whole=False)[0] for s in shards(cluster)]
+    assert [len(part.files) for part in parts] == [3, 3]
+    assert all(part.missing for part in parts)
+    assert joined(parts).missing == []
+    with pytest.raises(CheckpointsDiffer, match="twice"):
+        joined([*parts, parts[0]])
+    with pytest.raises(CheckpointsDiffer, match="run: run <-> other"):
+        joined([parts[0], replace(parts[1], run="other")])
+
+
+def test_a_shard_that_lacks_a_fragment_makes_no_part(cluster: Path) -> None:
+    for path in (cluster / "shard-1").glob(f"fragment-{MODEL.owned_by(1)[1].fragment_id:04d}-*"):
+        path.unlink()
+    with pytest.raises(CheckpointIncomplete, match="1 of 6 fragments"):
+        take_checkpoint([cluster / "shard-1"], cluster / "c", whole=False)
+
+
+# ------------------------------------------------------------------ damage
+
+
+def test_every_byte_of_a_checkpoint_is_checked(cluster: Path) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    file = contents.files[3]
+    path = cluster / "c" / file.name
+    good = path.read_bytes()
+    header = int.from_bytes(good[:8], "little")
+    for offset in (0, 9, 8 + header, 8 + header + 2801, len(good) - 8, len(good) - 1):
+        bad = bytearray(good)
+        bad[offset] ^= 0x10
+        path.write_bytes(bad)
+        (line,) = find_damage(Disk(cluster / "c"), contents)
+        assert file.name in line
+    path.write_bytes(good[:-1])
+    assert len(find_damage(Disk(cluster / "c"), contents)) == 1
+    path.unlink()
+    assert len(find_damage(Disk(cluster / "c"), contents)) == 1
+
+
+def test_another_intact_version_in_place_of_the_one_that_is_listed_is_found(cluster: Path) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    file = contents.files[0]
+    other = cluster / f"shard-{file.shard_index}" / file.name.replace("2.s", "1.s")
+    (cluster / "c" / file.name).unlink()
+    (cluster / "c" / file.name).write_bytes(other.read_bytes())
+    assert "another file than the manifest lists" in find_damage(Disk(cluster / "c"), contents)[0]
+
+
+def test_no_byte_of_a_manifest_may_change(cluster: Path) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    text = (cluster / "c" / MANIFEST).read_bytes()
+    assert text == encode_manifest(contents)
+    assert decode_manifest(text, "c") == contents
+    for offset in range(len(text)):
+        with pytest.raises(CheckpointDamaged):
+            decode_manifest(text[:offset] + bytes([text[offset] ^ 1]) + text[offset + 1 :], "c")
+        if offset % 97 == 0:
+            with pytest.raises(CheckpointDamaged):
+                decode_manifest(text[:offset], "c")
+
+
+# ------------------------------------------------------------------ restoring
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 6])
+def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(cluster: Path, num_shards: int) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    manifest = place(contents, num_shards)
+    if num_shards == 3:
+        (cluster / "new").mkdir()  # an empty folder will do
+    restore((read_listed(Disk(cluster / "c"), f) for f in contents.files), manifest, cluster / "new")
+
+    found = {}
+    for index in range(num_shards):
+        origin = Origin("run", index, num_shards, 6, "nesterov", "bfloat16")
+        store = FileStore(Disk(cluster / "new" / f"shard-{index}"), origin, epoch_unknown=LONG_AGO)
+        recovered = store.recover()
+        assert (store.epoch, recovered.manifest, recovered.damage) == (LONG_AGO, manifest, [])
+        owned = {f.fragment_id for f in manifest.owned_by(index)}
+        assert {f.stored.record.fragment_id for f in recovered.versions} == owned
+        assert all(f.is_behind for f in recovered.versions), "they need names of their own"
+        found.update({f.stored.record.fragment_id: f.stored for f in recovered.versions})
+    assert sorted(found) == list(range(6))
+    for fragment_id, stored in found.items():
+        assert_equal(stored, version_of(fragment_id, 2))
+
+
+def test_a_restore_puts_everything_or_nothing(cluster: Path) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    last = cluster / "c" / contents.files[-1].name
+    content = bytearray(last.read_bytes())
+    content[-20] ^= 1
+    last.unlink()
+    last.write_bytes(content)
+    with pytest.raises(Exception, match=last.name):
+        restore((read_listed(Disk(cluster / "c"), f) for f in contents.files), place(contents, 3), cluster / "new")
+    assert not [path for path in cluster.iterdir() if path.name.startswith("new")]
+
+
+def test_a_restore_needs_an_empty_folder_and_fragments_for_every_shard(cluster: Path) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    with pytest.raises(ConfigError, match="not empty"):
+        restore([], place(contents, 2), cluster)
+    with pytest.raises(ConfigError, match="--shards 7"):
+        place(contents, 7)
+    assert is_checkpoint(cluster / "c")

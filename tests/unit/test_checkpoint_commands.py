@@ -1,0 +1,170 @@
+"""`diloco checkpoint`, `restore` and `export` as a person types them, on data folders without processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diloco_common.manifest import TensorSpec, cut
+from diloco_deploy.cli import main
+from diloco_server.storage.filesystem import Disk
+from diloco_server.storage.store import FileStore
+from diloco_server.storage.version import Origin
+from stores import LONG_AGO, make_version
+
+TENSORS = [TensorSpec("head.weight", (21, 100)), TensorSpec("layer.0.weight", (10, 140)), TensorSpec("norm", (700,))]
+MODEL = cut(TENSORS, 6, 2)
+"""Six fragments of 700 elements."""
+
+
+def save(folder: Path, *versions: int) -> None:
+    for index in range(2):
+        store = FileStore(
+            Disk(folder / f"shard-{index}"), Origin("trial", index, 2, 6, "nesterov", "int8"), epoch_unknown=LONG_AGO
+        )
+        store.recover()
+        for fragment in MODEL.owned_by(index):
+            for version in versions:
+                made = make_version(version, fragment_id=fragment.fragment_id, sends_changes=True)
+                store.save(made, MODEL)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    save(folder, 1, 2)
+    return folder
+
+
+def expected_model(version: int) -> dict[str, torch.Tensor]:
+    """What the fragments of a version make together."""
+    model = {spec.name: torch.full(spec.shape, torch.nan) for spec in TENSORS}
+    for fragment in MODEL.fragments:
+        theta = make_version(version, fragment_id=fragment.fragment_id).values.theta
+        for piece in fragment.pieces:
+            rows = model[piece.tensor].view(-1)[piece.tensor_offset :][: piece.num_elements]
+            rows.copy_(theta[piece.offset :][: piece.num_elements])
+    return model
+
+
+def assert_same(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_take_list_verify_restore_and_export(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", str(run_folder), "--name", "one"]) == 0
+    assert "6 of 6 fragments, version 2" in capsys.readouterr().out
+    checkpoint = run_folder / "checkpoints" / "one"
+    save(run_folder, 3, 4)
+
+    assert main(["checkpoint", "list", str(run_folder), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["paths"], entry["state"], entry["versions"]) == ([str(checkpoint)], "whole", [2, 2])
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 0
+
+    for shards in (1, 3):
+        new = run_folder.parent / f"on-{shards}"
+        assert main(["restore", str(checkpoint), "--shards", str(shards), "--folder", str(new)]) == 0
+        said = capsys.readouterr().out
+        assert f"diloco up --folder {new} --shards {shards} --set run.id=trial --set sync.fragments=6" in said
+        assert main(["export", str(new), "--out", str(new / "model.safetensors")]) == 0
+        assert_same(new / "model.safetensors", expected_model(2))
+    assert main(["export", str(checkpoint), "--out", str(run_folder / "a.safetensors")]) == 0
+    assert_same(run_folder / "a.safetensors", expected_model(2))
+    assert main(["export", str(run_folder), "--out", str(run_folder / "b.safetensors")]) == 0
+    assert_same(run_folder / "b.safetensors", expected_model(4))
+
+
+def test_an_export_may_be_of_less_precision(run_folder: Path) -> None:
+    out = run_folder / "model.safetensors"
+    assert main(["export", str(run_folder), "--out", str(out), "--dtype", "bfloat16"]) == 0
+    assert_same(out, {name: tensor.bfloat16() for name, tensor in expected_model(2).items()})
+
+
+def test_parts_that_shards_took_on_machines_of_their_own_make_one(run_folder: Path) -> None:
+    shards = [run_folder / "shard-0", run_folder / "shard-1"]
+    for shard in shards:
+        assert main(["checkpoint", str(shard), "--name", "one"]) == 0
+    parts = [str(shard / "checkpoints" / "one") for shard in shards]
+    assert main(["checkpoint", "verify", *parts]) == 0
+    assert main(["restore", *parts, "--shards", "3", "--folder", str(run_folder.parent / "new")]) == 0
+    assert main(["export", str(run_folder.parent / "new"), "--out", str(run_folder / "m.safetensors")]) == 0
+    assert_same(run_folder / "m.safetensors", expected_model(2))
+
+
+def test_damage_is_named_and_ends_with_exit_code_3(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["checkpoint", str(run_folder), "--name", "one"])
+    checkpoint = run_folder / "checkpoints" / "one"
+    path = sorted(checkpoint.glob("fragment-0003-*"))[0]
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 4
+    path.write_bytes(content)
+    capsys.readouterr()
+
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 3
+    said = capsys.readouterr().err
+    assert said.count("CHECKPOINT_DAMAGED") == 1
+    assert path.name in said
+    new = run_folder.parent / "new"
+    assert main(["restore", str(checkpoint), "--shards", "2", "--folder", str(new)]) == 3
+    assert path.name in capsys.readouterr().err
+    assert not new.exists()
+    assert main(["export", str(checkpoint), "--out", str(run_folder / "m.safetensors")]) == 3
+    assert not (run_folder / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "code"),
+    [
+        (["checkpoint", "{run}", "--name", "one"], 3, "CHECKPOINT_EXISTS"),
+        (["checkpoint", "{run}", "--name", "version-000000000002"], 2, "BAD_CONFIG"),
+        (["checkpoint", "{run}", "--name", "../up"], 2, "BAD_CONFIG"),
+        (["checkpoint", "{run}/nowhere"], 3, "NO_CHECKPOINT"),
+        (["checkpoint", "{run}/checkpoints"], 3, "NO_CHECKPOINT"),
+        (["checkpoint", "verify", "{run}/shard-0"], 3, "NO_CHECKPOINT"),
+        (["checkpoint", "copy", "{run}/checkpoints/one", "ftp://host/path"], 2, "BAD_CONFIG"),
+        (["restore", "{run}/checkpoints/one", "--shards", "9", "--folder", "{run}/new"], 2, "BAD_CONFIG"),
+        (["restore", "{run}/checkpoints/one", "--shards", "0", "--folder", "{run}/new"], 2, "BAD_CONFIG"),
+        (["restore", "{run}/checkpoints/one", "--shards", "2", "--folder", "{run}"], 2, "BAD_CONFIG"),
+        (["restore", "{run}/shard-0", "--shards", "2", "--folder", "{run}/new"], 3, "CHECKPOINT_INCOMPLETE"),
+        (["export", "{run}/shard-1", "--out", "{run}/m.safetensors"], 3, "CHECKPOINT_INCOMPLETE"),
+        (["export", "{run}", "--out", "/dev/null/m.safetensors"], 3, "BAD_DATA"),
+        (["restore", "{run}", "{run}", "--shards", "2", "--folder", "{run}/new"], 3, "CHECKPOINTS_DIFFER"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], exit_code: int, code: str
+) -> None:
+    main(["checkpoint", str(run_folder), "--name", "one"])
+    capsys.readouterr()
+    before = sorted(run_folder.rglob("*"))
+
+    assert main([word.format(run=run_folder) for word in words]) == exit_code
+
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.endswith(f"[{code}]\n")
+    assert sorted(run_folder.rglob("*")) == before, "something is left"
+
+
+def test_without_the_extra_a_url_is_refused_with_its_name(run_folder: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['obstore'] = None\n"
+        "from diloco_deploy.cli import main\n"
+        "sys.exit(main(['checkpoint', 'verify', 's3://bucket/path']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'decoupled-diloco[object-store]'" in done.stderr
+    assert done.stderr.endswith("[MISSING_EXTRA]\n")

@@ -1,0 +1,160 @@
+"""A shard's own checkpoints: named by version, whole or not there, the newest few kept."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diloco_server.storage.checkpoint import find_damage, read_manifest
+from diloco_server.storage.every import RegularCheckpoints
+from diloco_server.storage.filesystem import Disk
+from diloco_server.storage.store import FileStore
+from diloco_server.storage.version_file import VersionDamaged
+from stores import MANIFEST, make_version, open_store
+
+
+class Shard:
+    """A store of two fragments, and the checkpoints that are made of it."""
+
+    def __init__(self, folder: Path, every: int = 2, keep: int = 2) -> None:
+        self.folder = folder
+        self.store: FileStore = open_store(Disk(folder))
+        self.regular = RegularCheckpoints(folder, every, keep)
+        found = self.store.recover().versions
+        recovered = {f.stored.record.fragment_id: f.stored.record.version for f in found}
+        self.finished = self.regular.begin(recovered, MANIFEST, 0)
+
+    def save(self, fragment_id: int, *versions: int) -> None:
+        for version in versions:
+            self.store.save(make_version(version, fragment_id=fragment_id), MANIFEST)
+
+    def write(self, fragment_id: int, *versions: int) -> list[int]:
+        """Save versions, and tell; returns the checkpoints that became whole."""
+        finished = []
+        for version in versions:
+            self.save(fragment_id, version)
+            finished += self.regular.written(fragment_id, version, MANIFEST, 0)
+        return finished
+
+    @property
+    def checkpoints(self) -> dict[int, list[int]]:
+        """Checkpoint -> the versions in it, of those that are whole."""
+        found = {}
+        for folder in sorted((self.folder / "checkpoints").iterdir()):
+            if (folder / "checkpoint.json").exists():
+                contents = read_manifest(Disk(folder), folder.name)
+                assert find_damage(Disk(folder), contents) == []
+                found[int(folder.name[8:])] = [file.version for file in contents.files]
+        return found
+
+
+def test_a_checkpoint_holds_every_fragment_at_the_version_that_names_it(tmp_path: Path) -> None:
+    shard = Shard(tmp_path)
+    assert shard.write(0, 0, 1, 2, 3) == []
+    assert shard.write(1, 0, 1) == []
+    assert shard.write(1, 2) == [2]
+    assert shard.checkpoints == {2: [2, 2]}
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, keep=2)
+    for version in range(9):
+        shard.write(0, version)
+        shard.write(1, version)
+    assert shard.checkpoints == {6: [6, 6], 8: [8, 8]}
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_versions_that_never_reach_the_disk_give_way_to_the_next(tmp_path: Path) -> None:
+    """Durability "interval": one fragment is written at 5 and 9, the other at 7."""
+    shard = Shard(tmp_path, keep=5)
+    assert shard.write(0, 5) == []
+    assert shard.write(1, 7) == [4]
+    assert shard.write(0, 9) == [6]
+    assert shard.checkpoints == {4: [5, 7], 6: [9, 7]}
+
+
+def test_a_version_that_has_gone_already_gives_way_to_the_next(tmp_path: Path) -> None:
+    shard = Shard(tmp_path)
+    shard.write(1, 2)
+    shard.save(0, 2, 3, 4)
+    assert shard.regular.written(0, 2, MANIFEST, 0) == []
+    assert shard.regular.written(0, 3, MANIFEST, 0) == [2]
+    assert shard.checkpoints == {2: [3, 2]}
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_life_that_ends_in_the_middle_of_one_leaves_it_to_the_next(tmp_path: Path, told: int) -> None:
+    """It ended before it was told of version 2 of the second fragment, or after it was told of the first's."""
+    shard = Shard(tmp_path)
+    shard.write(0, 1)
+    (shard.write if told else shard.save)(0, 2)
+    shard.write(1, 1)
+
+    again = Shard(tmp_path)
+    assert again.finished == []
+    assert again.write(1, 2) == [2]
+    assert again.checkpoints == {2: [2, 2]}
+
+    third = Shard(tmp_path)
+    assert third.finished == []
+    assert third.write(0, 3) == []
+    assert third.checkpoints == {2: [2, 2]}
+
+
+def test_a_life_that_ends_before_it_is_told_of_the_last_version_finishes_at_the_next_start(tmp_path: Path) -> None:
+    shard = Shard(tmp_path)
+    shard.write(0, 1, 2)
+    shard.save(1, 1, 2)
+    assert Shard(tmp_path).finished == [2]
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "checkpoints/version-000000000002", "a link"])
+def test_one_that_somebody_deletes_before_it_is_whole_gives_way_to_the_next(tmp_path: Path, what: str) -> None:
+    shard = Shard(tmp_path)
+    shard.write(0, 2)
+    if what == "a link":
+        next((tmp_path / "checkpoints").glob("*/fragment-0000-*")).unlink()
+    else:
+        shutil.rmtree(tmp_path / what)
+    assert shard.write(1, 2) == []
+    assert not list((tmp_path / "checkpoints").glob("*/checkpoint.json"))
+    for version in (3, 4):
+        for fragment_id in (1, 0):
+            shard.write(fragment_id, version)
+    assert shard.checkpoints == {2: [3, 2 if what == "a link" else 3], 4: [4, 4]}
+
+
+def test_one_with_a_damaged_file_gives_way_to_the_next(tmp_path: Path) -> None:
+    shard = Shard(tmp_path)
+    shard.write(0, 2)
+    (path,) = (tmp_path / "checkpoints").glob("*/fragment-0000-*")
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    with pytest.raises(VersionDamaged, match=path.name):
+        shard.write(1, 2)
+    assert shard.checkpoints == {}
+    for version in (3, 4):
+        for fragment_id in (0, 1):
+            shard.write(fragment_id, version)
+    assert shard.checkpoints == {2: [3, 3], 4: [4, 4]}
+
+
+def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = Shard(tmp_path)
+    shard.write(0, 2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("diloco_server.storage.every.write_manifest", full)
+        with pytest.raises(OSError, match="No space"):
+            shard.write(1, 2)
+    assert shard.checkpoints == {}
+    assert shard.write(1, 3) == [2]
+    assert shard.checkpoints == {2: [2, 2]}
