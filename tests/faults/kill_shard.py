@@ -16,28 +16,15 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from processes import http_get, sets, until, versions
-from steady import History, Identity, QuickShard, SteadyLearner, digest
+from processes import until, versions
+from steady import SETTINGS, History, Identity, SteadyCluster, digest
 
-from diloco_common.endpoints import Endpoints, read_address
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.version import StoredVersion
 from diloco_server.storage.version_file import read_version, version_names
-
-FRAGMENTS = 4
-LEARNERS = ("ann", "ben")
-SETTINGS: dict[str, Any] = {
-    "sync.fragments": FRAGMENTS,
-    "sync.sync_every": 4,
-    "sync.quorum": 1,
-    "sync.grace": 0.01,
-    "lease.lease_s": 4,
-    "lease.heartbeat_s": 0.5,
-}
 
 
 @dataclass
@@ -69,42 +56,31 @@ class Outcome:
 def kill_shard(folder: Path, times: int, seed: int) -> Outcome:
     """Run two learners and one shard in `folder`, and kill the shard so many times."""
     began, outcome, chance = time.monotonic(), Outcome(seed), random.Random(seed)
-    address_file, data = folder / "shard.json", folder / "data"
-    where: list[Endpoints] = []  # of the first life
-
-    def arguments() -> list[str]:
-        ports = [f"--listen={where[0].grpc}", f"--http={where[0].http}"] if where else []
-        return [*ports, f"--address-file={address_file}", *sets({**SETTINGS, "shard.data_dir": data})]
-
-    shard = QuickShard(arguments, folder / "shard.log")
-    learners: list[SteadyLearner] = []
-    try:
-        where.append(until(lambda: read_address(address_file), "the shard to be up"))
-        learners += [SteadyLearner(name, where[0].grpc, folder / f"{name}.log") for name in LEARNERS]
-        until(lambda: all(learner.ask("report").at for learner in learners), "the learners to train")
+    with SteadyCluster(folder) as cluster:
+        cluster.add("ann", "ben")
+        (shard,) = cluster.shards
         for _ in range(times):
-            steps = [learner.ask("report").steps for learner in learners]
-            goal = max(versions(_status(where[0])).values(), default=0) + chance.randint(1, 3)
-            until(lambda goal=goal: max(versions(_status(where[0])).values()) >= goal, "versions")  # type: ignore[misc]
+            steps = [history.steps for history in cluster.ask()]
+            goal = max(versions(shard.status()).values(), default=0) + chance.randint(1, 3)
+            until(lambda goal=goal: max(versions(shard.status()).values()) >= goal, "versions")  # type: ignore[misc]
             time.sleep(chance.uniform(0, 0.03))  # the moment of the fault, not a wait for anything
             shard.kill()
             outcome.kills += 1
-            kept = intact(data)
-            histories = [learner.ask("report") for learner in learners]
-            compare(kept, histories, outcome)
+            compare(intact(shard.data), cluster.ask(), outcome)
             shard.start()
-            until(lambda: _is_ready(where[0]), "the shard to serve again")
-            for learner, before in zip(learners, steps, strict=True):
-                if not learner.alive or learner.ask("report").steps <= before:
+            until(lambda: shard.ready, "the shard to serve again")
+            for learner, before in zip(cluster.learners.values(), steps, strict=True):
+                if not learner.alive or learner.ask().steps <= before:
                     outcome.stopped.append(f"{learner.name} after kill {outcome.kills}")
-        settle(where[0], learners, outcome)
-    finally:
-        for process in (*learners, shard):
-            process.kill()
-    for name in ("shard", *LEARNERS):
-        said = (folder / f"{name}.log").read_text()
-        outcome.lost_versions += [line for line in said.splitlines() if "versions lost" in line]
-        outcome.stopped += [f"{name}: {line}" for line in said.splitlines() if "Traceback" in line]
+        outcome.double_counted = cluster.disagreements()
+        status, histories, said = shard.status(), cluster.ask(), cluster.said()
+    outcome.lost_versions += [line for line in said.splitlines() if "versions lost" in line]
+    outcome.stopped += [line for line in said.splitlines() if "Traceback" in line]
+    outcome.tokens_merged = status["tokens_merged"]
+    outcome.versions = sum(versions(status).values())
+    outcome.announced = len({(f, i) for h in histories for f, heard in h.heard.items() for i in heard})
+    outcome.inner_steps = sum(h.steps for h in histories)
+    outcome.longest_step_gap_s = round(max(h.longest_gap_s for h in histories), 3)
     outcome.seconds = round(time.monotonic() - began, 1)
     return outcome
 
@@ -112,13 +88,13 @@ def kill_shard(folder: Path, times: int, seed: int) -> Outcome:
 def intact(folder: Path) -> dict[int, list[StoredVersion]]:
     """What a shard's folder holds of each fragment, newest first. Raises VersionDamaged."""
     disk = Disk(folder)
-    names = {i: version_names(i, disk.names()) for i in range(FRAGMENTS)}
+    names = {i: version_names(i, disk.names()) for i in range(SETTINGS["sync.fragments"])}
     return {i: [read_version(disk, name)[1] for name in found] for i, found in names.items()}
 
 
 def compare(kept: dict[int, list[StoredVersion]], histories: list[History], outcome: Outcome) -> None:
     """Every announced version is in the files, or a later one; and its bytes are what learners hold."""
-    for fragment_id in range(FRAGMENTS):
+    for fragment_id in range(SETTINGS["sync.fragments"]):
         heard: set[Identity] = set().union(*(h.heard.get(fragment_id, ()) for h in histories))
         found = {(stored.record.epoch, stored.record.version): stored for stored in kept[fragment_id]}
         newest = max(found, default=(-1, -1))
@@ -133,42 +109,6 @@ def compare(kept: dict[int, list[StoredVersion]], histories: list[History], outc
                 outcome.other_bytes.append(f"fragment {fragment_id} version {identity}")
     for history in histories:
         outcome.other_bytes += history.mixed
-
-
-def settle(where: Endpoints, learners: list[SteadyLearner], outcome: Outcome) -> None:
-    """Let the learners stand still until all hold the same versions, and compare what was merged."""
-    for learner in learners:
-        learner.ask("pause")
-
-    def still() -> tuple[dict[str, Any], list[History]] | None:
-        status = _status(where)
-        histories = [learner.ask("pause") for learner in learners]
-        here = {f["id"]: (f["epoch"], f["version"]) for f in status["fragments"]}
-        return (status, histories) if all(h.at == here for h in histories) else None
-
-    status, histories = until(still, "the learners to hold the last versions")
-    for fragment in status["fragments"]:
-        learners_say = sum(h.merged_tokens[fragment["id"]] for h in histories)
-        if fragment["tokens_merged"] != learners_say:
-            outcome.double_counted.append(
-                f"fragment {fragment['id']}: {fragment['tokens_merged']} tokens merged, learners say {learners_say}"
-            )
-    outcome.tokens_merged = status["tokens_merged"]
-    outcome.versions = sum(versions(status).values())
-    outcome.announced = len({(f, i) for h in histories for f, heard in h.heard.items() for i in heard})
-    outcome.inner_steps = sum(h.steps for h in histories)
-    outcome.longest_step_gap_s = round(max(h.longest_gap_s for h in histories), 3)
-
-
-def _status(where: Endpoints) -> dict[str, Any]:
-    return dict(json.loads(http_get(where.http, "/status")[1]))
-
-
-def _is_ready(where: Endpoints) -> bool:
-    try:
-        return bool(_status(where)["ready"])
-    except OSError:
-        return False
 
 
 def main() -> int:
