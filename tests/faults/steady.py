@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -50,8 +50,6 @@ STEP_S = 0.004
 TOKENS = 8
 """Of one inner step."""
 ANSWER_S = 30.0
-LONGEST_WAIT_S = 0.4
-"""Between two attempts to reach the shard: a learner that lost it ten times in ten seconds would wait for 3 s."""
 _NEW_NETWORK = 0x40000000
 
 _forks = multiprocessing.get_context("forkserver")
@@ -85,15 +83,26 @@ class History:
     """Fragment -> its tokens that this version holds, as it counts them."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """Of a learner."""
+
+    namespace: str = ""
+    """Of the network, by name; empty for the one of the test."""
+    longest_wait_s: float = 0.4
+    """Between two attempts to reach a shard: who loses it ten times in ten seconds would soon wait for 3 s."""
+    width: int = 24
+    """The model has about width ** 2 parameters."""
+
+
 class SteadyLearner:
     """A learner in a process of its own, which steps until it is told to pause. Started when made."""
 
-    def __init__(self, name: str, shards: str, folder: Path, namespace: str = "") -> None:
-        """`namespace`: of the network, by name; empty for the one of the test."""
+    def __init__(self, name: str, shards: str, folder: Path, options: Options) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         self._near, far = _forks.Pipe()
-        self._process = _forks.Process(target=_learn, args=(name, shards, namespace, far, self.log), daemon=True)
+        self._process = _forks.Process(target=_learn, args=(name, shards, options, far, self.log), daemon=True)
         self._process.start()
 
     def ask(self, what: str = "report") -> History:
@@ -171,8 +180,11 @@ class QuickShard:
 class SteadyCluster:
     """Shards that keep their versions, and learners. A context manager that ends them all."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, object] | None = None, shards: int = 1) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object] | None = None, *, shards: int = 1, **options: Any
+    ) -> None:
+        """`options`: of all learners (`Options`)."""
+        self.folder, self._options = folder, Options(**options)
         self.learners: dict[str, SteadyLearner] = {}
         given = {**SETTINGS, **(settings or {}), "shard.count": shards}
         self.shards = [QuickShard(index, folder, given) for index in range(shards)]
@@ -181,7 +193,8 @@ class SteadyCluster:
         """Learners, and wait until they train."""
         addresses = ",".join(shard.where.grpc for shard in self.shards)
         for name in names:
-            self.learners[name] = SteadyLearner(name, addresses, self.folder, namespace)
+            options = replace(self._options, namespace=namespace)
+            self.learners[name] = SteadyLearner(name, addresses, self.folder, options)
         for name in names:
             self.await_merged(name)
 
@@ -246,13 +259,13 @@ def _serve(arguments: list[str], log: Path) -> None:
     sys.exit(cli.main(arguments))
 
 
-def _learn(name: str, shards: str, namespace: str, control: Connection, log: Path) -> None:
-    if namespace:
-        _enter(namespace)
+def _learn(name: str, shards: str, options: Options, control: Connection, log: Path) -> None:
+    if options.namespace:
+        _enter(options.namespace)
     _begin(log)
-    dialing.LONGEST_S = LONGEST_WAIT_S
+    dialing.LONGEST_S = options.longest_wait_s
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(8, options.width), nn.Tanh(), nn.Linear(options.width, options.width))
     noise = torch.Generator().manual_seed(sum(name.encode()))
     history, stepping = History(), True
     with diloco_worker.join(shards, model, learner_id=name) as learner:
