@@ -50,6 +50,8 @@ STEP_S = 0.004
 TOKENS = 8
 """Of one inner step."""
 ANSWER_S = 30.0
+FAULT_SECONDS = float(os.environ.get("FAULT_SECONDS", "0"))
+"""How long faults last that may last long, at least; otherwise they last until their effect is seen."""
 _NEW_NETWORK = 0x40000000
 
 _forks = multiprocessing.get_context("forkserver")
@@ -77,6 +79,7 @@ class History:
     tokens: int = 0
     connected: list[bool] = field(default_factory=list)
     """By shard."""
+    reconnects: int = 0
     at: dict[int, Identity] = field(default_factory=dict)
     """Fragment -> version that it holds now."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
@@ -315,6 +318,7 @@ def _look(learner: diloco_worker.Learner, history: History) -> None:
     assert learner.core is not None
     history.tokens = learner.core.tokens
     history.connected = [link.connected for link in learner.network.links]
+    history.reconnects = sum(link.connections - 1 for link in learner.network.links)
     for fragment_id, fragment in learner.core.fragments.items():
         identity = fragment.epoch, fragment.version
         history.merged_tokens[fragment_id] = learner.core.tokens - fragment.tokens_since(learner.core.tokens)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from networks import Namespace, need_namespaces
 from processes import until
-from steady import SteadyCluster
+from steady import FAULT_SECONDS, SteadyCluster
 
 from diloco_worker.core.dialing import LONGEST_S
 
@@ -86,7 +86,7 @@ def test_a_learner_cut_off_from_all_trains_on_and_its_work_arrives(
     cluster: SteadyCluster, namespace: Namespace
 ) -> None:
     """Fault 10."""
-    far, before = cluster.learners["far"], cluster.learners["far"].ask()
+    far, before, began = cluster.learners["far"], cluster.learners["far"].ask(), time.monotonic()
     namespace.cut(ports(cluster))
     until(lambda: far.ask().connected == [False, False], "far to notice")
     until(lambda: not any(is_alive(cluster, "far", shard) for shard in (0, 1)), "both shards to evict far")
@@ -94,6 +94,7 @@ def test_a_learner_cut_off_from_all_trains_on_and_its_work_arrives(
     until(lambda: far.ask().steps > alone.steps + 50, "steps of far alone")
     for shard in (0, 1):
         await_rounds(cluster, shard)
+    until(lambda: time.monotonic() - began > FAULT_SECONDS, "the time that was asked for", FAULT_SECONDS + 10)
     assert far.ask().steps > before.steps
 
     await_healed(cluster, namespace, "cut off from all")
