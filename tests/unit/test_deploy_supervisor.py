@@ -47,3 +47,17 @@ def test_the_wait_before_a_new_start_doubles_up_to_a_bound() -> None:
 @pytest.mark.parametrize(("code", "said"), [(-9, "died (signal 9)"), (3, "died (exit code 3)")])
 def test_a_death_says_its_cause(code: int, said: str) -> None:
     assert verdict_on_exit("worker", code, was_up=True, deaths=1, restart=True).why == said
+
+
+@pytest.mark.parametrize(
+    ("code", "out_of_memory", "said"),
+    [
+        (-9, True, "died (signal 9: the machine or its container ran out of memory)"),
+        (-9, False, "died (signal 9)"),
+        (1, True, "died (exit code 1)"),  # somebody else was killed meanwhile
+    ],
+)
+def test_a_death_for_lack_of_memory_says_so(code: int, out_of_memory: bool, said: str) -> None:
+    """Fault 18."""
+    verdict = verdict_on_exit("worker", code, was_up=True, deaths=1, restart=True, out_of_memory=out_of_memory)
+    assert verdict.why == said
