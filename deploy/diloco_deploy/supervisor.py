@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,7 +51,9 @@ class Verdict:
     """What `diloco up` ends with if the cluster cannot go on."""
 
 
-def verdict_on_exit(kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool) -> Verdict:
+def verdict_on_exit(
+    kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool, out_of_memory: bool = False
+) -> Verdict:
     """Say what the exit of a child means.
 
     Args:
@@ -59,8 +62,11 @@ def verdict_on_exit(kind: Kind, code: int, *, was_up: bool, deaths: int, restart
         was_up: it had bound its ports in this or an earlier life.
         deaths: in a row, this one included.
         restart: the setting cluster.restart.
+        out_of_memory: the kernel has killed a process for lack of memory since the exit before.
     """
     how = describe_exit(code)
+    if out_of_memory and code == -signal.SIGKILL:
+        how += ": the machine or its container ran out of memory"
     if code == 0 and kind != "shard":
         return Verdict(Action.ENDED, "ended")
     failed = Verdict(Action.FAIL, f"failed ({how})", exit_code=code if code > 0 else EXIT_UNEXPECTED)
@@ -79,6 +85,15 @@ def verdict_on_exit(kind: Kind, code: int, *, was_up: bool, deaths: int, restart
 def describe_exit(code: int) -> str:
     """ "exit code 3", "signal 9"."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def memory_kills() -> int:
+    """Processes that the kernel has killed for lack of memory since it booted; 0 where it does not say."""
+    try:
+        counted = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(counted[1]) if counted else 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,7 @@ class Supervisor:
     def __init__(self, restart: bool) -> None:
         self._restart = restart
         self._children: dict[str, _Child] = {}
+        self._memory_kills = memory_kills()
 
     def __enter__(self) -> Self:
         return self
@@ -179,9 +195,11 @@ class Supervisor:
             code = _reap(child.process)
             child.process = None
             child.deaths = 1 if now - child.started_at > _SETTLED_AFTER_S else child.deaths + 1
+            kills_before, self._memory_kills = self._memory_kills, memory_kills()
             verdict = verdict_on_exit(
-                child.spec.kind, code, was_up=child.was_up, deaths=child.deaths, restart=self._restart
-            )
+                child.spec.kind, code, was_up=child.was_up, deaths=child.deaths, restart=self._restart,
+                out_of_memory=self._memory_kills > kills_before,
+            )  # fmt: skip
             if verdict.action is Action.AGAIN:
                 child.start_again_at = now + verdict.wait_s
             exits.append(Exit(name, child.spec.kind, child.spec.log, verdict))

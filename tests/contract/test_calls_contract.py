@@ -357,6 +357,7 @@ def test_silence_for_longer_than_the_lease_evicts(serve, clock):
 
 
 def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock):
+    """Fault 17."""
     shard = serve(settings_with(lease={"stalled_s": 5.0, "progress_timeout_s": 8.0}), clock)
     stream = joined(shard).attend()
     for _ in range(4):

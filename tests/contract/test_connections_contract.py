@@ -1,4 +1,4 @@
-"""What arrives at the port without being a proper call: raw sockets, idle ones, and frames written by hand."""
+"""What arrives at the port without being a proper call: raw sockets, frames written by hand (faults.md 23)."""
 
 from __future__ import annotations
 

@@ -199,6 +199,24 @@ def test_an_evicted_learner_joins_again_by_itself(serve, front, train, written):
     assert "was silent for more than 0.4 s (lease.lease_s); join again" in written.getvalue()
 
 
+def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(serve, front, train):
+    """Fault 10: after an outage the shard answers that the lease is over; the wait until then was long enough."""
+    shard = serve(settings_with(lease={"lease_s": 0.4, "heartbeat_s": 0.1}))
+    between = front(shard)
+    a = train(between.address, "a")
+    between.cut_attend = True
+    between.loop.look(between.attends.clear)
+    _break_streams(shard)
+    a.until(lambda: len(between.attends) >= 5, "five attempts, each after a longer wait")
+    joins, attends = len(between.joins), len(between.attends)
+
+    between.cut_attend = False
+
+    a.until(lambda: len(between.joins) > joins, "a joins again")
+    answered, joined = between.attends[attends:][0], between.joins[joins]
+    assert joined - answered < 0.5 * FIRST_S * GROWTH**5
+
+
 def test_the_second_process_with_a_learner_id_fences_off_the_first(serve, train):
     """Fault 20."""
     shard = serve(settings_with())

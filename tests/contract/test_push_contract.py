@@ -258,10 +258,12 @@ def test_bytes_that_are_not_the_announced_contribution_are_refused(opened, paylo
         (float("inf"), "NOT_FINITE"),
         (-float("inf"), "NOT_FINITE"),
         (3e38, "NOT_FINITE"),  # their squares overflow
+        (1e30, "NOT_FINITE"),
         (1e10, "NORM_TOO_LARGE"),
     ],
 )
 def test_values_that_nothing_could_be_merged_with_are_refused(serve, clock, bad, code):
+    """Fault 14."""
     opened = OpenRound(serve(settings_with(sync={"push": "float32"}), clock))
     values = torch.full((NUM_ELEMENTS,), 0.01)
     right = encode_payload(values, "float32", chunk_elements=CHUNK_ELEMENTS)
@@ -277,7 +279,22 @@ def test_values_that_nothing_could_be_merged_with_are_refused(serve, clock, bad,
     assert opened.shard.ledger.rejected == {code: 1}
 
 
+@pytest.mark.parametrize(("value", "moved"), [(0.0, 0.0), (0.01, 0.01)])
+def test_zeros_and_constants_are_merged_like_anything_else(serve, clock, value, moved):
+    """Fault 14: there is nothing wrong with them, and what they make stays finite."""
+    opened = OpenRound(serve(settings_with(sync={"push": "float32"}), clock))
+    before = torch.frombuffer(bytearray(opened.shard.state().theta[0]), dtype=torch.float32)
+
+    for learner in (opened.a, opened.b):
+        assert opened.push(learner, contribution(value, "float32")).outcome == ACCEPTED
+    eventually(lambda: opened.shard.version() == 1, "version 1")
+
+    after = torch.frombuffer(bytearray(opened.shard.state().theta[0]), dtype=torch.float32)
+    assert torch.allclose((after - before).abs(), torch.full_like(after, moved), atol=1e-6)
+
+
 def test_a_norm_is_judged_by_the_running_median_of_merged_ones(serve, clock):
+    """Fault 14."""
     opened = OpenRound(serve(settings_with(sync={"push": "float32"}, guard={"norm_factor": 1000.0}), clock))
     for round_number in range(1, 10):
         for learner in (opened.a, opened.b):

@@ -66,9 +66,9 @@ class Up:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def end(self) -> tuple[int, str]:
+    def end(self, seconds: float = 90) -> tuple[int, str]:
         """Exit code and everything that it said."""
-        said, _ = self._process.communicate(timeout=90)
+        said, _ = self._process.communicate(timeout=seconds)
         return self._process.returncode, said
 
     def no_children_left(self) -> bool:

@@ -39,7 +39,7 @@ def test_every_invariant_holds_in_every_schedule(first: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, SHORT_SCHEDULES, CHUNK))
 def test_every_invariant_holds_in_every_short_schedule(first: int) -> None:
-    """The command that CI runs does ten thousand."""
+    """Fault 25: the command that CI runs does ten thousand."""
     tally = run_seeds("short", range(first, first + CHUNK))
 
     assert not tally.failures, next(iter(tally.failures.values()))
@@ -98,6 +98,7 @@ def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("family", ["long", "short"])
 def test_a_seed_gives_the_same_trace_every_time(family: str) -> None:
+    """Fault 25: a failing seed replays."""
     twice = [[run_schedule(draw(f"{family}:{seed}")).trace for seed in range(5)] for _ in range(2)]
 
     assert twice[0] == twice[1]

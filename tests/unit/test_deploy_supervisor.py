@@ -64,3 +64,17 @@ def test_a_death_that_was_asked_for_is_no_exit_and_lasts_as_long_as_asked(tmp_pa
             assert supervisor.start_due(now + 99) == []
             assert supervisor.start_due(now + 101) == ["ann"]
             assert supervisor.pid("ann") is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "out_of_memory", "said"),
+    [
+        (-9, True, "died (signal 9: the machine or its container ran out of memory)"),
+        (-9, False, "died (signal 9)"),
+        (1, True, "died (exit code 1)"),  # somebody else was killed meanwhile
+    ],
+)
+def test_a_death_for_lack_of_memory_says_so(code: int, out_of_memory: bool, said: str) -> None:
+    """Fault 18."""
+    verdict = verdict_on_exit("worker", code, was_up=True, deaths=1, restart=True, out_of_memory=out_of_memory)
+    assert verdict.why == said

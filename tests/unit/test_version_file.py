@@ -78,6 +78,7 @@ def assert_detected(content: bytes) -> None:
 
 @given(st.integers(0, len(CONTENT) - 1), st.integers(1, 255))
 def test_a_byte_that_changed_is_detected_wherever_it_is(offset: int, flip: int) -> None:
+    """Fault 8."""
     damaged = bytearray(CONTENT)
     damaged[offset] ^= flip
     assert_detected(bytes(damaged))

@@ -117,7 +117,7 @@ class ShardLink:
         attempt, waited_s = 0, 0.0
         clock = asyncio.get_running_loop().time
         while True:
-            began = clock()
+            began, had_lease = clock(), self.session.generation > 0
             try:
                 if not self.session.generation:
                     await self._join()
@@ -126,6 +126,8 @@ class ShardLink:
             except JOIN_AGAIN as refusal:
                 self.session.generation = 0
                 why = str(refusal)
+                if had_lease:  # the shard answers, so a new one is to be had without the waits of its silence
+                    attempt, waited_s = 0, 0.0
             except TRY_AGAIN as refusal:
                 why = str(refusal)
             except Refusal as refusal:

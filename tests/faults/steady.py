@@ -1,0 +1,330 @@
+"""A shard and learners as processes that start at once, and learners that step steadily and remember what they hear.
+
+They are forked from a server that has imported everything, so that a shard is back a tenth of a second after it was
+killed, and a hundred deaths take a minute. The processes follow the test (`diloco_common.child`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from processes import Status, http_get, learner_in, sets, until
+
+import diloco_worker
+from diloco_common.child import end_with_parent
+from diloco_common.endpoints import Endpoints, read_address
+from diloco_common.messages import Committed
+from diloco_server import cli
+from diloco_worker.core import dialing
+
+Identity = tuple[int, int]
+"""Epoch and version."""
+
+SETTINGS: dict[str, Any] = {
+    "sync.fragments": 4,
+    "sync.sync_every": 4,
+    "sync.quorum": 1,
+    "sync.grace": 0.01,
+    "lease.lease_s": 2,
+    "lease.heartbeat_s": 0.4,
+}
+STEP_S = 0.004
+TOKENS = 8
+"""Of one inner step."""
+ANSWER_S = 30.0
+FAULT_SECONDS = float(os.environ.get("FAULT_SECONDS", "0"))
+"""How long faults last that may last long, at least; otherwise they last until their effect is seen."""
+_NEW_NETWORK = 0x40000000
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["steady", "diloco_server.server", "diloco_worker.network", "torch"])
+
+
+def digest(values: Tensor) -> str:
+    """Of the bytes of float32 values."""
+    return hashlib.sha256(values.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+@dataclass
+class History:
+    """What one learner did and was told, from its beginning."""
+
+    steps: int = 0
+    longest_gap_s: float = 0.0
+    """Between the ends of two inner steps."""
+    heard: dict[int, set[Identity]] = field(default_factory=dict)
+    """Fragment -> versions that a shard announced to it."""
+    held: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    """Fragment, epoch and version -> digest of the anchor that it decoded."""
+    mixed: list[str] = field(default_factory=list)
+    """Versions that came twice, with different bytes."""
+    tokens: int = 0
+    connected: list[bool] = field(default_factory=list)
+    """By shard."""
+    reconnects: int = 0
+    at: dict[int, Identity] = field(default_factory=dict)
+    """Fragment -> version that it holds now."""
+    merged_tokens: dict[int, int] = field(default_factory=dict)
+    """Fragment -> its tokens that this version holds, as it counts them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a learner."""
+
+    namespace: str = ""
+    """Of the network, by name; empty for the one of the test."""
+    longest_wait_s: float = 0.4
+    """Between two attempts to reach a shard: who loses it ten times in ten seconds would soon wait for 3 s."""
+    width: int = 24
+    """The model has about width ** 2 parameters."""
+
+
+class SteadyLearner:
+    """A learner in a process of its own, which steps until it is told to pause. Started when made."""
+
+    def __init__(self, name: str, shards: str, folder: Path, options: Options) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._near, far = _forks.Pipe()
+        self._process = _forks.Process(target=_learn, args=(name, shards, options, far, self.log), daemon=True)
+        self._process.start()
+
+    def ask(self, what: str = "report") -> History:
+        """Or "pause", after which it only takes in what arrives, or "resume". Raises AssertionError if it has ended."""
+        self._near.send(what)
+        if not self._near.poll(ANSWER_S):
+            raise AssertionError(f"{self.name} does not answer; its log:\n{self.log.read_text()}")
+        answer: History = self._near.recv()
+        return answer
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+class QuickShard:
+    """A shard that may be killed and started again, on its ports. Started when made."""
+
+    def __init__(self, index: int, folder: Path, settings: Mapping[str, object]) -> None:
+        self.log = folder / f"shard-{index}.log"
+        self.data = folder / f"shard-{index}"
+        self._address_file = folder / f"shard-{index}.json"
+        self._settings = {**settings, "shard.index": index, "shard.data_dir": self.data}
+        self.start()
+        self.where: Endpoints = until(lambda: read_address(self._address_file), f"the shard; see {self.log}")
+        self._settings |= {"shard.listen": self.where.grpc, "shard.http": self.where.http}
+
+    def start(self) -> None:
+        arguments = [f"--address-file={self._address_file}", *sets(self._settings)]
+        self._process = _forks.Process(target=_serve, args=(arguments, self.log), daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it serves."""
+        try:
+            return bool(self.status()["ready"])
+        except OSError:
+            return False
+
+    def status(self) -> Status:
+        """What it serves as /status. Raises OSError where it does not answer."""
+        return dict(json.loads(http_get(self.where.http, "/status")[1]))
+
+    def learner(self, name: str) -> Status:
+        """What it says of a learner."""
+        return learner_in(self.status(), name)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def ends(self) -> int | None:
+        """Wait until it ends by itself: its exit code."""
+        self._process.join(ANSWER_S)
+        return self._process.exitcode
+
+
+class SteadyCluster:
+    """Shards that keep their versions, and learners. A context manager that ends them all."""
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object] | None = None, *, shards: int = 1, **options: Any
+    ) -> None:
+        """`options`: of all learners (`Options`)."""
+        self.folder, self._options = folder, Options(**options)
+        self.learners: dict[str, SteadyLearner] = {}
+        given = {**SETTINGS, **(settings or {}), "shard.count": shards}
+        self.shards = [QuickShard(index, folder, given) for index in range(shards)]
+
+    def add(self, *names: str, namespace: str = "") -> None:
+        """Learners, and wait until they train."""
+        addresses = ",".join(shard.where.grpc for shard in self.shards)
+        for name in names:
+            options = replace(self._options, namespace=namespace)
+            self.learners[name] = SteadyLearner(name, addresses, self.folder, options)
+        for name in names:
+            self.await_merged(name)
+
+    def ask(self, what: str = "report") -> list[History]:
+        """All learners."""
+        return [learner.ask(what) for learner in self.learners.values()]
+
+    def await_merged(self, name: str) -> None:
+        """Wait until every fragment holds all that the learner has trained on so far."""
+        goal = max(1, self.learners[name].ask().tokens)
+        until(lambda: min(self.learners[name].ask().merged_tokens.values(), default=0) >= goal, f"work of {name}'s")
+
+    def disagreements(self) -> list[str]:
+        """What learners take for merged and the versions do not say, or the other way round. Learners step on after.
+
+        Each waits until it holds the last version of every fragment; by then its own count is exact.
+        """
+        self.ask("pause")
+
+        def still() -> tuple[list[Status], list[History]] | None:
+            fragments = [f for shard in self.shards for f in shard.status()["fragments"]]
+            histories = self.ask()
+            here = {f["id"]: (f["epoch"], f["version"]) for f in fragments}
+            return (fragments, histories) if all(h.at == here for h in histories) else None
+
+        fragments, histories = until(still, "the learners to hold the last versions")
+        self.ask("resume")
+        return [
+            f"fragment {f['id']}: {f['tokens_merged']} tokens merged, learners say {counted}"
+            for f in fragments
+            if f["tokens_merged"] != (counted := sum(h.merged_tokens[f["id"]] for h in histories))
+        ]
+
+    def said(self) -> str:
+        """Everything that was logged."""
+        logs = [member.log for member in (*self.shards, *self.learners.values())]
+        return "".join(log.read_text() for log in logs if log.exists())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in (*self.learners.values(), *self.shards):
+            process.kill()
+
+
+# ------------------------------------------------------------------ in the processes
+
+
+def _begin(log: Path) -> None:
+    end_with_parent(os.getppid())
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+
+
+def _serve(arguments: list[str], log: Path) -> None:
+    _begin(log)
+    sys.exit(cli.main(arguments))
+
+
+def _learn(name: str, shards: str, options: Options, control: Connection, log: Path) -> None:
+    if options.namespace:
+        _enter(options.namespace)
+    _begin(log)
+    dialing.LONGEST_S = options.longest_wait_s
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, options.width), nn.Tanh(), nn.Linear(options.width, options.width))
+    noise = torch.Generator().manual_seed(sum(name.encode()))
+    history, stepping = History(), True
+    with diloco_worker.join(shards, model, learner_id=name) as learner:
+        for link in learner.network.links:
+            link._hear = _remembering(link._hear, history)  # type: ignore[method-assign]
+        ended = time.monotonic()
+        while True:
+            if stepping:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=1e-3)
+                learner.step(tokens=TOKENS, loss=1.0)
+                now = time.monotonic()
+                history.longest_gap_s = max(history.longest_gap_s, now - ended)
+                ended, history.steps = now, history.steps + 1
+            else:
+                learner.poll()
+            _look(learner, history)
+            if control.poll(STEP_S):
+                match control.recv():
+                    case "pause":
+                        stepping = False
+                    case "resume":
+                        stepping, ended = True, time.monotonic()
+                control.send(history)
+
+
+def _enter(namespace: str) -> None:
+    """Of the network; before anything dials."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+def _remembering(hear: Callable[[Any], None], history: History) -> Callable[[Any], None]:
+    def remember(directive: Any) -> None:
+        if isinstance(directive, Committed):
+            history.heard.setdefault(directive.fragment_id, set()).add((directive.epoch, directive.version))
+        hear(directive)
+
+    return remember
+
+
+def _look(learner: diloco_worker.Learner, history: History) -> None:
+    """Note which versions it holds."""
+    assert learner.core is not None
+    history.tokens = learner.core.tokens
+    history.connected = [link.connected for link in learner.network.links]
+    history.reconnects = sum(link.connections - 1 for link in learner.network.links)
+    for fragment_id, fragment in learner.core.fragments.items():
+        identity = fragment.epoch, fragment.version
+        history.merged_tokens[fragment_id] = learner.core.tokens - fragment.tokens_since(learner.core.tokens)
+        if history.at.get(fragment_id) == identity or fragment.anchor is None:
+            continue
+        history.at[fragment_id] = identity
+        found = digest(fragment.anchor)
+        if history.held.setdefault((fragment_id, *identity), found) != found:
+            history.mixed.append(f"fragment {fragment_id} version {identity}")

@@ -1,0 +1,59 @@
+"""Shards that are frozen, and shards that are restarted one after the other, while learners train."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from processes import until, versions
+from steady import FAULT_SECONDS, SETTINGS, SteadyCluster
+
+
+def test_a_frozen_shard_is_noticed_and_holds_up_nobody(tmp_path: Path) -> None:
+    """Fault 4: SIGSTOP for longer than a lease, SIGCONT; learners train on with the other shard."""
+    with SteadyCluster(tmp_path, shards=2) as cluster:
+        cluster.add("ann", "ben")
+        frozen, other = cluster.shards
+        frozen.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        until(lambda: all(h.connected == [False, True] for h in cluster.ask()), "learners to notice")
+        print(f"frozen shard noticed after {time.monotonic() - began:.2f} s")
+        steps, before = [h.steps for h in cluster.ask()], versions(other.status())
+        seconds = max(2 * SETTINGS["lease.lease_s"], FAULT_SECONDS)
+        until(lambda: time.monotonic() - began > seconds, "leases to go by", seconds + 10)
+        until(lambda: all(v > before[f] for f, v in versions(other.status()).items()), "versions of the other")
+        assert all(h.steps > s for h, s in zip(cluster.ask(), steps, strict=True))
+
+        frozen.signal(signal.SIGCONT)
+
+        until(lambda: all(h.connected == [True, True] for h in cluster.ask()), "learners to be back")
+        for name in cluster.learners:
+            cluster.await_merged(name)
+        assert cluster.disagreements() == []
+        assert other.status()["evictions"] == 0
+        assert "Traceback" not in cluster.said()
+
+
+def test_all_shards_are_restarted_one_after_the_other_under_load(tmp_path: Path) -> None:
+    """Fault 22: SIGTERM and a new start, each shard in turn; no learner exits, nothing is lost."""
+    with SteadyCluster(tmp_path, shards=3) as cluster:
+        cluster.add("ann", "ben")
+        for shard in cluster.shards:
+            kept, steps = versions(shard.status()), [h.steps for h in cluster.ask()]
+            shard.signal(signal.SIGTERM)
+            assert shard.ends() == 0
+            shard.start()
+            until(lambda s=shard: s.ready, "the shard to serve again")  # type: ignore[misc]
+            assert all(version >= kept[f] for f, version in versions(shard.status()).items())
+            for name in cluster.learners:
+                cluster.await_merged(name)
+            assert all(h.steps > s for h, s in zip(cluster.ask(), steps, strict=True))
+
+        assert cluster.disagreements() == []
+        gaps = [h.longest_gap_s for h in cluster.ask()]
+        print(f"rolling restart: longest gap between two steps {max(gaps):.3f} s")
+        assert all(shard.status()["epoch"] == 2 for shard in cluster.shards)
+        said = cluster.said()
+        assert "versions lost" not in said
+        assert "Traceback" not in said

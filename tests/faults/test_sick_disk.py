@@ -1,0 +1,80 @@
+"""A disk that refuses or is slow under a running shard, by strace in its system calls."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import loudly
+import pytest
+from processes import http_get, until, versions
+from steady import QuickShard, SteadyCluster
+
+SLOW_S = 1
+
+
+@contextmanager
+def injected(shard: QuickShard, log: Path, call: str, fault: str) -> Iterator[None]:
+    """While this lasts, a system call of the shard's does not do what it should."""
+    loudly.need("a sick disk", strace="strace")
+    command = ["strace", "-f", "-qq", "-p", str(shard.pid), "-o", str(log), "-e", f"trace={call}"]
+    command += ["-e", f"inject={call}:{fault}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        try:
+            until(lambda: has_ended(tracer) or has_injected(log), f"a {call} that is not as usual")
+            if has_ended(tracer):
+                loudly.skip("a sick disk", f"strace may not trace here: {tracer.communicate()[1]}")
+            yield
+        finally:
+            tracer.send_signal(signal.SIGINT)  # it lets go of the shard
+            tracer.wait()
+
+
+def has_ended(tracer: subprocess.Popen[str]) -> bool:
+    return tracer.poll() is not None
+
+
+def has_injected(log: Path) -> bool:
+    return log.exists() and re.search("INJECTED|DELAYED", log.read_text()) is not None
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [("fsync", "EIO", "Errno 5"), ("rename", "EROFS", "Errno 30")])
+def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: str, words: str, tmp_path: Path) -> None:
+    """Fault 7: not ready, nothing announced, the old state intact; goes on when the disk works again."""
+    with SteadyCluster(tmp_path) as cluster:
+        cluster.add("ann")
+        (shard,), ann = cluster.shards, cluster.learners["ann"]
+        with injected(shard, tmp_path / "strace", call, f"error={error}"):
+            until(lambda: http_get(shard.where.http, "/readyz")[0] == 503, "the shard to be not ready")
+            reason = http_get(shard.where.http, "/readyz")[1]
+            assert "storage" in reason
+            assert words in reason
+            until(lambda: all(not f["round_open"] for f in shard.status()["fragments"]), "every fragment to wait")
+            stuck, steps = versions(shard.status()), ann.ask().steps
+            until(lambda: ann.ask().steps > steps + 20, "steps without versions")
+            assert versions(shard.status()) == stuck
+
+        until(lambda: shard.ready, "the shard to be ready again")
+        until(lambda: min(versions(shard.status()).values()) > max(stuck.values()), "versions")
+        assert cluster.disagreements() == []
+        assert "storage works again" in cluster.said()
+        assert "Traceback" not in cluster.said()
+
+
+def test_a_slow_disk_slows_versions_down_and_nobody_else(tmp_path: Path) -> None:
+    """Fault 7: every fsync takes a second; the shard answers, heartbeats are in time, and learners step."""
+    with SteadyCluster(tmp_path) as cluster:
+        cluster.add("ann")
+        (shard,), ann = cluster.shards, cluster.learners["ann"]
+        with injected(shard, tmp_path / "strace", "fsync", f"delay_enter={SLOW_S}s"):
+            before, steps = versions(shard.status()), ann.ask().steps
+            until(lambda: all(v > before[f] for f, v in versions(shard.status()).items()), "a version of each fragment")
+            assert shard.ready
+            assert ann.ask().steps > steps
+        assert shard.status()["evictions"] == 0
+        assert ann.ask().reconnects == 0
+        assert cluster.disagreements() == []
