@@ -69,14 +69,14 @@ _CHANNEL = [
     *_SIZES,
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address share a connection otherwise
     ("grpc.enable_retries", 0),
 ]
-CHANNEL_OPTIONS = [*_CHANNEL, *_keepalive(2_000, 3_000)]
+CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 2_000), *_keepalive(2_000, 3_000)]
 """Of a control channel: a frozen shard is noticed after about 3 s."""
-BULK_CHANNEL_OPTIONS = [*_CHANNEL, *_keepalive(10_000, 30_000)]
-"""Of a channel for pushes or pulls: on a thin link a ping waits for seconds behind the data."""
+BULK_CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 4_000), *_keepalive(10_000, 30_000)]
+"""Of a channel for pushes or pulls: on a thin link a ping waits for seconds behind the data. With the control channel,
+the two of them dial a shard that does not answer once per second."""
 SERVER_OPTIONS = [
     *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,

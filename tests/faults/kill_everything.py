@@ -1,6 +1,6 @@
 """SIGKILL of everything in the middle of a run; the same `diloco up` command then ends it: faults.md 6.
 
-    python tests/faults/kill_everything.py --tokens 300000 --times 2
+    python tests/faults/kill_everything.py --tokens 800000 --times 2
 
 Runs it undisturbed first, and prints both held-out losses as JSON.
 """
@@ -19,7 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from processes import until
 from test_e2e_up import Up
 
-SETTINGS = {"worker.checkpoint_every_s": 0.5, "worker.step_delay_s": 0.005}
+SETTINGS = {
+    "worker.checkpoint_every_s": 0.5,
+    "worker.step_delay_s": 0.005,
+    "train.batch": 16,
+    "sync.quorum": "all",  # else who meets whom in a round makes more of a difference than any fault
+}
 
 
 def run(folder: Path, tokens: int, kills: int, **settings: object) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def merged(up: Up) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=300_000, help="budget of a run (default 300000)")
+    parser.add_argument("--tokens", type=int, default=800_000, help="budget of a run (default 800000)")
     parser.add_argument("--kills", type=int, default=1, help="how often everything is killed (default 1)")
     parser.add_argument("--times", type=int, default=1, help="how many pairs of runs (default 1)")
     args = parser.parse_args()
