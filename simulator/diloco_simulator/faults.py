@@ -53,6 +53,10 @@ class Faults:
                 for index in shards:
                     for up in ways:
                         cluster.cut((learner, index), up, lasts_s)
+            case "fill disk":
+                cluster.fill_disk(shard, lasts_s)
+            case "hurt file":
+                cluster.hurt_file(r.random())
             case "break stream":
                 cluster.break_stream((learner, shard), r.random() < 0.5, r.random() < 0.5)
         self._plan_next()

@@ -23,6 +23,7 @@ FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
     "cut", "cut one way", "break stream",
 )  # fmt: skip
+DISK_FAULTS = ("fill disk", "hurt file")
 _DEFAULTS = Settings()
 TENSORS_SHARE = 0.02
 """Of the short schedules, those that compute on tensors."""
@@ -68,6 +69,12 @@ class Options:
     """When the faults are over."""
     fault_every_s: float
     faults: tuple[str, ...]
+    disks: tuple[bool, ...]
+    """Of each shard: whether it has one. One that has none serves from memory."""
+    save_s: float
+    """Mean of what a write takes."""
+    interval_s: float
+    """Durability: 0 is "version", else the time of "interval"."""
     family: str = "long"
     """How it was drawn."""
     arithmetic: ArithmeticName = "tensors"
@@ -122,7 +129,7 @@ def draw_short(seed: int) -> Options:
     lease_s = r.uniform(1.0, 1.6)
     pace_s = r.uniform(0.2, 0.4)
     budget = r.choice((0, 0, 0, 0, 0, r.randint(20, 40)))
-    return replace(
+    drawn = replace(
         draw_options(seed),
         family="short",
         shards=3,
@@ -146,7 +153,10 @@ def draw_short(seed: int) -> Options:
         arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
         starts_s=0.3,
         look_every_s=0.2,
+        disks=(False,) * 3,
+        faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
     )
+    return _with_disks(drawn, r, pace_s)
 
 
 def draw_options(seed: int) -> Options:
@@ -186,9 +196,28 @@ def draw_options(seed: int) -> Options:
         faults_s=r.uniform(5.0, 15.0),
         fault_every_s=r.uniform(0.6, 3.0),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
+        disks=(False,) * shards,
+        save_s=0.0,
+        interval_s=0.0,
     )
     changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
-    return replace(drawn, pull=changes) if changes else drawn  # drawn apart: the rest of a seed stays what it was
+    if changes:  # drawn apart: the rest of a seed stays what it was
+        drawn = replace(drawn, pull=changes)
+    return _with_disks(drawn, random.Random(f"disks {seed}"), pace_s)
+
+
+def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
+    """Three of four schedules have disks, one of them for some shards only; a fifth of them is written at intervals."""
+    if r.random() < 0.25:
+        return drawn
+    some = r.random() < 0.25
+    return replace(
+        drawn,
+        disks=tuple(not some or r.random() < 0.5 for _ in range(drawn.shards)),
+        save_s=pace_s * r.choice((0.02, 0.1, 0.5)),
+        interval_s=pace_s * r.choice((0.0, 0.0, 0.0, 0.0, r.uniform(2.0, 6.0))),
+        faults=(*drawn.faults, *(kind for kind in DISK_FAULTS if r.random() < 0.3)),
+    )
 
 
 FAMILIES: dict[str, Callable[[int], Options]] = {"short": draw_short, "long": draw_options}
