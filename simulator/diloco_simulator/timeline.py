@@ -129,6 +129,34 @@ class Task:
             self._coroutine.close()
 
 
+class _Limit:
+    """All waits of one process for one length of time: they end in the order in which they began.
+
+    So one event at a time is enough for all of them, and most waits are over long before it happens.
+    """
+
+    def __init__(self, process: Process, seconds: float) -> None:
+        self._process = process
+        self._seconds = seconds
+        self._waits: deque[tuple[float, Future[Any]]] = deque()
+        self._is_set = False
+
+    def watch(self, future: Future[Any]) -> None:
+        due = self._process.timeline.now + self._seconds
+        self._waits.append((due, future))
+        if not self._is_set:
+            self._is_set = True
+            self._process.timeline.later(self._seconds, self._ring)
+
+    def _ring(self) -> None:
+        waits, now = self._waits, self._process.timeline.now
+        while waits and (waits[0][1].done or waits[0][0] <= now):
+            waits.popleft()[1].time_out(self._process)
+        self._is_set = bool(waits)
+        if waits:
+            self._process.timeline.later(waits[0][0] - now, self._ring)
+
+
 class Process:
     """Runs until it is killed. While it is frozen, what should have happened in it waits for the thaw."""
 
@@ -139,6 +167,7 @@ class Process:
         self.frozen = False
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
         self._tasks: list[Task] = []
+        self._limits: dict[float, _Limit] = {}
 
     def deliver(self, act: Act, *args: Any) -> None:
         """Something happens in this process: a message came, a timer rang."""
@@ -166,7 +195,10 @@ class Process:
 
     def within(self, future: Future[T], seconds: float) -> Future[T]:
         """The same future; it raises TimeoutError if it takes longer."""
-        self.timeline.later(seconds, future.time_out, self)
+        limit = self._limits.get(seconds)
+        if limit is None:
+            limit = self._limits[seconds] = _Limit(self, seconds)
+        limit.watch(future)
         return future
 
     def freeze(self) -> None:
