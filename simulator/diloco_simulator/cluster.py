@@ -182,13 +182,14 @@ class Cluster:
             disk.refuse()
             self.timeline.later(lasts_s, disk.accept)
 
-    def hurt_file(self, which: float) -> None:
-        """The newest version file of one fragment, of any shard with a disk."""
+    def hurt_file(self, which: float, *, noticed: bool, back_after_s: float) -> None:
+        """The newest version file of one fragment is damaged, and its shard crashes: nobody reads it before."""
         fragments = [(i, p) for i in sorted(self.disks) for p in sorted(self.truth.fragments_of[i])]
         if fragments:
             index, fragment_id = fragments[int(which * len(fragments))]
             if self.disks[index].hurt_newest(fragment_id):
                 self.note("hurt", index, fragment_id, self.disks[index].hurt[fragment_id])
+                self.crash_shard(index, noticed=noticed, back_after_s=back_after_s)
 
     def freeze_shard(self, index: int, lasts_s: float) -> None:
         shard = self.shards.get(index)

@@ -135,6 +135,12 @@ def served_versions_are_published(
 # ------------------------------------------------------------ a shard begins another life
 
 
+def damage_has_a_cause(damage: str, *, was_hurt: bool) -> None:
+    """A crash alone damages no version file: none has its name before it is durable."""
+    if damage and not was_hurt:
+        raise Violation("damage_has_a_cause", f"{damage}, and nobody did it")
+
+
 def recovered_versions_are_what_they_were(
     truth: Truth, known: Version | None, record: Record, values: Values, published: Published
 ) -> None:

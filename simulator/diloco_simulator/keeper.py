@@ -17,6 +17,7 @@ from diloco_common.settings import Settings
 from diloco_server.storage.store import FileStore, NothingIntact, Recovered
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import version_names
+from diloco_simulator import invariants
 from diloco_simulator.disk import Crashed, FakeDisk
 from diloco_simulator.options import Options
 from diloco_simulator.timeline import Process
@@ -36,6 +37,7 @@ class ShardDisk:
         self.hurt: dict[int, str] = {}
         """Fragment -> what became of its newest file since the last start: "rot", "truncate" or "lose"."""
         self._refusals = 0
+        self._was_hurt = False
 
     def start(self, settings: Settings) -> tuple[FileStore, Recovered]:
         """Begin a life. Raises Crashed, and OSError where the disk refuses."""
@@ -47,6 +49,8 @@ class ShardDisk:
         except Crashed:
             fake.crash()
             raise
+        except (ValueError, TypeError, LookupError, EOFError, MemoryError) as error:
+            raise invariants.Violation("damage_is_recognised", repr(error)) from error
         finally:
             fake.crash_at = None
 
@@ -54,13 +58,17 @@ class ShardDisk:
         """What the store finds. Where it finds nothing intact, a person does what the message says."""
         while True:
             try:
-                return store.recover()
+                recovered = store.recover()
+                invariants.damage_has_a_cause("; ".join(recovered.damage), was_hurt=self._was_hurt)
+                return recovered
             except NothingIntact as error:
+                invariants.damage_has_a_cause(str(error), was_hurt=bool(self.hurt))
                 names = self.fake.names()
                 for fragment_id in self.hurt:
                     for name in version_names(fragment_id, names):
                         if name in str(error):
                             self.fake.remove(name)
+                self.fake.sync_names()
 
     def hurt_newest(self, fragment_id: int) -> bool:
         """A fragment's newest file rots, loses its end, or is lost. False: there is none."""
@@ -78,6 +86,7 @@ class ShardDisk:
             case "lose":
                 fake.lose(name)
         self.hurt[fragment_id] = how
+        self._was_hurt = True
         return True
 
     def refuse(self) -> None:

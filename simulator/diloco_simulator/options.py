@@ -79,6 +79,8 @@ class Options:
     """How it was drawn."""
     arithmetic: ArithmeticName = "tensors"
     """What values are made of."""
+    faults_from_s: float = 0.0
+    """When they begin."""
     starts_s: float = 2.0
     """Within this time all learners are started."""
     heartbeat_s: float = 1.0
@@ -148,7 +150,8 @@ def draw_short(seed: int) -> Options:
         compute_s=r.choice((0.005, 0.03, 0.1)),
         call_s=r.uniform(0.8, 1.5),
         delay_s=r.choice((0.002, 0.01, 0.06)),
-        faults_s=r.uniform(1.2, 2.2),
+        faults_from_s=r.choice((0.0, 0.6)),
+        faults_s=r.uniform(1.4, 2.4),
         fault_every_s=r.uniform(0.15, 0.4),
         arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
         starts_s=0.3,
