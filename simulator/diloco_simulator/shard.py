@@ -47,7 +47,7 @@ class SimulatedShard:
         self._note = note
         self._arithmetic = arithmetic_of(options.arithmetic)
         self._streams: dict[str, Stream] = {}
-        self._random = random.Random(f"shard {options.seed} {index} {epoch}")
+        self._random = random.Random(f"shard {options.seed} {epoch if life is None else (index, epoch)}")
         self._compute_free_at = 0.0
         self._thawed_at = 0.0
         self._grace_s_max = 0.0
@@ -205,6 +205,7 @@ class SimulatedShard:
         values = self._arithmetic.seed(effect.payload)
         published = self._arithmetic.publish(values, self._options.pull, None)
         truth.fragments_of[self.index].add(fragment_id)
+        invariants.names_are_given_once(truth, fragment_id, (self.core.epoch, 0))
         truth.publish(fragment_id, (self.core.epoch, 0), published.values, values.theta, None, [])
         self._keep(self.core.seed_record(fragment_id), values, published, self._seeded, fragment_id, values, published)
 
@@ -280,8 +281,10 @@ class SimulatedShard:
         except Refusal as refusal:
             self._send(stream, Evicted(refusal.code, str(refusal)))
             return
+        is_news = member.first_step is None or member.progress.inner_step != progress.inner_step
         self.core.progress(member, progress, self.process.timeline.now)
-        self.advance()
+        if is_news:  # after a mere heartbeat only time can change anything
+            self.advance()
 
     def closed(self, stream: Stream) -> None:
         """The learner's side of a stream ended."""

@@ -6,9 +6,9 @@ Coroutines stand for asyncio tasks, so that the modelled shells read like the re
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Timeline:
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
         """Call `act` in `delay_s` seconds."""
         self._asked += 1
-        heapq.heappush(self._later, (self.now + delay_s, self._asked, act, args))
+        heappush(self._later, (self.now + delay_s, self._asked, act, args))
 
     def soon(self, act: Act, *args: Any) -> None:
         """Call `act` now, after what was asked for now before."""
@@ -39,7 +39,7 @@ class Timeline:
 
         Returns how many there were.
         """
-        later, soon, heappop, popleft = self._later, self._soon, heapq.heappop, self._soon.popleft
+        later, soon, popleft = self._later, self._soon, self._soon.popleft
         events = 0
         while not self._stopped:
             self.now, _, act, args = heappop(later)
@@ -69,7 +69,8 @@ class Future(Generic[T]):
         """The first outcome counts."""
         if not self.done:
             self.done, self._value = True, value
-            self._wake()
+            if (task := self._task) is not None:
+                task.process.timeline.soon(task.wake)
 
     def fail(self, error: Exception) -> None:
         if not self.done:
@@ -111,8 +112,11 @@ class Task:
         process = self.process
         if process.frozen:
             process.deliver(self.resume)
-        elif process.alive:
-            self.resume()
+        elif process.alive and not self.done:
+            try:
+                self._coroutine.send(None)._task = self
+            except StopIteration:
+                self.done = True
 
     def resume(self) -> None:
         if self.done:
@@ -178,7 +182,9 @@ class Process:
 
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
         """Call `act` in `delay_s` seconds, if the process runs then."""
-        self.timeline.later(delay_s, self.deliver, act, *args)
+        timeline = self.timeline
+        timeline._asked += 1
+        heappush(timeline._later, (timeline.now + delay_s, timeline._asked, self.deliver, (act, *args)))
 
     def spawn(self, coroutine: Coroutine[Future[Any], None, None], name: str) -> Task:
         """Start a coroutine; it runs up to its first wait at once after this."""

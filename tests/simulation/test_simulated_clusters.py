@@ -93,7 +93,7 @@ def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixtu
         main(["--replay", "78"])
 
     assert ended.value.code == 2
-    assert "say long:SEED or short:SEED" in capsys.readouterr().err
+    assert "say long:SEED or memory:SEED or short:SEED" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["long", "short"])

@@ -12,7 +12,7 @@ from mutants import MUTANTS, replaced
 
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.invariants import Violation
-from diloco_simulator.options import Options, draw_options, draw_short
+from diloco_simulator.options import Options, draw_memory, draw_short
 
 WELL = "well_again_after_faults"
 # mutant, seeds within which it must be found, invariants that may find it
@@ -22,7 +22,7 @@ KILLED = [
     ("accept_late", range(30), {"belief_is_true", "nothing_carried_is_merged"}),
     ("merge_twice", range(10), {"merged_at_most_once", "only_current_generations_are_merged"}),
     ("announce_before_computing", range(10), {"announced_versions_are_there"}),
-    ("take_every_seed", range(30), {"anchors_are_published_values", "rounds_make_the_next_version"}),
+    ("take_every_seed", range(30), {"names_are_given_once", "rounds_make_the_next_version"}),
     ("wait_for_all", range(10), {"nobody_delays_a_round_beyond_its_grace"}),
     ("wait_for_the_dead", range(40), {WELL}),
     ("stop_whoever_joins_again", range(20), {"superseded_only_by_another"}),
@@ -87,7 +87,7 @@ def test_the_simulation_finds_a_broken_guard(mutant: str, seeds: range, finders:
 
 
 def _violations(mutant: str, seeds: range) -> Iterator[Exception]:
-    draw = DISKS.get(mutant, draw_options)
+    draw = DISKS.get(mutant, draw_memory)
     for seed in seeds:
         try:
             with replaced(*MUTANTS[mutant]):
