@@ -169,7 +169,10 @@ def draw_options(seed: int) -> Options:
 
 
 def draw_memory(seed: int) -> Options:
-    """The options of a long schedule without disks. Half of the kinds of faults are left out of each, so that each gets its turn alone."""
+    """The options of a long schedule without disks.
+
+    Half of the kinds of faults are left out of each, so that each gets its turn alone.
+    """
     r = random.Random(f"options {seed}")
     shards, learners = r.choice((1, 1, 2, 2, 3)), r.choice((1, 2, 2, 3, 3, 4, 5))
     fragments = min(6, shards + r.choice((0, 0, 1, 1, 2, 3, 5)))

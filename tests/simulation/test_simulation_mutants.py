@@ -54,7 +54,14 @@ def hard_on_disks(seed: int, **changes: object) -> Options:
     """A short schedule in which shards crash, files are damaged, and little else goes wrong."""
     return replace(
         draw_short(seed),
-        **{"disks": (True,) * 3, "interval_s": 0.0, "save_s": 0.1, "arithmetic": "numbers", "quorum": 1, "sync_every": 1}
+        **{
+            "disks": (True,) * 3,
+            "interval_s": 0.0,
+            "save_s": 0.1,
+            "arithmetic": "numbers",
+            "quorum": 1,
+            "sync_every": 1,
+        }
         | {"faults": ("crash shard", "crash shard", "hurt file"), "faults_from_s": 1.5, "faults_s": 5.0, "budget": 0}
         | changes,
     )
