@@ -3,7 +3,8 @@
 The promises are about ids, versions and tokens, and most of a schedule's time would go into arithmetic on 23 elements.
 So most short schedules count: a fragment is the number of tokens in it, and a payload carries that number. What decides
 stays production code; in `LearnerFragment` and `Pending` only the names `torch` and `encode_payload` stand for numbers,
-and in the store what a file holds (`number_file.py`), while such a schedule runs. Encodings still lose something, on a grid on which sums are exact.
+and in the store what a file holds (`number_file.py`), while such a schedule runs. Encodings still lose something, on a
+grid on which sums are exact.
 """
 
 from __future__ import annotations

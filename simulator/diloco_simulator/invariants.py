@@ -54,7 +54,7 @@ def contributions_are_merged_whole(contributions: Sequence[Contribution], origin
 
 
 def merged_at_most_once(truth: Truth, before: Version, origins: Sequence[Origin], *, gapless: bool) -> None:
-    """P1: no contribution, and no token of a process, is in a version and one before it; with carry none is left out."""
+    """P1: no contribution, and no token of a process, is in a version and one before; with carry none is left out."""
     for origin in origins:
         merged = before.merged.get(origin.instance, ())
         entered, reached = truth.entries[origin.instance, origin.fragment_id]
