@@ -133,7 +133,7 @@ class SimulatedKeeper:
         fragment_id = version.record.fragment_id
         if not self._interval_s or fragment_id not in self._written:
             self._saving[fragment_id] = (version, manifest)
-            self._process.later(self._takes_s(), self._save, fragment_id, then, args)
+            self._process.later(self._takes_s(), self._save, version, manifest, then, args)
             return
         if fragment_id not in self._due:
             self._process.later(self._interval_s, self._write_later, fragment_id)
@@ -157,12 +157,14 @@ class SimulatedKeeper:
 
     # ------------------------------------------------------------ helpers
 
-    def _save(self, fragment_id: int, then: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if self._write(*self._saving[fragment_id]):
-            del self._saving[fragment_id]
+    def _save(
+        self, version: StoredVersion, manifest: Manifest, then: Callable[..., None], args: tuple[Any, ...]
+    ) -> None:
+        if self._write(version, manifest):
+            self._saving.pop(version.record.fragment_id, None)
             then(*args)
         else:
-            self._process.later(RETRY_S, self._save, fragment_id, then, args)
+            self._process.later(RETRY_S, self._save, version, manifest, then, args)
 
     def _write_later(self, fragment_id: int) -> None:
         if self._write(*self._due[fragment_id]):
