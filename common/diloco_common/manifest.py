@@ -126,6 +126,8 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
 
 def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit: int = 5) -> list[str]:
     """The first `limit` differences between two models, as lines 'name: mine <-> theirs'."""
+    if mine == theirs:
+        return []
     left, right = {t.name: t for t in mine}, {t.name: t for t in theirs}
     lines = []
     for name in sorted(left.keys() | right.keys()):

@@ -3,7 +3,8 @@
 The promises are about ids, versions and tokens, and most of a schedule's time would go into arithmetic on 23 elements.
 So most short schedules count: a fragment is the number of tokens in it, and a payload carries that number. What decides
 stays production code; in `LearnerFragment` and `Pending` only the names `torch` and `encode_payload` stand for numbers,
-while such a schedule runs (`numbers.py`). Encodings still lose something, on a grid on which sums are exact.
+and in the store what a file holds (`number_file.py`), while such a schedule runs. Encodings still lose something, on a
+grid on which sums are exact.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+import diloco_server.storage.store as storage
 import diloco_worker.core.fragment as learner_fragment
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.codec.change import decode_version
@@ -25,7 +27,7 @@ from diloco_server.core.fragment import Published, Values
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.rounds import Contribution
-from diloco_simulator import numbers
+from diloco_simulator import number_file, numbers
 from diloco_simulator.model import Counting, pattern_of, replica
 from diloco_simulator.numbers import Number, NumberReplica
 
@@ -190,14 +192,16 @@ def arithmetic_of(name: ArithmeticName) -> Arithmetic:
 
 @contextmanager
 def computing_with(name: ArithmeticName) -> Iterator[Arithmetic]:
-    """Within, a learner's core computes on tensors, or on numbers."""
+    """Within, a learner's core computes on tensors, or on numbers, and a store keeps them in files."""
     if name == "tensors":
         yield arithmetic_of(name)
         return
     module: Any = learner_fragment
-    before = module.torch, module.encode_payload
+    files: Any = storage
+    before = module.torch, module.encode_payload, files.write_version, files.read_version
     module.torch, module.encode_payload = numbers.AsTorch, numbers.encode_payload
+    files.write_version, files.read_version = number_file.write_version, number_file.read_version
     try:
         yield arithmetic_of(name)
     finally:
-        module.torch, module.encode_payload = before
+        module.torch, module.encode_payload, files.write_version, files.read_version = before

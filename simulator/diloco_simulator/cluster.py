@@ -11,8 +11,10 @@ from typing import Any
 
 from diloco_simulator import invariants
 from diloco_simulator.arithmetic import arithmetic_of, computing_with
+from diloco_simulator.disk import Crashed
 from diloco_simulator.faults import Faults
 from diloco_simulator.invariants import Violation
+from diloco_simulator.keeper import RETRY_S, ShardDisk
 from diloco_simulator.learner import SimulatedLearner
 from diloco_simulator.network import Network, Path
 from diloco_simulator.options import Options
@@ -86,10 +88,11 @@ class Cluster:
         self.learners: list[SimulatedLearner] = []
         """Every process that was ever started."""
         self.shards: dict[int, SimulatedShard] = {}
+        self.disks = {index: ShardDisk(index, options) for index, has in enumerate(options.disks) if has}
         self.healed = False
         self._random = random.Random(f"cluster {options.seed}")
         self._trace: list[tuple[Any, ...]] = []
-        self._marks: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) when all had joined again
+        self._marks: dict[int, int] = {}  # fragment -> version when all had joined again
         self._to_resolve: list[Any] = []
         for index in range(options.shards):
             self.start_shard(index)
@@ -115,11 +118,21 @@ class Cluster:
     def start_shard(self, index: int) -> None:
         if index in self.shards and self.shards[index].process.alive:
             return
-        epoch = self._random.randrange(1, 2**31)
+        disk, life = self.disks.get(index), None
+        if disk is None:
+            epoch = self._random.randrange(1, 2**31)
+        else:
+            try:
+                life = disk.start(self.options.settings[index])
+            except (Crashed, OSError) as error:
+                self.note("no start", index, repr(error))
+                self.timeline.later(RETRY_S, self.start_shard, index)
+                return
+            epoch = life[0].epoch
         process = Process(self.timeline, f"shard {index}")
         self.note("start shard", index, epoch)
         self.shards[index] = self.network.shards[index] = SimulatedShard(
-            index, epoch, process, self.options, self.truth, self.note
+            index, epoch, process, self.options, self.truth, self.note, disk, life
         )
 
     def start_learner(self, learner_id: str) -> None:
@@ -153,16 +166,34 @@ class Cluster:
             learner.hung_until = self.timeline.now + lasts_s
 
     def crash_shard(self, index: int, *, noticed: bool, back_after_s: float) -> None:
-        shard = self.shards[index]
-        if shard.process.alive:
-            self._end(shard.process, noticed)
-            self.truth.live_epochs.pop(index)
-            self.truth.counts["memory losses"] += 1
+        shard = self.shards.get(index)
+        if shard is not None and shard.process.alive:
+            disk = self.disks.get(index)
+            power = disk is not None and disk.random.random() < 0.5
+            shard.crash(power=power)
+            self.network.gone(shard.process, noticed)
+            self.truth.counts["memory losses" if disk is None else "power cuts" if power else "kills"] += 1
             self.timeline.later(back_after_s, self.start_shard, index)
 
+    def fill_disk(self, index: int, lasts_s: float) -> None:
+        """It takes nothing more for a while, or fails to sync."""
+        disk = self.disks.get(index)
+        if disk is not None:
+            disk.refuse()
+            self.timeline.later(lasts_s, disk.accept)
+
+    def hurt_file(self, which: float, *, noticed: bool, back_after_s: float) -> None:
+        """The newest version file of one fragment is damaged, and its shard crashes: nobody reads it before."""
+        fragments = [(i, p) for i in sorted(self.disks) for p in sorted(self.truth.fragments_of[i])]
+        if fragments:
+            index, fragment_id = fragments[int(which * len(fragments))]
+            if self.disks[index].hurt_newest(fragment_id):
+                self.note("hurt", index, fragment_id, self.disks[index].hurt[fragment_id])
+                self.crash_shard(index, noticed=noticed, back_after_s=back_after_s)
+
     def freeze_shard(self, index: int, lasts_s: float) -> None:
-        shard = self.shards[index]
-        if shard.process.alive:
+        shard = self.shards.get(index)
+        if shard is not None and shard.process.alive:
             shard.freeze()
             self.timeline.later(lasts_s, self._thaw_shard, shard)
 
@@ -184,6 +215,8 @@ class Cluster:
             learner.hung_until = 0.0
         for shard in self.shards.values():
             self._thaw_shard(shard)
+        for disk in self.disks.values():
+            disk.heal()
         for index in range(self.options.shards):
             self.start_shard(index)
         for learner_id in self.learner_ids:
@@ -250,7 +283,10 @@ class Cluster:
             if len(running) != 1 or running[0].state != "training":
                 return False, f"{learner_id}: {[p.state for p in running]}"
             for link in running[0].links:
-                member = self.shards[link.shard_index].core.membership.get(learner_id)
+                shard = self.shards.get(link.shard_index)
+                if shard is None or not shard.process.alive:
+                    return False, f"shard {link.shard_index} does not run"
+                member = shard.core.membership.get(learner_id)
                 if not link.connected or member is None or not member.live or member.generation != link.generation:
                     return False, f"{learner_id} is not with shard {link.shard_index}"
         if self.options.norm_factor < 100:
@@ -262,21 +298,23 @@ class Cluster:
     def _versions_go_on(self) -> tuple[bool, str]:
         if not self._marks:
             self._marks = {
-                fragment_id: (shard.core.epoch, state.version)
+                fragment_id: state.version
                 for shard in self.shards.values()
                 for fragment_id, state in shard.core.fragments.items()
             }
         for shard in self.shards.values():
             for fragment_id, state in shard.core.fragments.items():
-                epoch, marked = self._marks[fragment_id]
+                marked = self._marks[fragment_id]
                 if state.version <= marked:
-                    return False, f"fragment {fragment_id} stays at version {state.version} of epoch {epoch}"
+                    return False, f"fragment {fragment_id} stays at version {state.version}"
                 for learner_id in self.learner_ids:
                     core = self.running(learner_id)[0].core
                     assert core is not None
                     has = core.fragments[fragment_id]
-                    if has.epoch != epoch or has.version <= marked:
-                        return False, f"{learner_id} stays at version {has.version} of fragment {fragment_id}"
+                    name = (has.epoch, has.version)
+                    mine = self.truth.versions[fragment_id, name]
+                    if has.version <= marked or not self.truth.heads[fragment_id].descends_from(mine):
+                        return False, f"{learner_id} stays at version {name} of fragment {fragment_id}"
         return True, "well"
 
     def _instance_runs(self, instance: str) -> bool:

@@ -17,7 +17,7 @@ class Faults:
         self._options = cluster.options
         self._random = random.Random(f"faults {cluster.options.seed}")
         cluster.timeline.later(cluster.options.faults_s, cluster.heal)
-        self._plan_next()
+        cluster.timeline.later(cluster.options.faults_from_s, self._plan_next)
 
     def _plan_next(self) -> None:
         wait_s = self._random.expovariate(1 / self._options.fault_every_s)
@@ -53,6 +53,10 @@ class Faults:
                 for index in shards:
                     for up in ways:
                         cluster.cut((learner, index), up, lasts_s)
+            case "fill disk":
+                cluster.fill_disk(shard, lasts_s)
+            case "hurt file":
+                cluster.hurt_file(r.random(), noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s))
             case "break stream":
                 cluster.break_stream((learner, shard), r.random() < 0.5, r.random() < 0.5)
         self._plan_next()

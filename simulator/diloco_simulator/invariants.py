@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from diloco_common.codec import Payload
 from diloco_server.core.cadence import Quorum, needed
-from diloco_server.core.fragment import FragmentState
+from diloco_server.core.fragment import FragmentState, Published, Record, Values
 from diloco_server.core.membership import Member, State
 from diloco_server.core.rounds import Contribution
 from diloco_simulator.arithmetic import Value
-from diloco_simulator.truth import Origin, Truth
+from diloco_simulator.truth import Name, Origin, Truth, Version
 from diloco_worker.core.fragment import LearnerFragment, Pending
 
 TOLERANCE = 0.02
@@ -53,17 +53,17 @@ def contributions_are_merged_whole(contributions: Sequence[Contribution], origin
             raise Violation("contributions_are_merged_whole", f"{_name(o)} came as {c}")
 
 
-def merged_at_most_once(truth: Truth, origins: Sequence[Origin], *, gapless: bool) -> None:
-    """P1: no contribution, and no token of a process, is in two versions of an epoch; with carry none is left out."""
+def merged_at_most_once(truth: Truth, before: Version, origins: Sequence[Origin], *, gapless: bool) -> None:
+    """P1: no contribution, and no token of a process, is in a version and one before; with carry none is left out."""
     for origin in origins:
-        before = truth.merged[origin.instance, origin.fragment_id, origin.epoch]
-        if origin.merged:
+        merged = before.merged.get(origin.instance, ())
+        entered, reached = truth.entries[origin.instance, origin.fragment_id]
+        if len(merged) > entered:
+            reached = merged[-1].end
+        if origin in merged:
             raise Violation("merged_at_most_once", f"{_name(origin)} is merged again")
-        if not before:
-            continue
-        last = before[-1]
-        if origin.start < last.end or (gapless and origin.start > last.end):
-            raise Violation("merged_at_most_once", f"{_name(origin)} follows {_name(last)}")
+        if origin.start < reached or (gapless and origin.start > reached):
+            raise Violation("merged_at_most_once", f"{_name(origin)}, but tokens up to {reached} were merged before")
 
 
 def nothing_carried_is_merged(origins: Sequence[Origin]) -> None:
@@ -112,49 +112,102 @@ def nobody_delays_a_round_beyond_its_grace(
             )
 
 
-def announced_versions_are_there(truth: Truth, epoch: int, fragment_id: int, version: int) -> None:
+def announced_versions_are_there(truth: Truth, fragment_id: int, name: Name) -> None:
     """P2: a version is computed before anybody is told of it, and never taken back."""
-    if version not in truth.published[epoch, fragment_id]:
-        raise Violation("announced_versions_are_there", f"fragment {fragment_id}: version {version} is announced early")
-    if version < truth.announced.get((epoch, fragment_id), 0):
-        raise Violation("announced_versions_are_there", f"fragment {fragment_id}: version {version} is announced late")
-    truth.announced[epoch, fragment_id] = version
+    version, before = truth.versions.get((fragment_id, name)), truth.announced.get(fragment_id)
+    if version is None:
+        raise Violation("announced_versions_are_there", f"fragment {fragment_id}: version {name} is announced early")
+    if before is not None and version is not before and not version.descends_from(before):
+        words = f"fragment {fragment_id}: version {name} is announced after {before.name}"
+        raise Violation("announced_versions_are_there", words)
+    truth.announced[fragment_id] = version
 
 
 def served_versions_are_published(
-    truth: Truth, epoch: int, fragment_id: int, version: int, payload: Payload, merged_version: int
+    truth: Truth, fragment_id: int, name: Name, payload: Payload, merged_version: int
 ) -> None:
     """P3: everybody gets the same bytes of a version."""
-    announced_versions_are_there(truth, epoch, fragment_id, version)
-    if truth.published[epoch, fragment_id][version].payload is not payload or merged_version > version:
-        raise Violation("served_versions_are_published", f"fragment {fragment_id}: version {version} has other bytes")
+    announced_versions_are_there(truth, fragment_id, name)
+    if truth.versions[fragment_id, name].payload is not payload or merged_version > name[1]:
+        raise Violation("served_versions_are_published", f"fragment {fragment_id}: version {name} has other bytes")
+
+
+# ------------------------------------------------------------ a shard begins another life
+
+
+def damage_has_a_cause(damage: str, *, was_hurt: bool) -> None:
+    """A crash alone damages no version file: none has its name before it is durable."""
+    if damage and not was_hurt:
+        raise Violation("damage_has_a_cause", f"{damage}, and nobody did it")
+
+
+def recovered_versions_are_what_they_were(
+    truth: Truth, known: Version | None, record: Record, values: Values, published: Published
+) -> None:
+    """P2: what comes back from the disk was computed, and is the same bit for bit: for the shard and for learners."""
+    same, decoded = truth.arithmetic.same, truth.arithmetic.decoded
+    if known is None or not same(known.theta, values.theta) or not same(known.values, decoded(published.values)):
+        name = (record.epoch, record.version)
+        words = f"fragment {record.fragment_id}: version {name} comes back as another one"
+        raise Violation("recovered_versions_are_what_they_were", words)
+
+
+def announced_versions_survive(
+    announced: Version, back: Version | None, hurt: str, *, lasts: bool, renamed: bool
+) -> None:
+    """P2: only damage to the disk loses an announced version; it is noticed, and nothing else gets the version's name.
+
+    A file that is gone may leave no trace on the disk. Then those notice that hold its version.
+    """
+    words = f"fragment {announced.fragment_id}: version {announced.name} was announced, "
+    words += f"{back.name if back is not None else 'nothing'} came back (damage: {hurt or 'none'})"
+    if lasts and not hurt:
+        raise Violation("announced_versions_survive", words)
+    if hurt in ("rot", "truncate") and not renamed:
+        raise Violation("announced_versions_survive", f"{words}, under its old name")
+
+
+def names_are_of_this_life(version: Version, name: Name, epoch: int) -> None:
+    """A version that gets another name keeps its number, in the epoch of this life."""
+    if name != (epoch, version.name[1]):
+        raise Violation("names_are_of_this_life", f"version {version.name} is called {name} in epoch {epoch}")
+
+
+def names_are_given_once(truth: Truth, fragment_id: int, name: Name) -> None:
+    """P3: no two versions have the same epoch and number."""
+    if (fragment_id, name) in truth.versions:
+        raise Violation("names_are_given_once", f"fragment {fragment_id}: version {name} is made again")
 
 
 # ------------------------------------------------------------ a learner, after each of its events
 
 
-def belief_is_true(truth: Truth, origin: Origin) -> None:
-    """Counted as merged: it was. Counted as carried: it was not, or the shard has lost its memory since."""
-    if origin.belief == "merged" and not origin.merged:
-        raise Violation("belief_is_true", f"{_name(origin)} is counted as merged, and is not")
-    if origin.belief == "carried" and origin.merged:
-        if truth.is_live(origin.epoch):
-            raise Violation("belief_is_true", f"{_name(origin)} is counted as carried, and is merged")
-        truth.counts["tokens counted again"] += origin.end - origin.start
+def belief_is_true(truth: Truth, origin: Origin, version: Version) -> None:
+    """Counted as merged: it is in the version that the learner has. Counted as carried: it is in none that counts."""
+    if origin.belief == "merged" and origin not in version.merged.get(origin.instance, ()):
+        raise Violation("belief_is_true", f"{_name(origin)} is counted as merged, and is not in {version.name}")
+    head = truth.heads.get(origin.fragment_id)
+    if origin.belief == "carried":
+        if head is not None and origin in head.merged.get(origin.instance, ()):
+            raise Violation("belief_is_true", f"{_name(origin)} is counted as carried, and is in {head.name}")
+        if origin.merged:
+            truth.counts["tokens merged and lost"] += origin.end - origin.start
 
 
 def tokens_add_up(truth: Truth, instance: str, fragment: LearnerFragment, base: int, *, gapless: bool) -> None:
     """Trained = merged + not merged yet: the versions up to the anchor hold the tokens before `base`, and no others."""
-    p, epoch = fragment.fragment.fragment_id, fragment.epoch
-    merged = truth.merged.get((instance, p, epoch), [])
-    reached = truth.entries[instance, p, epoch]
-    for origin in merged:
-        if origin.round <= fragment.version:
-            if origin.start < reached or (gapless and origin.start > reached):
-                raise Violation("tokens_add_up", f"{_name(origin)}, but tokens up to {reached} were merged before")
-            reached = origin.end
-        elif truth.is_live(epoch) and (fragment.pending is None or fragment.pending.round != origin.round):
-            raise Violation("tokens_add_up", f"{_name(origin)} is merged, its learner has it no longer")
+    p = fragment.fragment.fragment_id
+    version, head = truth.versions[p, (fragment.epoch, fragment.version)], truth.heads.get(p)
+    merged = version.merged.get(instance, ())
+    entered, reached = truth.entries[instance, p]
+    for origin in merged[entered:]:
+        if origin.start < reached or (gapless and origin.start > reached):
+            raise Violation("tokens_add_up", f"{_name(origin)}, but tokens up to {reached} were merged before")
+        reached = origin.end
+    if head is not None and head is not version and head.descends_from(version):
+        for origin in head.merged.get(instance, ())[len(merged) :]:
+            if fragment.pending is None or fragment.pending.round != origin.round:
+                raise Violation("tokens_add_up", f"{_name(origin)} is merged, its learner has it no longer")
     if base < reached or (gapless and base > reached):
         raise Violation("tokens_add_up", f"{instance} fragment {p}: counts {base} tokens as merged, {reached} are")
 
@@ -181,22 +234,17 @@ def contribution_is_what_was_trained(truth: Truth, origin: Origin, pending: Pend
 
 def anchors_are_published_values(truth: Truth, fragment: LearnerFragment) -> None:
     """P3: whoever holds a version holds the same values, bit for bit."""
-    known = truth.published[fragment.epoch, fragment.fragment.fragment_id].get(fragment.version)
+    name = (fragment.epoch, fragment.version)
+    known = truth.versions.get((fragment.fragment.fragment_id, name))
     if known is None or fragment.anchor is None or not truth.arithmetic.same(known.values, fragment.anchor):
-        raise Violation(
-            "anchors_are_published_values",
-            f"fragment {fragment.fragment.fragment_id}: version {fragment.version} of epoch {fragment.epoch}",
-        )
+        raise Violation("anchors_are_published_values", f"fragment {fragment.fragment.fragment_id}: version {name}")
 
 
-def anchors_grow(before: tuple[int, int], after: tuple[int, int], epochs: Sequence[int]) -> None:
-    """(epoch, version) of an anchor: the version grows within an epoch, and no epoch comes back."""
-    if before[0] == after[0]:
-        ok = before[1] < after[1]
-    else:
-        ok = after[0] not in epochs
-    if not ok:
-        raise Violation("anchors_grow", f"(epoch, version) {before} is followed by {after}")
+def anchors_grow(truth: Truth, before: Version, after: Version) -> None:
+    """A learner's versions come one from the other, unless what it had is lost."""
+    head = truth.heads.get(before.fragment_id)
+    if not after.descends_from(before) and head is not None and head.descends_from(before):
+        raise Violation("anchors_grow", f"version {before.name} is followed by {after.name}")
 
 
 def inbox_is_bounded(held: int, fragments: int, shards: int) -> None:

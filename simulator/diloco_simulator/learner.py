@@ -57,7 +57,6 @@ class SimulatedLearner:
         self._stopped: set[int] = set()
         self._progress = Progress(0, 0)
         self._patterns: dict[int, Value] = {}
-        self._epochs: dict[int, list[int]] = {}  # fragment -> epochs that its anchors were of
         self._step_s = options.step_s[number]
         self._carries = options.on_commit == "carry"
         self._counts_values = options.on_commit != "blend"
@@ -217,14 +216,15 @@ class SimulatedLearner:
             return
         self._note("applied", self.instance, event.fragment_id, event.version, event.epoch)
         self._touched.add(event.fragment_id)
-        epochs = self._epochs.setdefault(event.fragment_id, [])
-        invariants.anchors_grow(before, (event.epoch, event.version), epochs)
-        base = self._base(fragment)
-        self._resolve(event.fragment_id)
-        if event.epoch not in epochs:
-            epochs.append(event.epoch)
-            self._truth.entries[self.instance, event.fragment_id, event.epoch] = base
         invariants.anchors_are_published_values(self._truth, fragment)
+        versions, p = self._truth.versions, event.fragment_id
+        old, new = versions.get((p, before)), versions[p, (event.epoch, event.version)]
+        if old is not None:
+            invariants.anchors_grow(self._truth, old, new)
+        base = self._base(fragment)
+        self._resolve(p)
+        if old is None or not new.descends_from(old):
+            self._truth.entries[self.instance, p] = (len(new.merged.get(self.instance, ())), base)
         if self._counts_values:
             theta = self._arithmetic.theta(self._replica, fragment.fragment)
             tokens = fragment.tokens_since(self._core.tokens)
@@ -242,7 +242,7 @@ class SimulatedLearner:
         self._touched.add(pending.fragment_id)
         start = self._base(self._core.fragments[pending.fragment_id])
         origin = Origin(
-            self.learner_id, self.instance, pending.fragment_id, pending.round, pending.epoch, start,
+            self.learner_id, self.instance, pending.fragment_id, pending.round, pending.shard_epoch, start,
             start + pending.tokens, pending.delta(),
         )  # fmt: skip
         self.unresolved[pending.fragment_id] = origin
@@ -268,7 +268,9 @@ class SimulatedLearner:
         self._merged_seen = merged
         self._note(origin.belief, self.instance, fragment_id, origin.round, origin.epoch)
         self._truth.counts[origin.belief] += 1
-        invariants.belief_is_true(self._truth, origin)
+        fragment = core.fragments[fragment_id]
+        version = self._truth.versions[fragment_id, (fragment.epoch, fragment.version)]
+        invariants.belief_is_true(self._truth, origin, version)
         if origin.belief == "merged" and core.policy.error_feedback:
             assert origin.payload is not None
             self._truth.residuals[self.instance, fragment_id] = self._arithmetic.lost(origin.meant, origin.payload)

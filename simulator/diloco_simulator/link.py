@@ -29,6 +29,7 @@ from diloco_common.messages import (
     Committed,
     Directive,
     Evicted,
+    Held,
     LearnerPolicy,
     Progress,
     Pulse,
@@ -88,7 +89,7 @@ class ShardLink:
         self._heartbeat_s = 1.0
         self._policy: LearnerPolicy | None = None
         self._manifest: Manifest | None = None
-        self._announced: dict[int, int] = {}
+        self._announced: dict[int, tuple[int, int]] = {}
         self._fetched: dict[int, tuple[int, int]] = {}
         self._anchors: dict[int, Value] = {}
         self._news = Signal()
@@ -166,7 +167,7 @@ class ShardLink:
             attempt += 1
 
     async def _join(self) -> None:
-        request = JoinRequest(self._c.learner_id, self._c.instance, self._c.tensors)
+        request = JoinRequest(self._c.learner_id, self._c.instance, self._c.tensors, self._held())
         answer: JoinAnswer = await self._call("Join", request)
         if answer.epoch != self.epoch:
             self._announced.clear()
@@ -182,6 +183,9 @@ class ShardLink:
             )
         )  # fmt: skip
         self._c.note("joined", self._c.instance, self.shard_index, self.generation, self.epoch)
+
+    def _held(self) -> tuple[Held, ...]:
+        return tuple(Held(fragment_id, *version) for fragment_id, version in sorted(self._fetched.items()))
 
     async def _attend(self) -> None:
         stream = self._c.network.attend(self._c.process, self._path, self.generation, self.epoch)
@@ -211,7 +215,7 @@ class ShardLink:
             case Collect():
                 self._c.inbox.put(Asked(directive, self.epoch))
             case Committed():
-                self._announced[directive.fragment_id] = directive.version
+                self._announced[directive.fragment_id] = (directive.epoch, directive.version)
                 self._news.set()
             case Pulse():
                 self.pulse = directive
@@ -231,7 +235,7 @@ class ShardLink:
             if self._manifest is None:
                 continue
             for fragment_id, version in sorted(self._announced.items()):
-                if self._fetched.get(fragment_id) == (self.epoch, version) or not self.generation:
+                if self._fetched.get(fragment_id) == version or not self.generation:
                     continue
                 try:
                     await self._pull(fragment_id)
@@ -247,12 +251,11 @@ class ShardLink:
     async def _pull(self, fragment_id: int) -> None:
         assert self._manifest is not None
         known, anchor = self._fetched.get(fragment_id), self._anchors.get(fragment_id)
-        have_version = known[1] if known is not None and known[0] == self.epoch else None
-        request = PullRequest(self._c.learner_id, self.generation, self.epoch, fragment_id, have_version)
+        request = PullRequest(self._c.learner_id, self.generation, self.epoch, fragment_id, known)
         pulled: PullAnswer | None = await self._call("Pull", request)
         if pulled is None:
             return
-        if pulled.base_version is not None and (pulled.epoch, pulled.base_version) != (request.epoch, have_version):
+        if pulled.base_version is not None and (known is None or pulled.base_version != known[1]):
             raise BadRequest("a change since another version than was asked for")
         base = anchor if pulled.base_version is not None else None
         values = self._c.arithmetic.decode_version(pulled.payload, base)

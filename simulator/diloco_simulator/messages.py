@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from diloco_common.codec import Payload
 from diloco_common.manifest import TensorSpec
-from diloco_common.messages import FragmentStatus, LearnerPolicy, Pulse, PushHeader
+from diloco_common.messages import FragmentStatus, Held, LearnerPolicy, Pulse, PushHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,7 @@ class JoinRequest:
     learner_id: str
     instance: str
     tensors: tuple[TensorSpec, ...]
+    held: tuple[Held, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class PullRequest:
     generation: int
     epoch: int
     fragment_id: int
-    have_version: int | None
+    have: tuple[int, int] | None
+    """Epoch and version that the caller has."""
 
 
 @dataclass(frozen=True, slots=True)

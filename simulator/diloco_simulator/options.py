@@ -23,8 +23,9 @@ FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
     "cut", "cut one way", "break stream",
 )  # fmt: skip
+DISK_FAULTS = ("fill disk", "hurt file")
 _DEFAULTS = Settings()
-TENSORS_SHARE = 0.02
+TENSORS_SHARE = 0.01
 """Of the short schedules, those that compute on tensors."""
 
 
@@ -68,10 +69,18 @@ class Options:
     """When the faults are over."""
     fault_every_s: float
     faults: tuple[str, ...]
-    family: str = "long"
+    disks: tuple[bool, ...]
+    """Of each shard: whether it has one. One that has none serves from memory. Nothing: none has."""
+    save_s: float
+    """Mean of what a write takes."""
+    interval_s: float
+    """Durability: 0 is "version", else the time of "interval"."""
+    family: str = "memory"
     """How it was drawn."""
     arithmetic: ArithmeticName = "tensors"
     """What values are made of."""
+    faults_from_s: float = 0.0
+    """When they begin."""
     starts_s: float = 2.0
     """Within this time all learners are started."""
     heartbeat_s: float = 1.0
@@ -122,8 +131,8 @@ def draw_short(seed: int) -> Options:
     lease_s = r.uniform(1.0, 1.6)
     pace_s = r.uniform(0.2, 0.4)
     budget = r.choice((0, 0, 0, 0, 0, r.randint(20, 40)))
-    return replace(
-        draw_options(seed),
+    drawn = replace(
+        draw_memory(seed),
         family="short",
         shards=3,
         learners=5,
@@ -141,16 +150,29 @@ def draw_short(seed: int) -> Options:
         compute_s=r.choice((0.005, 0.03, 0.1)),
         call_s=r.uniform(0.8, 1.5),
         delay_s=r.choice((0.002, 0.01, 0.06)),
+        faults_from_s=r.choice((0.0, 0.6)),
         faults_s=r.uniform(1.2, 2.2),
         fault_every_s=r.uniform(0.15, 0.4),
         arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
         starts_s=0.3,
         look_every_s=0.2,
+        disks=(),
+        faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
     )
+    return _with_disks(drawn, r, pace_s)
 
 
 def draw_options(seed: int) -> Options:
-    """The options of a schedule. Half of the kinds of faults are left out of each, so that each gets its turn alone."""
+    """The options of a long schedule, three of four with disks."""
+    drawn = draw_memory(seed)
+    return _with_disks(replace(drawn, family="long"), random.Random(f"disks {seed}"), min(drawn.step_s))
+
+
+def draw_memory(seed: int) -> Options:
+    """The options of a long schedule without disks.
+
+    Half of the kinds of faults are left out of each, so that each gets its turn alone.
+    """
     r = random.Random(f"options {seed}")
     shards, learners = r.choice((1, 1, 2, 2, 3)), r.choice((1, 2, 2, 3, 3, 4, 5))
     fragments = min(6, shards + r.choice((0, 0, 1, 1, 2, 3, 5)))
@@ -186,12 +208,29 @@ def draw_options(seed: int) -> Options:
         faults_s=r.uniform(5.0, 15.0),
         fault_every_s=r.uniform(0.6, 3.0),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
+        disks=(),
+        save_s=0.0,
+        interval_s=0.0,
     )
     changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
     return replace(drawn, pull=changes) if changes else drawn  # drawn apart: the rest of a seed stays what it was
 
 
-FAMILIES: dict[str, Callable[[int], Options]] = {"short": draw_short, "long": draw_options}
+def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
+    """Three of four schedules have disks, one of them for some shards only; a fifth of them is written at intervals."""
+    if r.random() < 0.25:
+        return drawn
+    some = r.random() < 0.25
+    return replace(
+        drawn,
+        disks=tuple(not some or r.random() < 0.5 for _ in range(drawn.shards)),
+        save_s=pace_s * r.choice((0.02, 0.1, 0.5)),
+        interval_s=pace_s * r.choice((0.0, 0.0, 0.0, 0.0, r.uniform(2.0, 6.0))),
+        faults=(*drawn.faults, *(kind for kind in DISK_FAULTS if r.random() < 0.3)),
+    )
+
+
+FAMILIES: dict[str, Callable[[int], Options]] = {"short": draw_short, "long": draw_options, "memory": draw_memory}
 
 
 def draw(name: str) -> Options:

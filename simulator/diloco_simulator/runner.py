@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import FAMILIES
 
-CHUNK = 50
+CHUNK = 100
 """Schedules of a process: their garbage fits into memory, and its start costs nothing beside them."""
 
 

@@ -6,18 +6,23 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from diloco_common.codec.change import VALUES
 from diloco_common.errors import BadRequest, Refusal
 from diloco_common.messages import Committed, Directive, Evicted, Progress, PushHeader
-from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
+from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, VersionsLost
+from diloco_server.core.fragment import Published, Record, Restored, Values
 from diloco_server.core.membership import Member
 from diloco_server.core.shard import Shard
+from diloco_server.storage.store import FileStore, Found, Recovered
+from diloco_server.storage.version import StoredVersion
 from diloco_simulator import invariants
 from diloco_simulator.arithmetic import arithmetic_of
+from diloco_simulator.keeper import ShardDisk, SimulatedKeeper
 from diloco_simulator.messages import JoinAnswer, JoinRequest, PullAnswer, PullRequest, PushRequest
 from diloco_simulator.network import Respond, Stream
 from diloco_simulator.options import Options
 from diloco_simulator.timeline import Process
-from diloco_simulator.truth import Truth
+from diloco_simulator.truth import Origin, Truth, Version
 
 INSPECT_S = 0.005
 """Mean of what it takes to receive and inspect a contribution."""
@@ -26,9 +31,13 @@ Note = Callable[..., None]
 
 
 class SimulatedShard:
-    """A process that serves one shard from memory: with it everything is lost."""
+    """A process that serves one shard: from a disk, or from memory, and then with it everything is lost."""
 
-    def __init__(self, index: int, epoch: int, process: Process, options: Options, truth: Truth, note: Note) -> None:
+    def __init__(
+        self, index: int, epoch: int, process: Process, options: Options, truth: Truth, note: Note,
+        disk: ShardDisk | None = None, life: tuple[FileStore, Recovered] | None = None,
+    ) -> None:  # fmt: skip
+        """`life`: what `disk` began for it."""
         self.index = index
         self.process = process
         self.settings = options.settings[index]
@@ -38,13 +47,85 @@ class SimulatedShard:
         self._note = note
         self._arithmetic = arithmetic_of(options.arithmetic)
         self._streams: dict[str, Stream] = {}
-        self._random = random.Random(f"shard {options.seed} {epoch}")
+        self._random = random.Random(f"shard {options.seed} {epoch if life is None else (index, epoch)}")
         self._compute_free_at = 0.0
         self._thawed_at = 0.0
         self._grace_s_max = 0.0
-        truth.live_epochs[index] = epoch
+        self._has: dict[int, Version] = {}  # fragment -> the version that the core has
+        self._disk = disk
+        self._keeper: SimulatedKeeper | None = None
+        if disk is not None and life is not None:
+            self._keeper = SimulatedKeeper(process, life[0], disk, options, self._saved)
+            self._recover(life[1])
+        self._compare_with_life_before()
         process.later(0.0, self._tick)
         process.later(0.0, self._pulse)
+
+    # ------------------------------------------------------------ lives
+
+    def _recover(self, recovered: Recovered) -> None:
+        """Go on from what the disk holds."""
+        assert self._keeper is not None
+        if recovered.manifest is None:
+            return
+        self.core.restore(recovered.manifest, [self._restored(found) for found in recovered.versions])
+        for found in recovered.versions:
+            self._keeper.recovered(found.stored.record.fragment_id)
+
+    def _restored(self, found: Found) -> Restored:
+        """As server/diloco_server/recovery.py."""
+        stored = found.stored
+        record, anchor = stored.record, stored.anchor
+        if anchor is None:
+            published = self._arithmetic.publish(stored.values, self._options.pull, None)
+        else:
+            published = Published(anchor)
+        known = self._truth.versions.get((record.fragment_id, (record.epoch, record.version)))
+        invariants.recovered_versions_are_what_they_were(self._truth, known, record, stored.values, published)
+        assert known is not None
+        known.payload = published.values
+        self._has[record.fragment_id] = known
+        self._note("recovered", self.index, record.fragment_id, record.epoch, record.version, found.is_behind)
+        return Restored(record, stored.values, published, found.is_behind)
+
+    def _compare_with_life_before(self) -> None:
+        """Are the versions still there that were announced?"""
+        truth = self._truth
+        for fragment_id in truth.fragments_of[self.index]:
+            announced, back = truth.announced.get(fragment_id), self._has.get(fragment_id)
+            if announced is not None and (back is None or not back.descends_from(announced)):
+                how = self._disk.hurt.get(fragment_id, "") if self._disk is not None else "memory"
+                lasts = not self._options.interval_s
+                renamed = back is None or self.core.fragments[fragment_id].epoch == self.core.epoch
+                invariants.announced_versions_survive(announced, back, how, lasts=lasts, renamed=renamed)
+                truth.counts["versions lost"] += announced.name[1] - (back.name[1] if back is not None else -1)
+                del truth.announced[fragment_id]
+            truth.heads.pop(fragment_id, None)
+            if back is not None:
+                truth.heads[fragment_id] = back
+        if self._disk is not None:
+            self._disk.hurt.clear()
+        self._learn_names()
+
+    def _learn_names(self) -> None:
+        """A version that may be taken for one that was lost goes under a name of its own."""
+        for fragment_id, has in self._has.items():
+            name = self.core.fragments[fragment_id].identity
+            if name != has.name:
+                invariants.names_are_of_this_life(has, name, self.core.epoch)
+                self._note("renamed", self.index, fragment_id, has.name, name)
+                self._has[fragment_id] = self._truth.rename(has, name)
+                self._truth.counts["versions renamed"] += 1
+
+    def crash(self, *, power: bool) -> None:
+        """The process ends where it is, and perhaps its machine."""
+        if self._keeper is not None:
+            self._keeper.crash(power=power)
+        self.process.kill()
+
+    def _saved(self, record: Record, error: int) -> None:
+        self._note("saved" if not error else "not saved", self.index, record.fragment_id, record.version, error)
+        self._truth.counts["saves refused" if error else "saves"] += 1
 
     # ------------------------------------------------------------ time
 
@@ -99,13 +180,16 @@ class SimulatedShard:
             case MergeRound():
                 self._round_closed(effect)
                 self._compute(self._options.compute_s, self._merge, effect)
+            case VersionsLost():
+                self._truth.counts["losses noticed by learners"] += 1
+                self._note("shard", self.index, effect)
             case _:
                 self._note("shard", self.index, effect)
 
     def _announced(self, directive: Directive) -> None:
         if isinstance(directive, Committed):
             invariants.announced_versions_are_there(
-                self._truth, self.core.epoch, directive.fragment_id, directive.version
+                self._truth, directive.fragment_id, (directive.epoch, directive.version)
             )
 
     def _compute(self, mean_s: float, job: Callable[..., None], *args: Any) -> None:
@@ -117,11 +201,29 @@ class SimulatedShard:
 
     def _seed(self, effect: SeedFragment) -> None:
         """Make version 0 of a fragment."""
+        fragment_id, truth = effect.fragment_id, self._truth
         values = self._arithmetic.seed(effect.payload)
         published = self._arithmetic.publish(values, self._options.pull, None)
-        self._truth.publish(self.core.epoch, effect.fragment_id, 0, published.values)
-        self.core.seeded(effect.fragment_id, values, published)
+        truth.fragments_of[self.index].add(fragment_id)
+        invariants.names_are_given_once(truth, fragment_id, (self.core.epoch, 0))
+        truth.publish(fragment_id, (self.core.epoch, 0), published.values, values.theta, None, [])
+        self._keep(self.core.seed_record(fragment_id), values, published, self._seeded, fragment_id, values, published)
+
+    def _seeded(self, fragment_id: int, values: Values, published: Published) -> None:
+        self.core.seeded(fragment_id, values, published)
+        self._has[fragment_id] = self._truth.versions[fragment_id, (self.core.epoch, 0)]
         self.advance()
+
+    def _keep(
+        self, record: Record, values: Values, published: Published, then: Callable[..., None], *args: Any
+    ) -> None:
+        """Make a version durable, then go on."""
+        if self._keeper is None:
+            then(*args)
+            return
+        assert self.core.manifest is not None
+        anchor = None if self._options.pull in VALUES else published.values
+        self._keeper.keep(StoredVersion(record, values, anchor), self.core.manifest, then, *args)
 
     def _round_closed(self, effect: MergeRound) -> None:
         origins = [self._truth.origin(c.payload) for c in effect.contributions]
@@ -135,18 +237,24 @@ class SimulatedShard:
         assert state.values is not None
         self._arithmetic.step(state.values, state.fragment, effect.contributions, effect.version, self._options.merge)
         published = self._arithmetic.publish(state.values, self._options.pull, state.published)
-        truth, before = self._truth, state.version
-        truth.publish(self.core.epoch, effect.fragment_id, effect.version, published.values)
+        truth, before = self._truth, self._has[effect.fragment_id]
         origins = [truth.origin(c.payload) for c in effect.contributions]
         invariants.nothing_carried_is_merged(origins)
-        invariants.merged_at_most_once(truth, origins, gapless=self.settings.sync.on_commit == "carry")
-        for origin in origins:
-            origin.merged = True
-            truth.merged[origin.instance, origin.fragment_id, origin.epoch].append(origin)
+        invariants.merged_at_most_once(truth, before, origins, gapless=self.settings.sync.on_commit == "carry")
+        name = (self.core.epoch, effect.version)
+        invariants.names_are_given_once(truth, effect.fragment_id, name)
+        truth.publish(effect.fragment_id, name, published.values, state.values.theta, before, origins)
+        record = self.core.next_record(effect.fragment_id)
+        self._keep(record, state.values, published, self._committed, effect, published, origins)
+
+    def _committed(self, effect: MergeRound, published: Published, origins: list[Origin]) -> None:
+        truth, state = self._truth, self.core.fragments[effect.fragment_id]
         truth.counts["versions"] += 1
         truth.counts["merged"] += len(origins)
+        before = state.version
         self.core.committed(effect.fragment_id, published, self.process.timeline.now)
         invariants.versions_grow_by_one(before, effect.version, state.version)
+        self._has[effect.fragment_id] = truth.versions[effect.fragment_id, state.identity]
         self.advance()
 
     # ------------------------------------------------------------ control
@@ -173,8 +281,10 @@ class SimulatedShard:
         except Refusal as refusal:
             self._send(stream, Evicted(refusal.code, str(refusal)))
             return
+        is_news = member.first_step is None or member.progress.inner_step != progress.inner_step
         self.core.progress(member, progress, self.process.timeline.now)
-        self.advance()
+        if is_news:  # after a mere heartbeat only time can change anything
+            self.advance()
 
     def closed(self, stream: Stream) -> None:
         """The learner's side of a stream ended."""
@@ -208,7 +318,9 @@ class SimulatedShard:
             respond(refusal)
 
     def _join(self, request: JoinRequest) -> JoinAnswer:
-        member = self.core.join(request.learner_id, request.instance, request.tensors, self.process.timeline.now)
+        now = self.process.timeline.now
+        member = self.core.join(request.learner_id, request.instance, request.tensors, now, request.held)
+        self._learn_names()
         self.advance()
         shard, settings = self.core, self.settings
         assert shard.manifest is not None
@@ -222,17 +334,17 @@ class SimulatedShard:
         shard = self.core
         shard.check(request.learner_id, request.generation, request.epoch)
         version, payload = shard.published(request.fragment_id)
-        merged_version = min(shard.owned(request.fragment_id).merged_versions.get(request.learner_id, 0), version)
+        state = shard.owned(request.fragment_id)
+        merged_version = min(state.merged_versions.get(request.learner_id, 0), version)
         invariants.served_versions_are_published(
-            self._truth, shard.epoch, request.fragment_id, version, payload, merged_version
+            self._truth, request.fragment_id, state.identity, payload, merged_version
         )
-        if (request.have_version, request.epoch) == (version, shard.epoch):
+        if request.have == state.identity:
             return None
-        tokens_merged = shard.owned(request.fragment_id).tokens_merged
-        change = shard.change_since(request.fragment_id, request.epoch, request.have_version)
-        base_version = None if change is None else request.have_version
+        change = shard.change_since(request.fragment_id, *request.have) if request.have is not None else None
+        base_version = None if change is None or request.have is None else request.have[1]
         self._truth.counts["pulled as values" if change is None else "pulled as changes"] += 1
-        return PullAnswer(version, shard.epoch, change or payload, merged_version, tokens_merged, base_version)
+        return PullAnswer(version, state.epoch, change or payload, merged_version, state.tokens_merged, base_version)
 
     def _push(self, request: PushRequest, respond: Respond) -> None:
         """The header is looked at, then the bytes come and are inspected, then the core decides again."""

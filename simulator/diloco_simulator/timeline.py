@@ -6,9 +6,9 @@ Coroutines stand for asyncio tasks, so that the modelled shells read like the re
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Timeline:
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
         """Call `act` in `delay_s` seconds."""
         self._asked += 1
-        heapq.heappush(self._later, (self.now + delay_s, self._asked, act, args))
+        heappush(self._later, (self.now + delay_s, self._asked, act, args))
 
     def soon(self, act: Act, *args: Any) -> None:
         """Call `act` now, after what was asked for now before."""
@@ -39,7 +39,7 @@ class Timeline:
 
         Returns how many there were.
         """
-        later, soon, heappop, popleft = self._later, self._soon, heapq.heappop, self._soon.popleft
+        later, soon, popleft = self._later, self._soon, self._soon.popleft
         events = 0
         while not self._stopped:
             self.now, _, act, args = heappop(later)
@@ -69,7 +69,8 @@ class Future(Generic[T]):
         """The first outcome counts."""
         if not self.done:
             self.done, self._value = True, value
-            self._wake()
+            if (task := self._task) is not None:
+                task.process.timeline.soon(task.wake)
 
     def fail(self, error: Exception) -> None:
         if not self.done:
@@ -111,8 +112,11 @@ class Task:
         process = self.process
         if process.frozen:
             process.deliver(self.resume)
-        elif process.alive:
-            self.resume()
+        elif process.alive and not self.done:
+            try:
+                self._coroutine.send(None)._task = self
+            except StopIteration:
+                self.done = True
 
     def resume(self) -> None:
         if self.done:
@@ -129,6 +133,34 @@ class Task:
             self._coroutine.close()
 
 
+class _Limit:
+    """All waits of one process for one length of time: they end in the order in which they began.
+
+    So one event at a time is enough for all of them, and most waits are over long before it happens.
+    """
+
+    def __init__(self, process: Process, seconds: float) -> None:
+        self._process = process
+        self._seconds = seconds
+        self._waits: deque[tuple[float, Future[Any]]] = deque()
+        self._is_set = False
+
+    def watch(self, future: Future[Any]) -> None:
+        due = self._process.timeline.now + self._seconds
+        self._waits.append((due, future))
+        if not self._is_set:
+            self._is_set = True
+            self._process.timeline.later(self._seconds, self._ring)
+
+    def _ring(self) -> None:
+        waits, now = self._waits, self._process.timeline.now
+        while waits and (waits[0][1].done or waits[0][0] <= now):
+            waits.popleft()[1].time_out(self._process)
+        self._is_set = bool(waits)
+        if waits:
+            self._process.timeline.later(waits[0][0] - now, self._ring)
+
+
 class Process:
     """Runs until it is killed. While it is frozen, what should have happened in it waits for the thaw."""
 
@@ -139,6 +171,7 @@ class Process:
         self.frozen = False
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
         self._tasks: list[Task] = []
+        self._limits: dict[float, _Limit] = {}
 
     def deliver(self, act: Act, *args: Any) -> None:
         """Something happens in this process: a message came, a timer rang."""
@@ -149,7 +182,9 @@ class Process:
 
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
         """Call `act` in `delay_s` seconds, if the process runs then."""
-        self.timeline.later(delay_s, self.deliver, act, *args)
+        timeline = self.timeline
+        timeline._asked += 1
+        heappush(timeline._later, (timeline.now + delay_s, timeline._asked, self.deliver, (act, *args)))
 
     def spawn(self, coroutine: Coroutine[Future[Any], None, None], name: str) -> Task:
         """Start a coroutine; it runs up to its first wait at once after this."""
@@ -166,7 +201,10 @@ class Process:
 
     def within(self, future: Future[T], seconds: float) -> Future[T]:
         """The same future; it raises TimeoutError if it takes longer."""
-        self.timeline.later(seconds, future.time_out, self)
+        limit = self._limits.get(seconds)
+        if limit is None:
+            limit = self._limits[seconds] = _Limit(self, seconds)
+        limit.watch(future)
         return future
 
     def freeze(self) -> None:

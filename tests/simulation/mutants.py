@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from diloco_common.errors import Superseded
@@ -12,13 +13,19 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Membership
 from diloco_server.core.rounds import Round
 from diloco_server.core.shard import DUPLICATE, Shard
+from diloco_server.storage import version_file
+from diloco_server.storage.store import FileStore
+from diloco_server.storage.version import StoredVersion
+from diloco_simulator import number_file
+from diloco_simulator.disk import FakeDisk, FakeFile
 from diloco_simulator.link import ShardLink
+from diloco_simulator.shard import SimulatedShard
 from diloco_worker.core.fragment import LearnerFragment
 from diloco_worker.core.learner import LearnerCore
 
 
 @contextmanager
-def replaced(owner: type, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Within, `owner.name` is what `make` makes of the original."""
     original = owner.__dict__[name]
     setattr(owner, name, make(original))
@@ -219,10 +226,106 @@ def add_changes_to_anything(original: Any) -> Any:
     return change_since
 
 
-# Mutants of the disk (announce before sync, ...) belong here once the simulation has one: a simulated `FileSystem`
-# under the store of diloco_server.storage, that loses or tears what was not synced when its shard crashes.
+# ------------------------------------------------------------ the disk
 
-Mutant = tuple[type, str, Callable[[Any], Any]]
+
+def announce_before_saving(original: Any) -> Any:
+    """Learners are told of a version while it is being written."""
+
+    def keep(self: SimulatedShard, record: Any, values: Any, published: Any, then: Any, *args: Any) -> None:
+        original(self, record, values, published, lambda: None)
+        if self._keeper is not None:
+            then(*args)
+
+    return keep
+
+
+def skip_the_sync_of_files(original: Any) -> Any:
+    """What was written may be lost although its name is not."""
+    return lambda self: None
+
+
+def skip_the_sync_of_names(original: Any) -> Any:
+    """What was renamed may have its old name again."""
+    return lambda self: None
+
+
+def rename_before_sync(original: Any) -> Any:
+    """A file gets its name before it is durable."""
+
+    def save(self: FileStore, version: StoredVersion, manifest: Any) -> Any:
+        sync, rename = FakeFile.sync, FakeDisk.rename
+        files: list[FakeFile] = []
+
+        def rename_then_sync(disk: FakeDisk, old: str, new: str) -> None:
+            rename(disk, old, new)
+            sync(files.pop())
+
+        def sync_later(file: FakeFile) -> None:
+            files.append(file)
+
+        with (
+            replaced(FakeFile, "sync", lambda _: sync_later),
+            replaced(FakeDisk, "rename", lambda _: rename_then_sync),
+        ):
+            return original(self, version, manifest)
+
+    return save
+
+
+def reuse_an_epoch(original: Any) -> Any:
+    """A shard that restarts goes on in the epoch of its life before."""
+
+    def begin_epoch(self: FileStore, before: Any) -> None:
+        if before:
+            self.epoch = before[-1]
+        else:
+            original(self, before)
+
+    return begin_epoch
+
+
+def forget_what_was_merged(original: Any) -> Any:
+    """A shard that restarts does not look at the merged contributions in its files."""
+
+    def restore(self: Shard, manifest: Any, fragments: Any) -> None:
+        forgetful = [replace(f, record=replace(f.record, merged_versions={}, merged_by={})) for f in fragments]
+        original(self, manifest, forgetful)
+
+    return restore
+
+
+def accept_damaged_files(original: Any) -> Any:
+    """No checksum of a version file is ever wrong."""
+    return lambda content: 0
+
+
+def accept_damaged_tensors(original: Any) -> Any:
+    """The same, of files that hold tensors."""
+
+    class NoChecksums:
+        value = staticmethod(lambda content: 0)
+        extend = staticmethod(lambda checksum, content: 0)
+
+    return NoChecksums
+
+
+def keep_the_old_name(original: Any) -> Any:
+    """A version that came back in place of a later one is announced under the name that it had."""
+
+    def recover_fragment(self: FileStore, *args: Any) -> Any:
+        header, found = original(self, *args)
+        return header, replace(found, is_behind=False)
+
+    return recover_fragment
+
+
+def forget_what_is_held(original: Any) -> Any:
+    """A learner that joins does not say which versions it holds."""
+    return lambda self: ()
+
+
+Mutant = tuple[Any, str, Callable[[Any], Any]]
 MUTANTS: dict[str, Mutant] = {
     make.__name__: (owner, name, make)
     for owner, name, make in (
@@ -246,5 +349,15 @@ MUTANTS: dict[str, Mutant] = {
         (Shard, "_forget_merges", inherit_merges),
         (ShardLink, "_lease", mix_up_epochs),
         (Shard, "change_since", add_changes_to_anything),
+        (SimulatedShard, "_keep", announce_before_saving),
+        (FakeFile, "sync", skip_the_sync_of_files),
+        (FakeDisk, "sync_names", skip_the_sync_of_names),
+        (FileStore, "save", rename_before_sync),
+        (FileStore, "_begin_epoch", reuse_an_epoch),
+        (Shard, "restore", forget_what_was_merged),
+        (number_file, "checksum", accept_damaged_files),
+        (version_file, "google_crc32c", accept_damaged_tensors),
+        (FileStore, "_recover_fragment", keep_the_old_name),
+        (ShardLink, "_held", forget_what_is_held),
     )
 }

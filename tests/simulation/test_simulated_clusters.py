@@ -12,7 +12,7 @@ import torch
 
 from diloco_simulator.cli import main
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.options import FAULTS, draw, draw_options, draw_short
+from diloco_simulator.options import DISK_FAULTS, FAULTS, draw, draw_options, draw_short
 from diloco_simulator.runner import run_seeds
 
 SCHEDULES = 1000
@@ -54,7 +54,7 @@ def test_what_was_found_once_stays_fixed(name: str) -> None:
 def test_the_schedules_cover_every_kind_of_fault_and_setting() -> None:
     drawn = [draw_options(seed) for seed in range(SCHEDULES)]
 
-    assert {kind for options in drawn for kind in options.faults} == set(FAULTS)
+    assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS}
     assert {options.quorum for options in drawn} == {1, 2, "all"}
     assert {options.on_commit for options in drawn} == {"carry", "overwrite", "blend"}
     assert {options.push for options in drawn} == {"float32", "int8"}
@@ -66,7 +66,7 @@ def test_short_schedules_are_of_3_shards_and_5_learners_and_meet_every_fault() -
     drawn = [draw_short(seed) for seed in range(SCHEDULES)]
 
     assert {(options.shards, options.learners) for options in drawn} == {(3, 5)}
-    assert {kind for options in drawn for kind in options.faults} == set(FAULTS)
+    assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS}
     assert {options.arithmetic for options in drawn} == {"tensors", "numbers"}
     assert {options.pull for options in drawn} == {"float32", "bfloat16", "int8", "int4"}
 
@@ -93,7 +93,7 @@ def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixtu
         main(["--replay", "78"])
 
     assert ended.value.code == 2
-    assert "say long:SEED or short:SEED" in capsys.readouterr().err
+    assert "say long:SEED or memory:SEED or short:SEED" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["long", "short"])

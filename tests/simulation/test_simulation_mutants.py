@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from mutants import MUTANTS, replaced
 
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.invariants import Violation
-from diloco_simulator.options import draw_options
+from diloco_simulator.options import Options, draw_memory, draw_short
 
 WELL = "well_again_after_faults"
 # mutant, seeds within which it must be found, invariants that may find it
@@ -20,7 +22,7 @@ KILLED = [
     ("accept_late", range(30), {"belief_is_true", "nothing_carried_is_merged"}),
     ("merge_twice", range(10), {"merged_at_most_once", "only_current_generations_are_merged"}),
     ("announce_before_computing", range(10), {"announced_versions_are_there"}),
-    ("take_every_seed", range(30), {"anchors_are_published_values", "rounds_make_the_next_version"}),
+    ("take_every_seed", range(30), {"names_are_given_once", "rounds_make_the_next_version"}),
     ("wait_for_all", range(10), {"nobody_delays_a_round_beyond_its_grace"}),
     ("wait_for_the_dead", range(40), {WELL}),
     ("stop_whoever_joins_again", range(20), {"superseded_only_by_another"}),
@@ -35,7 +37,41 @@ KILLED = [
     ("inherit_merges", range(2650, 2655), {"belief_is_true"}),
     ("mix_up_epochs", range(105, 125), {WELL}),
     ("add_changes_to_anything", range(30), {"anchors_are_published_values"}),
+    ("announce_before_saving", range(30), {"announced_versions_survive"}),
+    ("skip_the_sync_of_files", range(30), {"announced_versions_survive", "damage_has_a_cause"}),
+    ("skip_the_sync_of_names", range(30), {"announced_versions_survive", "names_are_given_once"}),
+    ("rename_before_sync", range(100), {"damage_has_a_cause"}),
+    ("reuse_an_epoch", range(30), {"names_are_given_once", "only_current_generations_are_merged"}),
+    ("forget_what_was_merged", range(60), {"belief_is_true"}),
+    ("accept_damaged_files", range(60), {"recovered_versions_are_what_they_were", "damage_is_recognised"}),
+    ("accept_damaged_tensors", range(60), {"recovered_versions_are_what_they_were", "damage_is_recognised"}),
+    ("keep_the_old_name", range(60), {"announced_versions_survive"}),
+    ("forget_what_is_held", range(100), {WELL}),
 ]
+
+
+def hard_on_disks(seed: int, **changes: object) -> Options:
+    """A short schedule in which shards crash, files are damaged, and little else goes wrong."""
+    return replace(
+        draw_short(seed),
+        **{
+            "disks": (True,) * 3,
+            "interval_s": 0.0,
+            "save_s": 0.1,
+            "arithmetic": "numbers",
+            "quorum": 1,
+            "sync_every": 1,
+        }
+        | {"faults": ("crash shard", "crash shard", "hurt file"), "faults_from_s": 1.5, "faults_s": 5.0, "budget": 0}
+        | changes,
+    )
+
+
+DISKS = dict.fromkeys([name for name, *_ in KILLED][-10:], hard_on_disks) | {
+    "rename_before_sync": partial(hard_on_disks, faults=("crash shard",), save_s=0.3, fault_every_s=0.2),
+    "accept_damaged_tensors": partial(hard_on_disks, arithmetic="tensors"),
+    "forget_what_is_held": partial(hard_on_disks, interval_s=1.0, quorum="all"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +94,10 @@ def test_the_simulation_finds_a_broken_guard(mutant: str, seeds: range, finders:
 
 
 def _violations(mutant: str, seeds: range) -> Iterator[Exception]:
+    draw = DISKS.get(mutant, draw_memory)
     for seed in seeds:
         try:
             with replaced(*MUTANTS[mutant]):
-                run_schedule(draw_options(seed))
+                run_schedule(draw(seed))
         except ScheduleFailed as failed:
             yield failed.violation

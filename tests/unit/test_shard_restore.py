@@ -14,6 +14,7 @@ import torch
 
 from builders import make_settings
 from diloco_common.codec import encode_payload
+from diloco_common.errors import Superseded
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Committed, Held, Outcome, Progress, PushAnswer, PushHeader, Stop
 from diloco_server.core.effects import VersionsLost
@@ -144,6 +145,15 @@ def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_o
     new = Rig(4, first_life().kept())
     new.join("ann", instance="other process")
     assert new.merged("ann") == 0
+
+
+def test_a_process_cannot_come_back_after_another_of_its_id_even_over_a_restart() -> None:
+    """Its merges are forgotten then: it would carry what is merged."""
+    new = Rig(4, first_life().kept())
+    new.join("ann", instance="other process")
+
+    with pytest.raises(Superseded):
+        new.join("ann")
 
 
 def test_generations_of_the_old_life_are_fenced_off() -> None:

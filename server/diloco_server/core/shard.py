@@ -112,10 +112,13 @@ class Shard:
                 self._lose(old, StaleGeneration.code, f"{learner_id} has joined again")
             else:
                 self._lose(old, Superseded.code, str(superseded(learner_id)))
-        for state in self.fragments.values():
-            if state.merged_by.get(learner_id, instance) != instance:  # what another process contributed, this one
-                self._forget_merges(state, learner_id)  # cannot have pending
         member = self.membership.join(learner_id, instance, now)
+        others = {s.merged_by[learner_id] for s in self.fragments.values() if learner_id in s.merged_by} - {instance}
+        for state in self.fragments.values():
+            if state.merged_by.get(learner_id) in others:  # this process cannot have pending what another contributed
+                self._forget_merges(state, learner_id)
+        # Perhaps only an earlier life of the shard knew them: they may not come back for what is forgotten now.
+        member.replaced = (*member.replaced, *sorted(others - {*member.replaced}))
         self._effects.append(LearnerJoined(learner_id, member.generation, returned=old is not None))
         self._look_for_losses(learner_id, held)
         return member
