@@ -41,7 +41,7 @@ from outer_round_learner import LearnerSpec, run_learner
 
 JOIN_S = 600.0
 FP32_BYTES = 4
-WARM_UP = 2
+WARM_UP = 5
 
 
 class Learners:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import VALUES
+from diloco_common.errors import Draining
 from diloco_common.logs import Log
 from diloco_common.messages import Directive, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
@@ -98,6 +99,7 @@ class ShardHost:
         self.broken = asyncio.Event()
         """Set when a merge failed half way: the values in memory are of no version, so this process must end."""
         self.why_broken = ""
+        self._closed = False
         self._soon: asyncio.TimerHandle | None = None  # the decision that events wait for
         self._decision_s = 0.0  # how long the last decision took
 
@@ -157,6 +159,7 @@ class ShardHost:
             self._soon.cancel()
         for stream in self._streams.values():
             stream.end()
+        self._closed = True
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
         self._checkpointer.close()
@@ -235,7 +238,9 @@ class ShardHost:
         return version, await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
-        """Run arithmetic on the compute thread, in the order of the calls."""
+        """Run arithmetic on the compute thread, in the order of the calls. Raises Draining once the shard has ended."""
+        if self._closed:
+            raise Draining("this shard has ended; it will be asked for again in its next life")
 
         def timed() -> T:
             began = time.thread_time()

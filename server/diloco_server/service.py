@@ -11,7 +11,7 @@ import grpc
 from diloco_common import rpc
 from diloco_common.codec import PayloadReceiver
 from diloco_common.codec.change import pull_encodings
-from diloco_common.errors import BadRequest, Busy, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
+from diloco_common.errors import BadRequest, Busy, Draining, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
 from diloco_common.messages import Evicted, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -237,7 +237,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
             payload = receiver.finish()
             norms = await host.inspect(header, payload)
-        except TornUpload:
+        except (TornUpload, Draining):
             raise
         except Refusal as refusal:
             return host.answered(member, header, shard.reject(member, header, refusal))

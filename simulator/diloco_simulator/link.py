@@ -252,6 +252,7 @@ class ShardLink:
         assert self._manifest is not None
         known, anchor = self._fetched.get(fragment_id), self._anchors.get(fragment_id)
         request = PullRequest(self._c.learner_id, self.generation, self.epoch, fragment_id, known)
+        epoch = self.epoch
         pulled: PullAnswer | None = await self._call("Pull", request)
         if pulled is None:
             return
@@ -260,6 +261,8 @@ class ShardLink:
         base = anchor if pulled.base_version is not None else None
         values = self._c.arithmetic.decode_version(pulled.payload, base)
         await self._codec()
+        if self.epoch != epoch:
+            return
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
         self._anchors[fragment_id] = values
         self._tokens_merged[fragment_id] = pulled.tokens_merged

@@ -208,11 +208,6 @@ def inherit_merges(original: Any) -> Any:
     return lambda self, state, learner_id: None
 
 
-def mix_up_epochs(original: Any) -> Any:
-    """Generations of two epochs are taken for the same."""
-    return property(lambda self: (0, self.generation))
-
-
 def add_changes_to_anything(original: Any) -> Any:
     """Whoever asks gets the change since the version before, whatever version it has."""
 
@@ -347,7 +342,6 @@ MUTANTS: dict[str, Mutant] = {
         (LearnerCore, "rejoined", keep_what_a_shard_forgot),
         (Membership, "welcome", let_the_replaced_return),
         (Shard, "_forget_merges", inherit_merges),
-        (ShardLink, "_lease", mix_up_epochs),
         (Shard, "change_since", add_changes_to_anything),
         (SimulatedShard, "_keep", announce_before_saving),
         (FakeFile, "sync", skip_the_sync_of_files),

@@ -35,7 +35,6 @@ KILLED = [
     ("keep_what_a_shard_forgot", range(20, 60), {WELL}),
     ("let_the_replaced_return", range(500, 520), {"belief_is_true"}),
     ("inherit_merges", range(2650, 2655), {"belief_is_true"}),
-    ("mix_up_epochs", range(105, 125), {WELL}),
     ("add_changes_to_anything", range(30), {"anchors_are_published_values"}),
     ("announce_before_saving", range(30), {"announced_versions_survive"}),
     ("skip_the_sync_of_files", range(30), {"announced_versions_survive", "damage_has_a_cause"}),

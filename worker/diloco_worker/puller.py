@@ -82,9 +82,10 @@ class Puller:
         known, anchor = self._fetched.get(fragment_id), self._anchors.get(fragment_id)
         if known is not None:
             request.epoch, request.have_version = known
+        epoch = session.epoch
         num_elements = session.manifest.fragments[fragment_id].num_elements
         pulled = await session.context.transfer.pull(stub, request, session.metadata(), num_elements, anchor)
-        if pulled is None:
+        if pulled is None or session.epoch != epoch:  # of an earlier life, which may have lost it: Join did not name it
             return
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
         if len(encodings) > 1:
