@@ -116,7 +116,7 @@ class ShardSettings(Section):
     """Address of /metrics, /healthz, /readyz and /status."""
     max_pushes: int = Field(default=64, ge=1)
     """Pushes that may be open at once; more are answered BUSY."""
-    max_learners: int = Field(default=1024, ge=1)
+    max_learners: int = Field(default=1024, ge=1, le=100_000)
     """Leases held at once; more are answered BUSY."""
     data_dir: Path | None = None
     """Folder of this shard alone in which versions are kept; none: in memory, and a restart begins anew."""

@@ -17,10 +17,10 @@ def make_token(path: Path) -> bool:
     Processes that start together agree: whoever creates the file first has decided, and the file is whole when it
     appears.
     """
-    if path.exists():  # the folder may be one that we can only read
-        return False
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists():  # the folder may be one that we can only read
+            return False
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
         try:

@@ -321,12 +321,13 @@ class ShardHost:
         async with self.keeper.hold(effect.fragment_id):  # a write of the version before may be under way
             try:
                 published, merged_s = await self.compute("merge", work)
+                self.metrics.merged(merged_s)
+                await self._keep(self.shard.next_record(effect.fragment_id), values, published)
             except Exception as error:
+                self.keeper.drop(effect.fragment_id)
                 self.why_broken = f"version {effect.version} of fragment {effect.fragment_id} cannot be made: {error}"
                 self.broken.set()
                 raise
-            self.metrics.merged(merged_s)
-            await self._keep(self.shard.next_record(effect.fragment_id), values, published)
         self.observer.announcing(effect.fragment_id, self.shard.epoch, effect.version, published)
         self.shard.committed(effect.fragment_id, published, self.clock())
         self.advance()

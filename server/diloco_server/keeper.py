@@ -98,6 +98,10 @@ class Keeper:
         """This fragment's version is on disk already."""
         self._written_at[fragment_id] = time.monotonic()
 
+    def drop(self, fragment_id: int) -> None:
+        """What waits to be written of this fragment must not be: its values are no longer those of a version."""
+        self._due.pop(fragment_id, None)
+
     async def flush(self, timeout_s: float) -> None:
         """Write what was announced but not written, if the disk takes it in time."""
         self._hurry.set()
@@ -119,7 +123,10 @@ class Keeper:
                 await self._hurry.wait()
         while True:
             async with self._locks[fragment_id]:
-                if await self._write(*self._due[fragment_id]):
+                due = self._due.get(fragment_id)
+                if due is None:
+                    return
+                if await self._write(*due):
                     del self._due[fragment_id]
                     return
             await asyncio.sleep(RETRY_S)  # rounds of the fragment go on meanwhile

@@ -29,7 +29,20 @@ def recover(
             "fragment recovered", fragment=r.record.fragment_id, epoch=r.record.epoch, version=r.record.version,
             new_line=r.is_new_line,
         )  # fmt: skip
+    _name_missing(recovered.manifest, restored, settings, log)
     return recovered.manifest, restored
+
+
+def _name_missing(manifest: Manifest, restored: list[Restored], settings: Settings, log: Log) -> None:
+    """Fragments without any file: nobody had seeded them yet, or their files were taken away."""
+    there = {r.record.fragment_id for r in restored}
+    missing = [f.fragment_id for f in manifest.owned_by(settings.shard.index) if f.fragment_id not in there]
+    if missing and any(r.record.version > 0 for r in restored):
+        log.error(
+            "fragments have no file, though others have versions: learners that hold them bring them again, from "
+            "version 0; if they had versions, end this shard and restore a checkpoint",
+            code="VERSION_DAMAGED", fragments=missing,
+        )  # fmt: skip
 
 
 def _restored(found: Found, settings: Settings, optimizer: OuterOptimizer) -> Restored:

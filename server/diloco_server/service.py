@@ -25,6 +25,9 @@ OBSERVERS_AT_ONCE = 4
 OBSERVER_ENCODINGS = ("float32",)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
+INSTANCE_MAX = 64
+"""Characters of what tells a process from others of its learner id: it is kept, and written into every version."""
+
 SEEDS_AT_ONCE = 4
 """Seeds received at once, of different fragments. Learners that start together all bring the whole model in float32:
 taken all at once, that is many times the memory that the shard needs for it."""
@@ -54,6 +57,8 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             if request.observe:
                 shard.observe(tensors)
                 return self._join_response("", 0, tensors_too=True)
+            if len(request.instance) > INSTANCE_MAX:
+                raise BadRequest(f"instance has {len(request.instance)} characters, at most {INSTANCE_MAX} are taken")
             if not caller.learner_id:
                 raise BadRequest("metadata diloco-learner is missing")
             self._check_decodes(request.decodes)

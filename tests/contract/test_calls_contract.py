@@ -65,6 +65,7 @@ def test_every_join_is_a_new_generation(serve, clock):
         ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "stands twice"),
         ({"tensors": [TensorSpec("w", (-3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "has shape [-3]"),
         ({"tensors": [TensorSpec("", (3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "tensor ''"),
+        ({"instance": "x" * 65}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "instance has 65 characters"),
         ({"observe": True}, STATUS.FAILED_PRECONDITION, "NOT_SEEDED", "try again later"),
     ],
 )

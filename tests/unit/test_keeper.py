@@ -132,6 +132,23 @@ def test_by_interval_values_do_not_change_while_they_are_written() -> None:
     asyncio.run(run())
 
 
+def test_by_interval_values_that_a_merge_left_half_way_are_not_written() -> None:
+    """The merge holds the fragment while the interval ends; then it fails."""
+
+    async def run() -> None:
+        store = SlowStore()
+        keeper, _ = make_keeper(store, durability="interval", interval_s=0.001)
+        await keeper.keep(make_version(0), MANIFEST)
+        async with keeper.hold(0):
+            await keeper.keep(make_version(1), MANIFEST)
+            keeper.drop(0)
+        await eventually(lambda: not keeper._writing)
+        assert store.saved == [(0, 0)]
+        keeper.close()
+
+    asyncio.run(run())
+
+
 def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
     async def run() -> None:
         store = SlowStore()

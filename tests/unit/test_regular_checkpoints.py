@@ -67,6 +67,16 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
+def test_an_old_one_that_somebody_deletes_does_not_end_the_clearing_of_others(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, keep=2)
+    for version in range(11):
+        if version == 5:
+            shutil.rmtree(tmp_path / "checkpoints" / "version-000000000002")
+        shard.write(0, version)
+        shard.write(1, version)
+    assert shard.checkpoints == {8: [8, 8], 10: [10, 10]}
+
+
 def test_versions_that_never_reach_the_disk_give_way_to_the_next(tmp_path: Path) -> None:
     """Durability "interval": one fragment is written at 5 and 9, the other at 7."""
     shard = Shard(tmp_path, keep=5)

@@ -27,6 +27,7 @@ class Puller:
         self._pulled = pulled
         self._announced: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) to pull
         self._fetched: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) handed to the inbox
+        self._held: dict[int, tuple[int, int]] = {}  # the same, also where it is to be fetched again from nothing
         self._anchors: dict[int, Tensor] = {}  # fragment -> its values, where changes are added to them; only read
         self._news = asyncio.Event()
 
@@ -41,7 +42,7 @@ class Puller:
 
     def held(self) -> list[Held]:
         """What was pulled last, of each fragment."""
-        return [Held(fragment_id, *version) for fragment_id, version in sorted(self._fetched.items())]
+        return [Held(fragment_id, *version) for fragment_id, version in sorted(self._held.items())]
 
     def begin_epoch(self) -> None:
         """The shard has another life: what it announced before is gone."""
@@ -87,7 +88,7 @@ class Puller:
         pulled = await session.context.transfer.pull(stub, request, session.metadata(), num_elements, anchor)
         if pulled is None or session.epoch != epoch:  # of an earlier life, which may have lost it: Join did not name it
             return
-        self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._fetched[fragment_id] = self._held[fragment_id] = (pulled.epoch, pulled.version)
         if len(encodings) > 1:
             self._anchors[fragment_id] = pulled.values
         session.tokens_merged[fragment_id] = pulled.tokens_merged

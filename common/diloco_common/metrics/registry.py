@@ -37,10 +37,12 @@ def start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
 
 class Totals:
     """A counter that follows totals kept elsewhere. It never falls: a total that begins anew adds nothing until it is
-    above the old one."""
+    above the old one. Before the first total there is no series: a zero, followed by what a shard recovered, would look
+    like that much work done at once."""
 
     def __init__(self, name: str, what: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._counter = Counter(name, what, labels, registry=registry)
+        self._counter = Counter(name, what, labels, registry=registry if labels else None)
+        self._registry = registry
         self._seen: dict[tuple[str, ...], float] = {}
 
     def follow(self, total: float, *labels: str) -> None:
@@ -48,6 +50,8 @@ class Totals:
         seen = self._seen.get(labels)
         if seen is not None and total <= seen:  # most are, each time they are looked at
             return
+        if seen is None and not labels:
+            self._registry.register(self._counter)
         series = self._counter.labels(*labels) if labels else self._counter
         series.inc(total - (seen or 0))
         self._seen[labels] = total

@@ -63,9 +63,10 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not folder.is_dir():
-            folder.mkdir(parents=True)
-            _sync_folder(folder.parent)
+        new = [place for place in (folder, *folder.parents) if not place.is_dir()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for place in new:  # a name outlives a power cut once the folder that it is in was synced
+            _sync_folder(place.parent)
 
     def names(self) -> Sequence[str]:
         return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))

@@ -119,7 +119,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Take a checkpoint away, its manifest first: what is left after a crash is none. Raises OSError."""
+    """Take a checkpoint away if it is there, its manifest first: what is left after a crash is none. Raises OSError."""
+    if not folder.is_dir():
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     _sync(folder)
     shutil.rmtree(folder)

@@ -1,0 +1,38 @@
+"""What a shard says of a folder in which something is missing (faults.md 8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_common.logs import Log
+from diloco_common.settings import Settings
+from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.recovery import recover
+from diloco_simulator.disk import FakeDisk
+from stores import MANIFEST, make_version, open_store
+
+
+class Heard(Log):
+    def __init__(self) -> None:
+        super().__init__("test")
+        self.errors: list[dict[str, Any]] = []
+
+    def error(self, event: str, **facts: Any) -> None:
+        self.errors.append(facts)
+
+
+@pytest.mark.parametrize(("version", "missing"), [(0, None), (3, [1])], ids=["still being seeded", "taken away"])
+def test_a_fragment_without_any_file_is_named_where_others_have_versions(version: int, missing: Any) -> None:
+    disk, settings, log = FakeDisk(), Settings(), Heard()
+    store = open_store(disk)
+    store.recover()
+    store.save(make_version(version, fragment_id=0), MANIFEST)
+    assert [f.fragment_id for f in MANIFEST.owned_by(0)] == [0, 1]
+
+    recovered = recover(open_store(disk), settings, make_outer_optimizer(settings.outer), log)
+
+    assert recovered is not None
+    assert [r.record.fragment_id for r in recovered[1]] == [0]
+    assert [facts.get("fragments") for facts in log.errors] == ([] if missing is None else [missing])
