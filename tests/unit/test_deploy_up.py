@@ -100,7 +100,16 @@ def gone(children: list[psutil.Process]) -> bool:
     return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 
-def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def new_processes() -> Callable[[], list[psutil.Process]]:
+    """What was started since: other tests may have servers that make processes for them."""
+    before = psutil.Process().children(recursive=True)
+    return lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
+
+
+def test_a_run_ends_with_a_report_a_model_and_no_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], new_processes: Callable[[], list[psutil.Process]]
+) -> None:
     outputs = Outputs(report=tmp_path / "out" / "report.json", model=tmp_path / "out" / "model.safetensors")
     assert bring_up(settings_for(tmp_path / "run", "run.seed=5"), outputs, PROGRAMS) == 0
 
@@ -116,7 +125,7 @@ def test_a_run_ends_with_a_report_a_model_and_no_process(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "5.500 -> 2.250 nats per byte" in said
     assert "first loss 2.500" in said
-    assert psutil.Process().children(recursive=True) == []
+    assert new_processes() == []
 
 
 def test_a_killed_worker_is_started_again(
@@ -132,22 +141,28 @@ def test_a_killed_worker_is_started_again(
 
 
 def test_without_restart_the_last_lost_worker_ends_the_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    new_processes: Callable[[], list[psutil.Process]],
 ) -> None:
     monkeypatch.setenv("FAKE_WORKER", "dies")
     settings = settings_for(tmp_path, "cluster.restart=false")
     assert bring_up(settings, Outputs(), PROGRAMS) == 1
     assert "cluster.restart is off" in capsys.readouterr().out
-    assert psutil.Process().children(recursive=True) == []
+    assert new_processes() == []
 
 
 def test_a_child_that_cannot_start_ends_everything_with_its_exit_code_and_last_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    new_processes: Callable[[], list[psutil.Process]],
 ) -> None:
     monkeypatch.setenv("FAKE_WORKER", "fails")
     assert bring_up(settings_for(tmp_path), Outputs(), PROGRAMS) == 2
     assert "no GPU here [BAD_CONFIG]" in capsys.readouterr().err
-    assert psutil.Process().children(recursive=True) == []
+    assert new_processes() == []
 
 
 def test_a_shard_that_cannot_start_ends_everything_before_any_worker(
