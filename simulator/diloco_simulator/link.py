@@ -120,7 +120,9 @@ class ShardLink:
 
     def push(self, pending: Pending) -> None:
         self._pushes = [task for task in self._pushes if not task.done]
-        if pending.pushes.begin(self._lease):
+        if pending.shard_epoch != self.epoch:
+            pending.reading = False
+        elif pending.pushes.begin(self._lease):
             name = f"push {pending.fragment_id} of round {pending.round}"
             self._pushes.append(self._c.process.spawn(self._push_contribution(pending, self._lease), name))
 

@@ -45,7 +45,9 @@ class Pusher:
     def push(self, pending: Pending) -> None:
         """Encode and push a contribution in the background."""
         lease = self._session.lease
-        if pending.pushes.begin(lease):
+        if pending.shard_epoch != self._session.epoch:  # taken before the learner heard that the shard has a new life
+            pending.reading = False
+        elif pending.pushes.begin(lease):
             name = f"push {pending.fragment_id} of round {pending.round}"
             self._start(self._push_contribution(pending, lease), name)
 
