@@ -9,13 +9,14 @@ import json
 import os
 import re
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import processes
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
@@ -36,12 +37,8 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S) -> T:
-    """The value of the condition once it is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(LOOK_EVERY_S)
-    return value
+    """The value of the condition once it is true; containers are slower, and asking them costs more."""
+    return processes.until(condition, what, seconds, LOOK_EVERY_S)
 
 
 def blocks(page: Path) -> dict[str, str]:

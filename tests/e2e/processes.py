@@ -49,12 +49,12 @@ TINY: dict[str, Any] = {
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S) -> T:
+def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S, every_s: float = LOOK_EVERY_S) -> T:
     """The value of the condition once it is true."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(every_s)
     return value
 
 
