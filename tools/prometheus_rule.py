@@ -19,6 +19,8 @@ apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
   name: diloco
+  labels:
+    release: kube-prometheus-stack
 spec:
   groups:
 """
