@@ -101,8 +101,8 @@ def test_a_shard_is_asked_for_its_health_where_it_listens(build: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_registry_is_given_in_one_place(overlay: str, tmp_path: Path) -> None:
     """An overlay of one's own, on top of ours, with nothing but the images."""
-    images = [{"name": found, "newName": f"registry.example/{found.rpartition('/')[2]}", "newTag": "7"}
-              for found in {container["image"].partition(":")[0] for container in containers(built(overlay))}]  # fmt: skip
+    names = {container["image"].partition(":")[0] for container in containers(built(overlay))}
+    images = [{"name": name, "newName": f"registry.example/{name.rpartition('/')[2]}", "newTag": "7"} for name in names]
     found = containers(on_top_of(overlay, tmp_path, images=images))
     assert len(found) == 2
     assert all(re.fullmatch(r"registry\.example/(server|worker|worker-gpu):7", each["image"]) for each in found)
