@@ -75,11 +75,10 @@ def test_alertmanager_takes_the_example() -> None:
     assert "SUCCESS" in run(amtool(), "check-config", ALERTMANAGER)
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_critical_alerts_wake_somebody_and_others_wait(alert: str) -> None:
-    severity = ALERTS[alert]["labels"]["severity"]
-    receiver = run(amtool(), "config", "routes", "test", f"--config.file={ALERTMANAGER}", f"severity={severity}")
-    assert receiver.strip() == {"critical": "on-call", "warning": "chat"}[severity]
+@pytest.mark.parametrize(("severity", "receiver"), [("critical", "on-call"), ("warning", "chat")])
+def test_critical_alerts_wake_somebody_and_others_wait(severity: str, receiver: str) -> None:
+    route = run(amtool(), "config", "routes", "test", f"--config.file={ALERTMANAGER}", f"severity={severity}")
+    assert route.strip() == receiver
 
 
 def test_what_the_example_holds_back_are_alerts_of_ours() -> None:
