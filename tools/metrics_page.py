@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md: every metric of shards and workers with its kind, unit, labels and meaning, as the code declares it.
+"""Writes docs/metrics.md: every metric of shards and workers with its kind, unit, labels and meaning.
 
 `python tools/metrics_page.py` writes, `--check` says whether it is up to date.
 """
@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from written import ROOT, written
 
 from diloco_common.metrics.contributions import Contributions
 from diloco_common.metrics.learners import Learners
@@ -20,6 +19,7 @@ from diloco_common.metrics.rounds import Rounds
 from diloco_common.metrics.shard import Itself
 from diloco_common.metrics.storage import Storage
 from diloco_common.metrics.worker import Exchange, Training
+from written import ROOT, written
 
 TARGET = ROOT / "docs/metrics.md"
 UNITS = ("seconds", "bytes", "tokens", "versions")
@@ -27,13 +27,13 @@ UNITS = ("seconds", "bytes", "tokens", "versions")
 HEAD = """\
 # Metrics
 
-Everything that `/metrics` of shards and workers shows, as [the code](../common/diloco_common/metrics) declares it; `tools/metrics_page.py`
-writes this page. One without a unit counts, or is a number that has none. A histogram has the series `..._bucket`, `..._sum` and
-`..._count`. Beside these each process has `diloco_build_info` with its versions, and `process_cpu_seconds_total`,
-`process_resident_memory_bytes` and their like.
+Everything that `/metrics` of shards and workers shows, as [the code](../common/diloco_common/metrics) declares it;
+`tools/metrics_page.py` writes this page. A metric without a unit counts, or is a number that has none. A histogram has
+the series `..._bucket`, `..._sum` and `..._count`. Beside these each process has `diloco_build_info` with its versions,
+and `process_cpu_seconds_total`, `process_resident_memory_bytes` and their like.
 
-What is made of them by rules: [recording.yml](../deploy/prometheus/rules/recording.yml). Which of them to look at, and when:
-[operations](operations.md).
+What is made of them by rules: [recording.yml](../deploy/prometheus/rules/recording.yml). Which of them to look at, and
+when: [operations](operations.md).
 """
 
 
