@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import urllib.parse
 import urllib.request
@@ -38,6 +39,16 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S) -> T:
     """The value of the condition once it is true; containers are slower, and asking them costs more."""
     return processes.until(condition, what, seconds, LOOK_EVERY_S)
+
+
+def blocks(page: Path) -> dict[str, str]:
+    """Name -> commands, of the fenced blocks that begin with ```sh NAME. Raises ValueError if a block has no name."""
+    found: dict[str, str] = {}
+    for name, text in re.findall(r"^```sh *([^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S):
+        if not name or name in found:
+            raise ValueError(f"{page}: a block has no name of its own, so nothing says whether it is tested:\n{text}")
+        found[name] = text
+    return found
 
 
 class Project:
