@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,18 @@ Resource = dict[str, Any]
 
 @cache
 def built(build: str) -> list[Resource]:
-    ended = subprocess.run([kubectl(), "kustomize", FOLDER / build], capture_output=True, text=True, check=False)
+    return _built(FOLDER / build)
+
+
+def on_top_of(build: str, folder: Path, **kustomization: object) -> list[Resource]:
+    """What somebody gets whose own overlay, in `folder`, says this and no more."""
+    parent = os.path.relpath(FOLDER / build, folder.resolve())
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump({"resources": [parent], **kustomization}))
+    return _built(folder)
+
+
+def _built(folder: Path) -> list[Resource]:
+    ended = subprocess.run([kubectl(), "kustomize", folder], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     return list(yaml.safe_load_all(ended.stdout))
 
@@ -30,7 +42,15 @@ def one(build: str, kind: str) -> Resource:
 
 
 def pods(build: str) -> Iterator[Resource]:
-    for resource in built(build):
+    return _pods(built(build))
+
+
+def containers(resources: Iterable[Resource]) -> list[Resource]:
+    return [container for pod in _pods(resources) for container in pod["spec"]["containers"]]
+
+
+def _pods(resources: Iterable[Resource]) -> Iterator[Resource]:
+    for resource in resources:
         if resource["kind"] in ("StatefulSet", "Job"):
             yield resource["spec"]["template"]
         if resource["kind"] == "JobSet":

@@ -12,6 +12,7 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache"
 _UNPACKED = {
     "prometheus": CACHE / "prometheus/usr/bin/prometheus",
     "promtool": CACHE / "prometheus/usr/bin/promtool",
+    "amtool": CACHE / "prometheus/usr/bin/amtool",
     "kubectl": CACHE / "kubectl/kubectl",
 }
 """Where .ci/run puts what the machine lacks."""
@@ -28,6 +29,10 @@ def need(program: str, package: str) -> str:
 
 def promtool() -> str:
     return need("promtool", "Debian and Ubuntu: apt install prometheus")
+
+
+def amtool() -> str:
+    return need("amtool", "Debian and Ubuntu: apt install prometheus-alertmanager")
 
 
 def kubectl() -> str:

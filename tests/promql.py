@@ -17,7 +17,7 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
 _CLAUSE = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 _RANGE = re.compile(r"\[[^\]]*\]")
 _SELECTOR = re.compile(r"(?<![\w:.])([a-zA-Z_:][\w:]*)\s*(\(|\{((?:[^}\"]|\"[^\"]*\")*)\})?")
-_WORDS = {"and", "or", "unless", "bool"}
+_WORDS = {"and", "or", "unless", "bool", "offset"}
 
 
 @dataclass(frozen=True)

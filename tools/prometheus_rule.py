@@ -6,11 +6,10 @@ file into a resource of a kind that it does not know.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from written import ROOT, written
+
 RULES = ROOT / "deploy/prometheus/rules"
 TARGET = ROOT / "deploy/kubernetes/components/monitoring/rules.yaml"
 HEAD = """\
@@ -19,23 +18,16 @@ apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
   name: diloco
+  labels:
+    release: kube-prometheus-stack
 spec:
   groups:
 """
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
-    check = parser.parse_args().check
     text = HEAD + "".join(_groups(path.read_text()) for path in sorted(RULES.glob("*.yml")))
-    if TARGET.exists() and TARGET.read_text() == text:
-        return 0
-    if check:
-        print(f"{TARGET.relative_to(ROOT)} is out of date: run tools/prometheus_rule.py", file=sys.stderr)
-        return 1
-    TARGET.write_text(text)
-    return 0
+    return written(TARGET, text, __doc__)
 
 
 def _groups(text: str) -> str:

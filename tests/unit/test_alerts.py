@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from programs import promtool
+from programs import amtool, promtool
 from promql import in_dashboards, in_rules
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/prometheus"
@@ -22,11 +22,13 @@ ALERTS = {
     if "alert" in rule
 }
 RUNBOOK = "docs/runbook.md"
+ALERTMANAGER = FOLDER / "alertmanager.yml"
 
 
-def run(*command: str | Path) -> None:
+def run(*command: str | Path) -> str:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def test_promtool_takes_the_rules() -> None:
@@ -59,7 +61,7 @@ def test_every_alert_has_a_case_where_it_fires_and_one_where_it_is_silent(alert:
 def test_every_alert_leads_to_its_section_of_the_runbook(repository: Path, alert: str) -> None:
     headings = re.findall(r"^## (\w+)$", (repository / RUNBOOK).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert alert in headings
-    assert ALERTS[alert]["annotations"]["runbook_url"] == f"{RUNBOOK}#{alert.lower()}"
+    assert ALERTS[alert]["annotations"]["runbook"] == f"{RUNBOOK}#{alert.lower()}"
     assert ALERTS[alert]["labels"]["severity"] in ("critical", "warning")
 
 
@@ -67,3 +69,20 @@ def test_what_is_recorded_is_used(repository: Path) -> None:
     recorded = {name for query in in_rules(FOLDER / "rules") for name in [query.where.split(": ")[1]] if ":" in name}
     queries = [*in_rules(FOLDER / "rules"), *in_dashboards(repository / "deploy/grafana/dashboards")]
     assert recorded - {name for query in queries for name, _ in query.selectors} == set()
+
+
+def test_alertmanager_takes_the_example() -> None:
+    assert "SUCCESS" in run(amtool(), "check-config", ALERTMANAGER)
+
+
+@pytest.mark.parametrize(("severity", "receiver"), [("critical", "on-call"), ("warning", "chat")])
+def test_critical_alerts_wake_somebody_and_others_wait(severity: str, receiver: str) -> None:
+    route = run(amtool(), "config", "routes", "test", f"--config.file={ALERTMANAGER}", f"severity={severity}")
+    assert route.strip() == receiver
+
+
+def test_what_the_example_holds_back_are_alerts_of_ours() -> None:
+    rules = yaml.safe_load(ALERTMANAGER.read_text())["inhibit_rules"]
+    named = set(re.findall(r"Diloco\w+", str(rules)))
+    assert len(named) > 4
+    assert named <= ALERTS.keys()

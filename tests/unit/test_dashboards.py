@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,31 @@ def test_panels_fill_the_page_and_never_overlap(name: str) -> None:
     assert len(taken) == 24 * len({y for _, y in taken})
 
 
-def test_every_query_asks_the_data_source_that_is_provisioned() -> None:
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_query_asks_the_data_source_that_is_chosen_above(name: str) -> None:
+    variables = BOARDS[name]["templating"]["list"]
+    (chosen,) = [variable for variable in variables if variable["type"] == "datasource"]
+    assert variables[0] is chosen, "the others are asked of it"
+    asks = [
+        *variables[1:], *BOARDS[name]["annotations"]["list"],
+        *(each for panel in panels(BOARDS[name]) for each in [panel, *panel["targets"]]),
+    ]  # fmt: skip
+    assert {each["datasource"]["uid"] for each in asks} == {f"${{{chosen['name']}}}"}
+    assert {each["datasource"]["type"] for each in asks} == {chosen["query"]}
+
+
+def test_what_is_chosen_at_first_is_the_one_that_is_provisioned() -> None:
     (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
-    named = {
-        target["datasource"]["uid"]
-        for board in BOARDS.values()
-        for panel in panels(board)
-        for target in [panel, *panel["targets"]]
-    }
-    assert named == {source["uid"]}
+    assert source["isDefault"]
+    for board in BOARDS.values():
+        chosen = board["templating"]["list"][0]
+        assert (chosen["current"]["value"], chosen["query"]) == ("default", source["type"])
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_runs_that_are_shown_together_are_told_apart(name: str) -> None:
+    for panel in panels(BOARDS[name]):
+        for target in panel["targets"]:
+            assert 'run=~"$run"' in target["expr"], panel["title"]
+            if re.search(r"\bby \(run\b", target["expr"]) and panel["type"] in ("timeseries", "state-timeline"):
+                assert "{{run}}" in target["legendFormat"], panel["title"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import subprocess
@@ -51,6 +52,8 @@ def test_slurm_reads_the_options_before_the_first_command(script: Path) -> None:
 
 STANDS_FOR = {
     "scontrol": "printf 'node-%s\\n' 7 9",
+    "squeue": '[ "$*" = "--noheader --states=RUNNING --jobs=$RUNNING" ] && echo running',
+    "sleep": "echo waits; echo '12 node-7:50051,node-9:50051' >\"$RUN_DIR/shards\"",
     "diloco": '[ "$1" = token ] && echo secret >"$2"',
     "srun": 'while [[ $1 == --* ]]; do shift; done; for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@"; done',
     "diloco-server": 'printf "%s " "$@"; echo',
@@ -59,20 +62,36 @@ STANDS_FOR = {
 """Programs of a Slurm node, which tell what they were asked for."""
 
 
-def test_slurm_starts_each_shard_with_its_index_and_workers_find_them_all(tmp_path: Path) -> None:
-    programs, folder = tmp_path / "bin", tmp_path / "a run"
+def slurm_node(folder: Path) -> dict[str, str]:
+    """The environment of a batch script on a node that has these programs."""
+    programs = folder / "bin"
     programs.mkdir()
     for name, body in STANDS_FOR.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
-    node = {"PATH": f"{programs}:{os.environ['PATH']}", "RUN_DIR": str(folder)}
+    return {"PATH": f"{programs}:{os.environ['PATH']}", "RUN_DIR": str(folder / "a run")}
 
-    shards = run("bash", SCRIPTS[0], SLURM_JOB_NODELIST="node-[7,9]", **node).splitlines()
+
+def test_slurm_starts_each_shard_with_its_index_and_workers_find_them_all(tmp_path: Path) -> None:
+    node = slurm_node(tmp_path)
+    folder = node["RUN_DIR"]
+
+    shards = run("bash", SCRIPTS[0], SLURM_JOB_ID="12", SLURM_JOB_NODELIST="node-[7,9]", **node).splitlines()
     assert [re.findall(r"--(?:index|count) (\d)", line) for line in shards] == [["0", "2"], ["1", "2"]]
     assert [f"shard.data_dir={folder}/shard-{i}" in line for i, line in enumerate(shards)] == [True, True]
 
-    worker = run("bash", SCRIPTS[1], SLURM_ARRAY_TASK_ID="5", **node)
-    assert "--shards node-7:50051,node-9:50051 --learner-id worker-5 " in worker
+    worker = run("bash", SCRIPTS[1], SLURM_ARRAY_TASK_ID="5", RUNNING="12", **node)
+    assert worker.startswith("--shards node-7:50051,node-9:50051 --learner-id worker-5 ")
+
+
+@pytest.mark.parametrize("left_behind", ["11 node-3:50051", None], ids=["by an earlier job", "by none"])
+def test_a_worker_waits_for_the_shards_of_a_job_that_runs(tmp_path: Path, left_behind: str | None) -> None:
+    node = slurm_node(tmp_path)
+    Path(node["RUN_DIR"]).mkdir()
+    if left_behind:
+        (Path(node["RUN_DIR"]) / "shards").write_text(left_behind + "\n")
+    worker = run("bash", SCRIPTS[1], SLURM_ARRAY_TASK_ID="5", RUNNING="12", **node)
+    assert worker.startswith("waits\n--shards node-7:50051,node-9:50051 ")
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
@@ -107,3 +126,17 @@ def test_settings_and_flags_are_ours(file: Path) -> None:
     flags = set(re.findall(r"(?<=\s)--(listen|http|index|count|shards|learner-id)\b", text))
     assert flags
     assert all(f'"--{flag}"' in source for flag in flags)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_two_instances_on_a_host_can_have_ports_of_their_own(unit: Path) -> None:
+    kind, text = unit.name.removeprefix("diloco-").removesuffix("@.service"), unit.read_text()
+    assert not re.search(r"^ExecStart=.*--(?:http|listen)", text, re.MULTILINE), "a flag would win over their file"
+    files = re.findall(r"^EnvironmentFile=(.*)", text, re.MULTILINE)
+    assert files == [f"/etc/diloco/{kind}.env", f"-/etc/diloco/{kind}-%i.env"]
+
+
+@pytest.mark.parametrize("device", ["nvidia-frontend", "nvidia", "nvidiactl", "nvidia-uvm"])
+def test_a_worker_may_use_the_devices_of_every_driver(device: str) -> None:
+    allowed = re.findall(r"^DeviceAllow=char-(\S+) rw$", UNITS[1].read_text(), re.MULTILINE)
+    assert any(fnmatch.fnmatch(device, pattern) for pattern in allowed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -12,9 +13,10 @@ import yaml
 
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
-from manifests import ROOT, built, environment, one, pods
+from manifests import FOLDER, ROOT, built, containers, environment, on_top_of, one, pods
 
-BUILDS = ["base", "overlays/demo", "overlays/gpu", "overlays/jobset"]
+OVERLAYS = [f"overlays/{folder.name}" for folder in sorted((FOLDER / "overlays").iterdir())]
+BUILDS = ["base", *OVERLAYS]
 VERSIONS = ["1.29", "1.33", kubernetes_validate.latest_version()]
 """The oldest that has what we use, one between, and the newest."""
 OF_OPERATORS = {"PodMonitor", "PrometheusRule", "JobSet"}
@@ -69,20 +71,65 @@ def test_no_variable_of_a_service_is_taken_for_a_setting(build: str) -> None:
 def test_traffic_is_restricted_for_every_pod(build: str) -> None:
     policies = [r["spec"] for r in built(build) if r["kind"] == "NetworkPolicy"]
     for pod in pods(build):
-        (policy,) = [
-            p for p in policies if p["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-        ]
-        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        mine = [p for p in policies if p["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()]
+        assert {direction for policy in mine for direction in policy["policyTypes"]} == {"Ingress", "Egress"}
+
+
+def test_http_is_open_to_prometheus_alone_and_only_where_there_is_one() -> None:
+    for build in BUILDS:
+        open_to = [
+            rule["from"] for r in built(build) if r["kind"] == "NetworkPolicy"
+            for rule in r["spec"].get("ingress", []) if {"port": "http"} in rule["ports"]
+        ]  # fmt: skip
+        (prometheus,) = open_to if build == "overlays/gpu" else [[]]
+        assert [peer["namespaceSelector"]["matchLabels"] for peer in prometheus] == (
+            [{"kubernetes.io/metadata.name": "monitoring"}] if prometheus else []
+        )
 
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_shard_is_asked_for_its_health_where_it_listens(build: str) -> None:
     (container,) = one(build, "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert one(build, "Service")["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert {container[probe]["grpc"]["port"] for probe in ("startupProbe", "readinessProbe")} == {ports["grpc"]}
     for pod in pods(build):
         variables = environment(build, pod)
         assert {variables[name] for name in variables if name.endswith("__HTTP")} == {f"0.0.0.0:{ports['http']}"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_registry_is_given_in_one_place(overlay: str, tmp_path: Path) -> None:
+    """An overlay of one's own, on top of ours, with nothing but the images."""
+    names = {container["image"].partition(":")[0] for container in containers(built(overlay))}
+    images = [{"name": name, "newName": f"registry.example/{name.rpartition('/')[2]}", "newTag": "7"} for name in names]
+    found = containers(on_top_of(overlay, tmp_path, images=images))
+    assert len(found) == 2
+    assert all(re.fullmatch(r"registry\.example/(server|worker|worker-gpu):7", each["image"]) for each in found)
+
+
+def test_a_prometheus_of_another_release_is_named_in_one_place(tmp_path: Path) -> None:
+    target, path = {"group": "monitoring.coreos.com"}, "/metadata/labels/release"
+    patch = yaml.safe_dump([{"op": "replace", "path": path, "value": "prom"}])
+    for build, release in [
+        (built("overlays/gpu"), "kube-prometheus-stack"),
+        (on_top_of("overlays/gpu", tmp_path, patches=[{"target": target, "patch": patch}]), "prom"),
+    ]:
+        monitoring = [r for r in build if r["apiVersion"].startswith("monitoring.coreos.com/")]
+        assert sorted(r["kind"] for r in monitoring) == ["PodMonitor", "PodMonitor", "PrometheusRule"]
+        assert {r["metadata"]["labels"]["release"] for r in monitoring} == {release}
+
+
+def test_a_learner_that_dies_starts_again_alone_and_one_that_is_refused_does_not() -> None:
+    job = one("overlays/demo", "Job")["spec"]
+    jobset = one("overlays/jobset", "JobSet")["spec"]
+    (alone,) = [replicated["template"]["spec"] for replicated in jobset["replicatedJobs"]]
+    refused = [rule["onExitCodes"]["values"] for spec in (job, alone) for rule in spec["podFailurePolicy"]["rules"]
+               if "onExitCodes" in rule]  # fmt: skip
+    assert refused == [[2, 6], [2, 6]]
+    assert alone["backoffLimit"] == 2**31 - 1
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
 def test_the_operator_gets_the_rules_that_are_tested() -> None:

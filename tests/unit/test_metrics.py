@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -240,3 +241,23 @@ def test_every_code_of_a_rejected_contribution_has_a_series_before_its_first_eve
         for series in values(ShardMetrics().registry)
         if series.startswith("diloco_shard_contributions_rejected_total")
     }
+
+
+def test_the_page_of_metrics_is_what_the_code_declares(repository: Path):
+    ended = subprocess.run(
+        [sys.executable, repository / "tools/metrics_page.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_page_of_metrics_leaves_none_out(repository: Path):
+    page = (repository / "docs/metrics.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| (\w+) \|", page, flags=re.MULTILINE)
+    served = {
+        (family.name + ("_total" if family.type == "counter" else ""), family.type)
+        for metrics in (busy_shard(), busy_worker())
+        for family in metrics.registry.collect()
+        if family.name.startswith(("diloco_shard_", "diloco_worker_"))
+    }
+    assert len(listed) == len(set(listed))
+    assert set(listed) == served

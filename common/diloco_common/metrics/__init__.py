@@ -5,10 +5,11 @@ its own registry, because a worker may live in a process that has metrics of its
 fragments, codes of errors.py, and learner ids, which the shard checks before they get here and forgets when
 they are gone.
 
-The methods are named after what happened; the gauges of one sort are set together.
+The methods are named after what happened; the gauges of one sort are set together. docs/metrics.md lists all of it.
 """
 
-from diloco_common.metrics.shard import CloseReason, ComputePhase, ShardMetrics
+from diloco_common.metrics.rounds import CloseReason, ComputePhase
+from diloco_common.metrics.shard import ShardMetrics
 from diloco_common.metrics.worker import PushOutcome, SyncPhase, WorkerMetrics
 
 __all__ = ["CloseReason", "ComputePhase", "PushOutcome", "ShardMetrics", "SyncPhase", "WorkerMetrics"]

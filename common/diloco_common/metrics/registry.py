@@ -1,4 +1,4 @@
-"""What the metrics of both processes begin with: a registry, what runs in the process, and buckets."""
+"""What the metrics of both processes begin with: a registry, how it takes metrics, and buckets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 
 COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 """Buckets of small whole numbers."""
@@ -27,6 +27,25 @@ def new_registry() -> CollectorRegistry:
         _installed("decoupled-diloco"), platform.python_version(), _installed("torch"), _installed("grpcio")
     ).set(1)
     return registry
+
+
+class Declare:
+    """Declares metrics in a registry: their name, what they mean, and their labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(name, what, labels, registry=self._registry)
+
+    def counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(name, what, labels, registry=self._registry)
+
+    def histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, what, buckets=buckets, registry=self._registry)
+
+    def totals(self, name: str, what: str, *labels: str) -> Totals:
+        return Totals(name, what, labels, self._registry)
 
 
 def start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:

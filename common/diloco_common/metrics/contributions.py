@@ -1,0 +1,63 @@
+"""What came to a shard and what left it: contributions, what became of their tokens, and payload bytes."""
+
+from __future__ import annotations
+
+from diloco_common.metrics.registry import COUNTS, Declare, start_at_zero
+
+REJECTIONS = (
+    "MANIFEST_MISMATCH", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING", "NOT_SEEDED", "WRONG_EPOCH", "WRONG_ROUND",
+    "TOO_STALE", "BAD_SIZE", "BAD_CHECKSUM", "BAD_ENCODING", "CONTRIBUTION_CONFLICT", "NOT_FINITE", "NORM_TOO_LARGE",
+)  # fmt: skip
+"""Codes of a rejected contribution, as docs/errors.md lists them."""
+
+
+class Contributions:
+    """Contributions, and versions, on the wire."""
+
+    def __init__(self, declare: Declare) -> None:
+        self._contributions = declare.counter(
+            "diloco_shard_contributions_total", "Contributions that came whole and valid, by outcome.", "outcome"
+        )
+        self._rejected = declare.counter(
+            "diloco_shard_contributions_rejected_total", "Contributions that a guard refused, by code.", "code"
+        )
+        self._tokens = declare.totals(
+            "diloco_shard_contributed_tokens_total",
+            "Tokens of contributions, once per fragment, by fate: accepted ones end as merged or fenced (their learner "
+            "lost its lease first); late, refused and fenced ones are carried on by a learner that lives.",
+            "fate",
+        )
+        self._staleness = declare.histogram(
+            "diloco_shard_staleness_versions", "Latest version minus base version of accepted contributions.", COUNTS
+        )
+        self._received = declare.counter(
+            "diloco_shard_received_bytes_total", "Payload bytes of contributions and seeds."
+        )
+        self._sent = declare.counter("diloco_shard_sent_bytes_total", "Payload bytes of versions.")
+        start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
+        start_at_zero(self._rejected, REJECTIONS)
+
+    def contribution_accepted(self, *, staleness: int) -> None:
+        self._contributions.labels("accepted").inc()
+        self._staleness.observe(staleness)
+
+    def contribution_duplicate(self) -> None:
+        self._contributions.labels("duplicate").inc()
+
+    def contribution_late(self) -> None:
+        self._contributions.labels("late").inc()
+
+    def contribution_rejected(self, code: str) -> None:
+        self._rejected.labels(code).inc()
+
+    def contributed_tokens(self, *, accepted: int, merged: int, late: int, refused: int, fenced: int) -> None:
+        """Totals of this life of the shard."""
+        fates = {"accepted": accepted, "merged": merged, "late": late, "refused": refused, "fenced": fenced}
+        for fate, total in fates.items():
+            self._tokens.follow(total, fate)
+
+    def received(self, num_bytes: int) -> None:
+        self._received.inc(num_bytes)
+
+    def sent(self, num_bytes: int) -> None:
+        self._sent.inc(num_bytes)

@@ -1,0 +1,81 @@
+"""How rounds go, what they cost a shard to compute, and the versions that they become."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from diloco_common.metrics.registry import COUNTS, SECONDS, Declare, start_at_zero
+
+CloseReason = Literal["all", "grace", "lease"]
+"""Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
+ComputePhase = Literal["inspect", "seed", "merge", "encode"]
+"""What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, and encoding
+for an observer."""
+
+
+class Rounds:
+    """From the opening of a round to its version."""
+
+    def __init__(self, declare: Declare) -> None:
+        self._open_rounds = declare.gauge("diloco_shard_open_rounds", "Rounds collecting contributions.")
+        self._oldest_round = declare.gauge(
+            "diloco_shard_oldest_round_seconds",
+            "How long the open round that was opened first has been collecting; 0 without one.",
+        )
+        self._grace_seconds = declare.gauge(
+            "diloco_shard_grace_seconds", "Grace window of the round that was opened last."
+        )
+        self._quorum_seconds = declare.histogram(
+            "diloco_shard_quorum_seconds", "From opening a round to its quorum.", SECONDS
+        )
+        self._rounds_closed = declare.counter(
+            "diloco_shard_rounds_closed_total",
+            "Rounds closed: all asked contributed, the grace window ended, or the missing lost their leases.",
+            "why",
+        )
+        self._participants = declare.histogram(
+            "diloco_shard_round_participants", "Contributions merged per round.", COUNTS
+        )
+        self._merge_seconds = declare.histogram(
+            "diloco_shard_merge_seconds", "Merging contributions and taking the outer step.", SECONDS
+        )
+        self._compute_seconds = declare.counter(
+            "diloco_shard_compute_seconds_total", "CPU time of the compute thread, by what for.", "phase"
+        )
+        self._round_seconds = declare.histogram(
+            "diloco_shard_round_seconds", "From opening a round to announcing its version.", SECONDS
+        )
+        self._version = declare.gauge("diloco_shard_version", "Latest version, by fragment.", "fragment")
+        start_at_zero(self._rounds_closed, get_args(CloseReason))
+        start_at_zero(self._compute_seconds, get_args(ComputePhase))
+
+    def open_rounds(self, count: int, *, oldest_s: float) -> None:
+        """`oldest_s` since the first of them was opened."""
+        self._open_rounds.set(count)
+        self._oldest_round.set(oldest_s)
+
+    def grace(self, seconds: float) -> None:
+        self._grace_seconds.set(seconds)
+
+    def quorum_reached(self, seconds: float) -> None:
+        """`seconds` since the round was opened."""
+        self._quorum_seconds.observe(seconds)
+
+    def round_closed(self, why: CloseReason, participants: int) -> None:
+        self._rounds_closed.labels(why).inc()
+        self._participants.observe(participants)
+
+    def merged(self, seconds: float) -> None:
+        self._merge_seconds.observe(seconds)
+
+    def computed(self, phase: ComputePhase, cpu_seconds: float) -> None:
+        self._compute_seconds.labels(phase).inc(cpu_seconds)
+
+    def version_committed(self, fragment: int, version: int, seconds: float) -> None:
+        """`seconds` since the round was opened."""
+        self.version(fragment, version)
+        self._round_seconds.observe(seconds)
+
+    def version(self, fragment: int, version: int) -> None:
+        """A version that came by seeding or restoring, without a round."""
+        self._version.labels(str(fragment)).set(version)

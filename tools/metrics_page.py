@@ -1,0 +1,90 @@
+"""Writes docs/metrics.md: every metric of shards and workers with its kind, unit, labels and meaning.
+
+`python tools/metrics_page.py` writes, `--check` says whether it is up to date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from diloco_common.metrics.contributions import Contributions
+from diloco_common.metrics.learners import Learners
+from diloco_common.metrics.registry import Declare, Totals
+from diloco_common.metrics.rounds import Rounds
+from diloco_common.metrics.shard import Itself
+from diloco_common.metrics.storage import Storage
+from diloco_common.metrics.worker import Exchange, Training
+from written import ROOT, written
+
+TARGET = ROOT / "docs/metrics.md"
+UNITS = ("seconds", "bytes", "tokens", "versions")
+"""A word of a metric's name that says its unit; the others count, or have none."""
+HEAD = """\
+# Metrics
+
+Everything that `/metrics` of shards and workers shows, as [the code](../common/diloco_common/metrics) declares it;
+`tools/metrics_page.py` writes this page. A metric without a unit counts, or is a number that has none. A histogram has
+the series `..._bucket`, `..._sum` and `..._count`. Beside these each process has `diloco_build_info` with its versions,
+and `process_cpu_seconds_total`, `process_resident_memory_bytes` and their like.
+
+What is made of them by rules: [recording.yml](../deploy/prometheus/rules/recording.yml). Which of them to look at, and
+when: [operations](operations.md).
+"""
+
+
+class Page(Declare):
+    """Notes what is declared, as rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__(CollectorRegistry())
+        self.rows: list[str] = []
+
+    def gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        self._note(name, "gauge", what, labels)
+        return super().gauge(name, what, *labels)
+
+    def counter(self, name: str, what: str, *labels: str) -> Counter:
+        self._note(name, "counter", what, labels)
+        return super().counter(name, what, *labels)
+
+    def histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
+        self._note(name, "histogram", what, ())
+        return super().histogram(name, what, buckets)
+
+    def totals(self, name: str, what: str, *labels: str) -> Totals:
+        self._note(name, "counter", what, labels)
+        return super().totals(name, what, *labels)
+
+    def _note(self, name: str, kind: str, what: str, labels: Sequence[str]) -> None:
+        unit = next((unit for unit in UNITS if unit in name.split("_")), "")
+        self.rows.append(f"| `{name}` | {kind} | {unit} | {', '.join(f'`{label}`' for label in labels)} | {what} |\n")
+
+
+def section(heading: str, group: type, *arguments: object) -> str:
+    page = Page()
+    group(page, *arguments)
+    table = "| metric | kind | unit | labels | meaning |\n| --- | --- | --- | --- | --- |\n" + "".join(page.rows)
+    return f"\n## {heading}\n\n{inspect.getdoc(group)}\n\n{table}"
+
+
+def main() -> int:
+    text = (
+        HEAD
+        + section("Shards: themselves", Itself)
+        + section("Shards: learners", Learners)
+        + section("Shards: contributions", Contributions)
+        + section("Shards: rounds", Rounds)
+        + section("Shards: storage", Storage)
+        + section("Workers: training", Training)
+        + section("Workers: exchange", Exchange, time.monotonic)
+    )
+    return written(TARGET, text, __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Files that a tool writes and nobody edits: the tool writes them, or says whether they are up to date."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def written(target: Path, text: str, description: str | None) -> int:
+    """The exit code of a tool that writes this text, or with `--check` compares it: 1 if it is another."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
+    check = parser.parse_args().check
+    if target.exists() and target.read_text(encoding="utf-8") == text:
+        return 0
+    if check:
+        print(f"{target.relative_to(ROOT)} is out of date: run {Path(sys.argv[0]).name}", file=sys.stderr)
+        return 1
+    target.write_text(text, encoding="utf-8")
+    return 0
