@@ -7,14 +7,14 @@ a deadline. A control stream keeps its order, as TCP does, but it may break for 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from diloco_common.errors import Refusal
 from diloco_common.messages import Directive, Progress
 from diloco_simulator.options import Options
-from diloco_simulator.timeline import Future, Process, Timeline
+from diloco_simulator.timeline import Alarm, Future, Process, Timeline
 
 Respond = Callable[[Any], None]
 """Takes an answer, or the Refusal that a shard answers."""
@@ -103,10 +103,13 @@ class Network:
             self._faults[fault] += 1
         return happens
 
-    def attend(self, client: Process, path: Path, generation: int, epoch: int) -> Stream:
+    def attend(
+        self, client: Process, path: Path, generation: int, epoch: int, hear: Callable[[Directive], None],
+        silence_s: float,
+    ) -> Stream:  # fmt: skip
         """Open a control stream. That it did not work shows when nothing comes, or an error."""
         self.streams = [s for s in self.streams if not (s.client_done and s.shard_done)]
-        stream = Stream(self, client, path, generation, epoch)
+        stream = Stream(self, client, path, generation, epoch, hear, silence_s)
         self.streams.append(stream)
         stream.up(stream.opened)
         return stream
@@ -122,7 +125,7 @@ class Network:
             elif shard is not None and shard.process is process:
                 stream.shard_done = True
                 if noticed:
-                    stream.down(stream.read_later, Unavailable())
+                    stream.down(stream.come, Unavailable())
 
     def heal(self) -> None:
         """From now on everything arrives, once. Streams that were held up by a cut go on, or are dead for good."""
@@ -139,7 +142,11 @@ class Network:
 class Stream:
     """One Attend: directives down, reports up, each in order."""
 
-    def __init__(self, network: Network, client: Process, path: Path, generation: int, epoch: int) -> None:
+    def __init__(
+        self, network: Network, client: Process, path: Path, generation: int, epoch: int,
+        hear: Callable[[Directive], None], silence_s: float,
+    ) -> None:  # fmt: skip
+        """`hear` takes each directive in the client's process, and may raise the Refusal that ends the stream there."""
         self.client = client
         self.path = path
         self.generation = generation
@@ -147,26 +154,23 @@ class Stream:
         self.shard: ShardSide | None = None
         self.client_done = False
         self.shard_done = False
+        self.ended: Future[None] = Future()
+        """For the client: set when the shard ends the stream. Raises what broke it; after a long silence, TimeoutError."""
+        self._hear = hear
+        self._silence = Alarm(client, silence_s, self._is_silent)
         self._network = network
         self._arrives_at = {True: 0.0, False: 0.0}
         self._held: dict[bool, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {True: [], False: []}
         self._dead = False
-        self._unread: deque[Directive | Exception | None] = deque()
-        self._reader: Future[Any] | None = None
 
     # ------------------------------------------------------------ the learner's end
-
-    def read(self) -> Future[Any]:
-        """The next directive; None at the end. Raises what broke the stream."""
-        self._reader = Future()
-        self._hand_over()
-        return self._reader
 
     def report(self, progress: Progress) -> None:
         self.up(self._deliver_report, progress)
 
     def cancel(self) -> None:
         """The learner gives the stream up."""
+        self._silence.stop()
         if not self.client_done:
             self.client_done = True
             self.up(self.lost_client)
@@ -176,7 +180,7 @@ class Stream:
     def send(self, directive: Directive | Refusal | None) -> None:
         """None ends the stream, and a Refusal refuses it."""
         if not self.shard_done:
-            self.down(self.read_later, directive)
+            self.down(self.come, directive)
             if directive is None or isinstance(directive, Refusal):
                 self.shard_done = True
 
@@ -202,7 +206,7 @@ class Stream:
         """The connection is gone, and either end, both or none is told."""
         self._dead = True
         if tell_client:
-            self._network.timeline.later(self._network.delay_s(), self.client.deliver, self.read_later, Unavailable())
+            self._network.timeline.later(self._network.delay_s(), self.client.deliver, self.come, Unavailable())
         if tell_shard and self.shard is not None:
             self._network.timeline.later(self._network.delay_s(), self.shard.process.deliver, self.lost_client)
 
@@ -231,7 +235,7 @@ class Stream:
     def opened(self) -> None:
         shard = self._network.shards.get(self.path[1])
         if shard is None or not shard.process.alive:
-            self.down(self.read_later, Unavailable())
+            self.down(self.come, Unavailable())
             self.shard_done = True
             return
         self.shard = shard
@@ -246,15 +250,20 @@ class Stream:
         if self.shard is not None and not self.shard_done:
             self.shard.heard(self, progress)
 
-    def read_later(self, item: Directive | Exception | None) -> None:
-        self._unread.append(item)
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        if self._reader is None or self._reader.done or not self._unread:
+    def come(self, item: Directive | Exception | None) -> None:
+        """Something arrives at the learner's end."""
+        if self.ended.done:
             return
-        item = self._unread.popleft()
-        if isinstance(item, Exception):
-            self._reader.fail(item)
+        self._silence.put_off()
+        if item is None:
+            self.ended.set(None)
+        elif isinstance(item, Exception):
+            self.ended.fail(item)
         else:
-            self._reader.set(item)
+            try:
+                self._hear(item)
+            except Refusal as refusal:
+                self.ended.fail(refusal)
+
+    def _is_silent(self) -> None:
+        self.ended.fail(TimeoutError())

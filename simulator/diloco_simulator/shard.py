@@ -155,15 +155,18 @@ class SimulatedShard:
         self._check(now)
 
     def _check(self, now: float) -> None:
-        collecting = [state for state in self.core.fragments.values() if state.round is not None]
-        if any(state.round is not None and state.round.quorum_at is not None for state in collecting):
-            self._grace_s_max = max(self._grace_s_max, self.core.grace_s())
-        for state in collecting:
-            invariants.rounds_make_the_next_version(state)
-            invariants.rounds_are_bounded(state, self._options.learners)
-            invariants.nobody_delays_a_round_beyond_its_grace(
-                state, self._options.quorum, now, self._grace_s_max, self._options.tick_s
-            )
+        for state in self.core.fragments.values():
+            collecting = state.round
+            if collecting is None:
+                continue
+            invariants.rounds_make_the_next_version(state, collecting)
+            invariants.rounds_are_bounded(state, collecting, self._options.learners)
+            if collecting.quorum_at is not None:
+                self._grace_s_max = max(self._grace_s_max, self.core.grace_s())
+                waited_s = now - collecting.quorum_at
+                invariants.nobody_delays_a_round_beyond_its_grace(
+                    state, collecting, self._options.quorum, waited_s, self._grace_s_max + self._options.tick_s
+                )
 
     # ------------------------------------------------------------ effects
 

@@ -223,6 +223,32 @@ class Process:
             task.cancel()
 
 
+class Alarm:
+    """Rings in a process whenever it was not put off for so many seconds. To put it off costs nothing."""
+
+    def __init__(self, process: Process, seconds: float, ring: Callable[[], None]) -> None:
+        self._process = process
+        self._seconds = seconds
+        self._ring = ring
+        self._is_on = True
+        self.put_off()
+        process.later(seconds, self._look)
+
+    def put_off(self) -> None:
+        self._due = self._process.timeline.now + self._seconds
+
+    def stop(self) -> None:
+        self._is_on = False
+
+    def _look(self) -> None:
+        if self._is_on:
+            now = self._process.timeline.now
+            if now >= self._due:
+                self.put_off()
+                self._ring()
+            self._process.later(self._due - now, self._look)
+
+
 class Signal:
     """Set until somebody who waits for it clears it, as asyncio.Event."""
 
