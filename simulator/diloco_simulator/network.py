@@ -88,14 +88,14 @@ class Network:
                 self._maybe_fail(caller, outcome)
             else:
                 act = outcome.fail if isinstance(answer, Refusal) else outcome.set
-                self.timeline.later(self.delay_s(), caller.deliver, act, answer)
+                caller.later(self.delay_s(), act, answer)
 
         shard.process.deliver(shard.call, method, request, respond)
 
     def _maybe_fail(self, caller: Process, outcome: Future[Any]) -> None:
         """The caller learns that the call is lost, or waits for its deadline."""
         if self.healed or self.random.random() < 0.5:
-            self.timeline.later(self.delay_s(), caller.deliver, outcome.fail, Unavailable())
+            caller.later(self.delay_s(), outcome.fail, Unavailable())
 
     def _happens(self, probability: float, fault: str) -> bool:
         happens = not self.healed and probability > 0 and self.random.random() < probability
@@ -111,7 +111,7 @@ class Network:
         self.streams = [s for s in self.streams if not (s.client_done and s.shard_done)]
         stream = Stream(self, client, path, generation, epoch, hear, silence_s)
         self.streams.append(stream)
-        stream.up(stream.opened)
+        stream.transmit(True, stream.opened)
         return stream
 
     def gone(self, process: Process, noticed: bool) -> None:
@@ -121,11 +121,11 @@ class Network:
             if stream.client is process:
                 stream.client_done = True
                 if noticed:
-                    stream.up(stream.lost_client)
+                    stream.transmit(True, stream.lost_client)
             elif shard is not None and shard.process is process:
                 stream.shard_done = True
                 if noticed:
-                    stream.down(stream.come, Unavailable())
+                    stream.transmit(False, stream.come, Unavailable())
 
     def heal(self) -> None:
         """From now on everything arrives, once. Streams that were held up by a cut go on, or are dead for good."""
@@ -166,31 +166,25 @@ class Stream:
     # ------------------------------------------------------------ the learner's end
 
     def report(self, progress: Progress) -> None:
-        self.up(self._deliver_report, progress)
+        self.transmit(True, self._deliver_report, progress)
 
     def cancel(self) -> None:
         """The learner gives the stream up."""
         self._silence.stop()
         if not self.client_done:
             self.client_done = True
-            self.up(self.lost_client)
+            self.transmit(True, self.lost_client)
 
     # ------------------------------------------------------------ the shard's end
 
     def send(self, directive: Directive | Refusal | None) -> None:
         """None ends the stream, and a Refusal refuses it."""
         if not self.shard_done:
-            self.down(self.come, directive)
+            self.transmit(False, self.come, directive)
             if directive is None or isinstance(directive, Refusal):
                 self.shard_done = True
 
     # ------------------------------------------------------------ on the way
-
-    def up(self, act: Callable[..., None], *args: Any) -> None:
-        self._transmit(True, act, args)
-
-    def down(self, act: Callable[..., None], *args: Any) -> None:
-        self._transmit(False, act, args)
 
     def flush(self) -> None:
         """A cut ended: TCP sends again what it held, if neither end has given up since."""
@@ -200,21 +194,22 @@ class Stream:
                 if self._network.random.random() < 0.5:
                     self._dead = True
                 for act, args in held:
-                    self._transmit(up, act, args)
+                    self.transmit(up, act, *args)
 
     def break_off(self, *, tell_client: bool, tell_shard: bool) -> None:
         """The connection is gone, and either end, both or none is told."""
         self._dead = True
         if tell_client:
-            self._network.timeline.later(self._network.delay_s(), self.client.deliver, self.come, Unavailable())
+            self.client.later(self._network.delay_s(), self.come, Unavailable())
         if tell_shard and self.shard is not None:
-            self._network.timeline.later(self._network.delay_s(), self.shard.process.deliver, self.lost_client)
+            self.shard.process.later(self._network.delay_s(), self.lost_client)
 
-    def _transmit(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def transmit(self, up: bool, act: Callable[..., None], *args: Any) -> None:
+        """Call `act` at the other end, after all that was sent there before."""
         if self._dead:
             return
         network = self._network
-        if network.is_cut(self.path, up) or self._held[up]:
+        if self._held[up] or network.is_cut(self.path, up):
             self._held[up].append((act, args))
             return
         timeline = network.timeline
@@ -235,7 +230,7 @@ class Stream:
     def opened(self) -> None:
         shard = self._network.shards.get(self.path[1])
         if shard is None or not shard.process.alive:
-            self.down(self.come, Unavailable())
+            self.transmit(False, self.come, Unavailable())
             self.shard_done = True
             return
         self.shard = shard

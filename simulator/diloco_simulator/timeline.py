@@ -20,7 +20,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._later: list[tuple[float, int, Act, tuple[Any, ...]]] = []
+        self._later: list[tuple[float, int, Process | None, Act, tuple[Any, ...]]] = []
         self._soon: deque[tuple[Act, tuple[Any, ...]]] = deque()
         self._asked = 0
         self._stopped = False
@@ -28,7 +28,7 @@ class Timeline:
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
         """Call `act` in `delay_s` seconds."""
         self._asked += 1
-        heappush(self._later, (self.now + delay_s, self._asked, act, args))
+        heappush(self._later, (self.now + delay_s, self._asked, None, act, args))
 
     def soon(self, act: Act, *args: Any) -> None:
         """Call `act` now, after what was asked for now before."""
@@ -42,8 +42,11 @@ class Timeline:
         later, soon, popleft = self._later, self._soon, self._soon.popleft
         events = 0
         while not self._stopped:
-            self.now, _, act, args = heappop(later)
-            act(*args)
+            self.now, _, process, act, args = heappop(later)
+            if process is None or (process.alive and not process.frozen):
+                act(*args)
+            else:
+                process.deliver(act, *args)
             while soon:
                 act, args = popleft()
                 act(*args)
@@ -184,7 +187,7 @@ class Process:
         """Call `act` in `delay_s` seconds, if the process runs then."""
         timeline = self.timeline
         timeline._asked += 1
-        heappush(timeline._later, (timeline.now + delay_s, timeline._asked, self.deliver, (act, *args)))
+        heappush(timeline._later, (timeline.now + delay_s, timeline._asked, self, act, args))
 
     def spawn(self, coroutine: Coroutine[Future[Any], None, None], name: str) -> Task:
         """Start a coroutine; it runs up to its first wait at once after this."""

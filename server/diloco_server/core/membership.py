@@ -161,7 +161,7 @@ class Membership:
 
     def forget(self) -> list[str]:
         """Drop the longest-gone members above the bound; returns their ids."""
-        if len(self._members) - len(self.live()) <= self._max_learners:
+        if len(self._members) <= self._max_learners:
             return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
         dropped = [m.learner_id for m in gone[: max(0, len(gone) - self._max_learners)]]
