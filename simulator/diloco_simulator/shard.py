@@ -172,11 +172,13 @@ class SimulatedShard:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Tell():
-                self._announced(effect.directive)
-                stream = self._streams.get(effect.learner_id)
-                if stream is not None and stream.generation == effect.generation:
-                    self._send(stream, effect.directive)
+            case Tell(learner_id, generation, directive):
+                if isinstance(directive, Committed):
+                    name = (directive.epoch, directive.version)
+                    invariants.announced_versions_are_there(self._truth, directive.fragment_id, name)
+                stream = self._streams.get(learner_id)
+                if stream is not None and stream.generation == generation:
+                    self._send(stream, directive)
             case SeedFragment():
                 self._note("seed", self.index, effect.fragment_id)
                 self._compute(self._options.compute_s, self._seed, effect)
@@ -188,12 +190,6 @@ class SimulatedShard:
                 self._note("shard", self.index, effect)
             case _:
                 self._note("shard", self.index, effect)
-
-    def _announced(self, directive: Directive) -> None:
-        if isinstance(directive, Committed):
-            invariants.announced_versions_are_there(
-                self._truth, directive.fragment_id, (directive.epoch, directive.version)
-            )
 
     def _compute(self, mean_s: float, job: Callable[..., None], *args: Any) -> None:
         """On the one compute thread, in the order of the calls."""

@@ -72,8 +72,7 @@ class Future(Generic[T]):
         """The first outcome counts."""
         if not self.done:
             self.done, self._value = True, value
-            if (task := self._task) is not None:
-                task.process.timeline.soon(task.wake)
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         if not self.done:
