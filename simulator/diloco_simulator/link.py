@@ -235,6 +235,8 @@ class ShardLink:
             self._news.clear()
             if self._manifest is None:
                 continue
+            if self._announced == self._fetched:
+                continue
             for fragment_id, version in sorted(self._announced.items()):
                 if self._fetched.get(fragment_id) == version or not self.generation:
                     continue

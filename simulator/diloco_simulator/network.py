@@ -63,7 +63,7 @@ class Network:
         return self._delay_s * (0.5 + drawn())
 
     def is_cut(self, path: Path, up: bool) -> bool:
-        return bool(self.cuts) and self.cuts.get((path, up), 0) > 0
+        return self.cuts.get((path, up), 0) > 0
 
     def call(self, caller: Process, path: Path, method: str, request: Any, timeout_s: float) -> Future[Any]:
         """A unary call. Raises Unavailable, TimeoutError, or the Refusal that was answered."""
@@ -84,7 +84,7 @@ class Network:
             return
 
         def respond(answer: Any) -> None:
-            if self.is_cut(path, False) or self._happens(self._options.loss, "answer lost"):
+            if (self.cuts and self.is_cut(path, False)) or self._happens(self._options.loss, "answer lost"):
                 self._maybe_fail(caller, outcome)
             else:
                 act = outcome.fail if isinstance(answer, Refusal) else outcome.set
@@ -209,13 +209,14 @@ class Stream:
         if self._dead:
             return
         network = self._network
-        if self._held[up] or network.is_cut(self.path, up):
+        if self._held[up] or (network.cuts and network.is_cut(self.path, up)):
             self._held[up].append((act, args))
             return
-        timeline = network.timeline
-        arrives_at = max(self._arrives_at[up] + 1e-6, timeline.now + network.delay_s())
+        arrives_at, after_others = network.timeline.now + network.delay_s(), self._arrives_at[up] + 1e-6
+        if arrives_at < after_others:
+            arrives_at = after_others
         self._arrives_at[up] = arrives_at
-        timeline.later(arrives_at - timeline.now, self._arrive, up, act, args)
+        network.timeline.at(arrives_at, self._arrive, up, act, args)
 
     def _arrive(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
         if self._dead:

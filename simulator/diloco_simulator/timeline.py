@@ -30,6 +30,11 @@ class Timeline:
         self._asked += 1
         heappush(self._later, (self.now + delay_s, self._asked, None, act, args))
 
+    def at(self, time_s: float, act: Act, *args: Any) -> None:
+        """Call `act` at a time to come."""
+        self._asked += 1
+        heappush(self._later, (time_s, self._asked, None, act, args))
+
     def soon(self, act: Act, *args: Any) -> None:
         """Call `act` now, after what was asked for now before."""
         self._soon.append((act, args))
@@ -72,25 +77,19 @@ class Future(Generic[T]):
         """The first outcome counts."""
         if not self.done:
             self.done, self._value = True, value
-            self._wake()
+            if self._task is not None:
+                self._task.wake_soon()
 
     def fail(self, error: Exception) -> None:
         if not self.done:
             self.done, self._error = True, error
-            self._wake()
+            if self._task is not None:
+                self._task.wake_soon()
 
     def time_out(self, process: Process) -> None:
         """The time of whoever waits, in this process, is over."""
         if not self.done:
             process.deliver(self.fail, TimeoutError())
-
-    def wait_for(self, task: Task) -> None:
-        self._task = task
-
-    def _wake(self) -> None:
-        task = self._task
-        if task is not None:
-            task.process.timeline.soon(task.wake)
 
     def __await__(self) -> Generator[Future[T], None, T]:
         if not self.done:
@@ -109,24 +108,19 @@ class Task:
         self.done = False
         self._coroutine = coroutine
 
-    def wake(self) -> None:
+    def wake_soon(self) -> None:
         """What it waited for is there."""
+        self.process.timeline._soon.append((self._wake, ()))
+
+    def _wake(self) -> None:
         process = self.process
         if process.frozen:
-            process.deliver(self.resume)
+            process.deliver(self._wake)
         elif process.alive and not self.done:
             try:
                 self._coroutine.send(None)._task = self
             except StopIteration:
                 self.done = True
-
-    def resume(self) -> None:
-        if self.done:
-            return
-        try:
-            self._coroutine.send(None).wait_for(self)
-        except StopIteration:
-            self.done = True
 
     def cancel(self) -> None:
         """End it where it waits; its `finally` blocks run."""
@@ -193,7 +187,7 @@ class Process:
         self._tasks = [t for t in self._tasks if not t.done]
         task = Task(self, coroutine, name)
         self._tasks.append(task)
-        self.timeline.soon(task.wake)
+        task.wake_soon()
         return task
 
     def sleep(self, seconds: float) -> Future[None]:
