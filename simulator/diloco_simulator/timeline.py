@@ -225,8 +225,7 @@ class Alarm:
     def __init__(self, process: Process, seconds: float, ring: Callable[[], None]) -> None:
         self._process = process
         self._seconds = seconds
-        self._ring = ring
-        self._is_on = True
+        self._ring: Callable[[], None] | None = ring
         self.put_off()
         process.later(seconds, self._look)
 
@@ -234,10 +233,10 @@ class Alarm:
         self._due = self._process.timeline.now + self._seconds
 
     def stop(self) -> None:
-        self._is_on = False
+        self._ring = None
 
     def _look(self) -> None:
-        if self._is_on:
+        if self._ring is not None:
             now = self._process.timeline.now
             if now >= self._due:
                 self.put_off()
