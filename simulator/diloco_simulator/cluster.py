@@ -110,7 +110,7 @@ class Cluster:
 
     def take_apart(self) -> None:
         """Its parts refer to each other: apart, their memory is free for the next one without a collection."""
-        processes = [*self.learners, *self.shards.values()]
+        processes: list[SimulatedLearner | SimulatedShard] = [*self.learners, *self.shards.values()]
         for part in processes:
             part.process.kill()
         links = [link for learner in self.learners for link in learner.links]

@@ -270,7 +270,7 @@ class SimulatedLearner:
         origin.belief = "merged" if merged > self._merged_seen else "carried"
         self._merged_seen = merged
         self._note(origin.belief, self.instance, fragment_id, origin.round, origin.epoch)
-        self._truth.counts[origin.belief] += 1
+        self._truth.counts[f"learned that {origin.belief}"] += 1
         fragment = core.fragments[fragment_id]
         version = self._truth.versions[fragment_id, (fragment.epoch, fragment.version)]
         invariants.belief_is_true(self._truth, origin, version)

@@ -155,7 +155,7 @@ class Stream:
         self.client_done = False
         self.shard_done = False
         self.ended: Future[None] = Future()
-        """For the client: set when the shard ends the stream. Raises what broke it; after a long silence, TimeoutError."""
+        """For the client: set when the shard ends the stream. Raises what broke it, or TimeoutError after silence."""
         self._hear = hear
         self._silence = Alarm(client, silence_s, self._is_silent)
         self._network = network

@@ -68,6 +68,7 @@ class SimulatedShard:
         assert self._keeper is not None
         if recovered.manifest is None:
             return
+        self._truth.counts["recoveries"] += 1
         self.core.restore(recovered.manifest, [self._restored(found) for found in recovered.versions])
         for found in recovered.versions:
             self._keeper.recovered(found.stored.record.fragment_id)
@@ -249,7 +250,7 @@ class SimulatedShard:
     def _committed(self, effect: MergeRound, published: Published, origins: list[Origin]) -> None:
         truth, state = self._truth, self.core.fragments[effect.fragment_id]
         truth.counts["versions"] += 1
-        truth.counts["merged"] += len(origins)
+        truth.counts["contributions merged"] += len(origins)
         before = state.version
         self.core.committed(effect.fragment_id, published, self.process.timeline.now)
         invariants.versions_grow_by_one(before, effect.version, state.version)

@@ -220,7 +220,10 @@ class Process:
 
 
 class Alarm:
-    """Rings in a process whenever it was not put off for so many seconds. To put it off costs nothing."""
+    """Rings in a process whenever it was not put off for so many seconds, until it is stopped.
+
+    To put it off costs nothing: it looks when it was due first, and then goes on to when it is due by now.
+    """
 
     def __init__(self, process: Process, seconds: float, ring: Callable[[], None]) -> None:
         self._process = process
