@@ -13,7 +13,7 @@ import torch
 from diloco_common.command import run_command
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.options import FAMILIES, draw
+from diloco_simulator.options import DISK_FAULTS, FAMILIES, FAULTS, draw
 from diloco_simulator.runner import Tally, run_many
 
 PROGRESS_EVERY_S = 5.0
@@ -76,9 +76,26 @@ def _run(argv: Sequence[str] | None) -> int:
 def _summary(family: str, total: Tally, took_s: float) -> str:
     return (
         f"{total.schedules} {family} schedules in {took_s:.1f} s ({total.schedules / took_s:.0f}/s), "
-        f"{len(total.failures)} violations; {total.events} events; {_listed(total.counts)}; "
-        f"faults: {_listed(total.faults)}"
+        f"{len(total.failures)} violations; {total.events} events\n"
+        f"in 1000 of them: {_coverage(total)}\n"
+        f"in all: {_listed(total.counts)}; faults: {_listed(total.faults)}"
     )
+
+
+def _coverage(total: Tally) -> str:
+    """Whether schedules do anything: what goes wrong in 1000 of them, and what comes about in spite of it."""
+    counts, faults = total.counts, total.faults
+    struck = sum(faults[kind] for kind in (*FAULTS, *DISK_FAULTS))
+    rows = {
+        "faults": struck,
+        "learners crashed": faults["crash learner"],
+        "shards crashed": counts["kills"] + counts["power cuts"] + counts["memory losses"],
+        "recoveries from disk": counts["recoveries"],
+        "messages lost, late or twice": faults.total() - struck,
+        "versions": counts["versions"],
+        "contributions merged": counts["contributions merged"],
+    }
+    return ", ".join(f"{1000 * count / total.schedules:.0f} {name}" for name, count in rows.items())
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -11,7 +11,7 @@ from diloco_common.codec import Payload
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState, Published, Record, Values
 from diloco_server.core.membership import Member, State
-from diloco_server.core.rounds import Contribution
+from diloco_server.core.rounds import Contribution, Round
 from diloco_simulator.arithmetic import Value
 from diloco_simulator.truth import Name, Origin, Truth, Version
 from diloco_worker.core.fragment import LearnerFragment, Pending
@@ -81,35 +81,33 @@ def versions_grow_by_one(before: int, round_number: int, after: int) -> None:
 # ------------------------------------------------------------ a shard, after anything happened
 
 
-def rounds_make_the_next_version(state: FragmentState) -> None:
-    if state.round is not None and state.round.round != state.version + 1:
+def rounds_make_the_next_version(state: FragmentState, collecting: Round) -> None:
+    if collecting.round != state.version + 1:
         raise Violation(
-            "rounds_make_the_next_version", f"{_where(state)}: round {state.round.round} at version {state.version}"
+            "rounds_make_the_next_version", f"{_where(state)}: round {collecting.round} at version {state.version}"
         )
 
 
-def rounds_are_bounded(state: FragmentState, max_learners: int) -> None:
+def rounds_are_bounded(state: FragmentState, collecting: Round, max_learners: int) -> None:
     """P7: a round holds at most one contribution of each learner that it asked."""
-    if state.round is None:
-        return
-    held, asked = state.round.contributions, state.round.asked
+    held, asked = collecting.contributions, collecting.asked
     if not held.keys() <= asked.keys() or len(asked) > max_learners:
         raise Violation("rounds_are_bounded", f"{_where(state)}: holds {sorted(held)}, asked {sorted(asked)}")
 
 
 def nobody_delays_a_round_beyond_its_grace(
-    state: FragmentState, quorum: Quorum, now: float, grace_s: float, slack_s: float
+    state: FragmentState, collecting: Round, quorum: Quorum, waited_s: float, grace_s: float
 ) -> None:
-    """P6: while it has its quorum, a round waits for the grace window and no longer, whoever is silent."""
-    if state.round is None or state.round.quorum_at is None:
-        return
-    if len(state.round.contributions) >= max(1, needed(quorum, len(state.round.asked))):
-        waited_s = now - state.round.quorum_at
-        if waited_s > grace_s + slack_s:
-            raise Violation(
-                "nobody_delays_a_round_beyond_its_grace",
-                f"{_where(state)}: round {state.round.round} waits {waited_s:.2f} s for {state.round.missing}",
-            )
+    """P6: while it has its quorum, a round waits for the grace window and no longer, whoever is silent.
+
+    `waited_s`: since it had it first. `grace_s`: the window, and until somebody looks.
+    """
+    enough = max(1, needed(quorum, len(collecting.asked)))
+    if waited_s > grace_s and len(collecting.contributions) >= enough:
+        raise Violation(
+            "nobody_delays_a_round_beyond_its_grace",
+            f"{_where(state)}: round {collecting.round} waits {waited_s:.2f} s for {collecting.missing}",
+        )
 
 
 def announced_versions_are_there(truth: Truth, fragment_id: int, name: Name) -> None:

@@ -149,18 +149,21 @@ class SimulatedLearner:
         for pending in self.core.snapshots():
             self._took(pending)
             self.links[self.core.manifest.fragments[pending.fragment_id].shard_index].push(pending)
+        if self._touched:
+            self._check_tokens(self.core)
+            self._touched.clear()
+
+    def _check_tokens(self, core: LearnerCore) -> None:
         for fragment_id in sorted(self._touched):
-            fragment = self.core.fragments[fragment_id]
+            fragment = core.fragments[fragment_id]
             if fragment.adopted:
-                invariants.tokens_add_up(
-                    self._truth, self.instance, fragment, self._base(fragment), gapless=self._carries
-                )
-        self._touched.clear()
+                base = self._base(fragment)
+                invariants.tokens_add_up(self._truth, self.instance, fragment, base, gapless=self._carries)
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Joined():
-                self._joined(event)
+            case Arrived():
+                self._arrived(event)
             case Asked() if self.core is None:
                 self._early[event.directive.fragment_id] = event
             case Asked():
@@ -168,8 +171,8 @@ class SimulatedLearner:
             case Answered():
                 self._core.answered(event.fragment_id, event.round, event.answer)
                 self._resolve(event.fragment_id)
-            case Arrived():
-                self._arrived(event)
+            case Joined():
+                self._joined(event)
             case Stopped():
                 self._stopped.add(event.shard_index)
             case Failed():
@@ -267,7 +270,7 @@ class SimulatedLearner:
         origin.belief = "merged" if merged > self._merged_seen else "carried"
         self._merged_seen = merged
         self._note(origin.belief, self.instance, fragment_id, origin.round, origin.epoch)
-        self._truth.counts[origin.belief] += 1
+        self._truth.counts[f"learned that {origin.belief}"] += 1
         fragment = core.fragments[fragment_id]
         version = self._truth.versions[fragment_id, (fragment.epoch, fragment.version)]
         invariants.belief_is_true(self._truth, origin, version)

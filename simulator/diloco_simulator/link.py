@@ -40,7 +40,7 @@ from diloco_common.messages import (
 from diloco_simulator.arithmetic import Arithmetic, Value
 from diloco_simulator.messages import JoinAnswer, JoinRequest, PullAnswer, PullRequest, PushRequest
 from diloco_simulator.network import Network, Stream, Unavailable
-from diloco_simulator.timeline import Process, Signal, Task
+from diloco_simulator.timeline import Alarm, Future, Process, Signal, Task
 from diloco_worker.core.dialing import JOIN_AGAIN, SILENCE_HEARTBEATS, STEADY_S, TRY_AGAIN, backoff_s
 from diloco_worker.core.events import Answered, Arrived, Asked, EventQueue, Failed, Joined, Stopped
 from diloco_worker.core.fragment import Pending
@@ -93,7 +93,8 @@ class ShardLink:
         self._fetched: dict[int, tuple[int, int]] = {}
         self._anchors: dict[int, Value] = {}
         self._news = Signal()
-        self._stepped = Signal()
+        self._stream: Stream | None = None
+        self._heartbeat: Alarm | None = None
         self._encoded: dict[int, tuple[Pending, Payload]] = {}
         self._pushes: list[Task] = []
         self._path = (context.learner_id, shard_index)
@@ -116,7 +117,8 @@ class ShardLink:
         self._news.set()
 
     def stepped(self) -> None:
-        self._stepped.set()
+        if self._stream is not None:
+            self._report()
 
     def push(self, pending: Pending) -> None:
         self._pushes = [task for task in self._pushes if not task.done]
@@ -190,29 +192,26 @@ class ShardLink:
         return tuple(Held(fragment_id, *version) for fragment_id, version in sorted(self._fetched.items()))
 
     async def _attend(self) -> None:
-        stream = self._c.network.attend(self._c.process, self._path, self.generation, self.epoch)
-        reporting = self._c.process.spawn(self._report(stream), "report")
+        process, silence_s = self._c.process, SILENCE_HEARTBEATS * self._heartbeat_s
+        stream = self._c.network.attend(process, self._path, self.generation, self.epoch, self._hear, silence_s)
+        heartbeat = Alarm(process, self._heartbeat_s, self._report)
+        self._stream, self._heartbeat = stream, heartbeat
         try:
-            while True:
-                directive = await self._c.process.within(stream.read(), self._silence_s())
-                if directive is None:
-                    return
-                self.connected = True
-                self._hear(directive)
+            self._report()
+            await stream.ended
         finally:
-            reporting.cancel()
+            self._stream = None
+            heartbeat.stop()
             stream.cancel()
 
-    async def _report(self, stream: Stream) -> None:
-        while True:
-            stream.report(self._c.progress())
-            self._stepped.clear()
-            try:
-                await self._c.process.within(self._stepped.wait(), self._heartbeat_s)
-            except TimeoutError:
-                continue
+    def _report(self) -> None:
+        assert self._stream is not None
+        assert self._heartbeat is not None
+        self._stream.report(self._c.progress())
+        self._heartbeat.put_off()
 
     def _hear(self, directive: Directive) -> None:
+        self.connected = True
         match directive:
             case Collect():
                 self._c.inbox.put(Asked(directive, self.epoch))
@@ -235,6 +234,8 @@ class ShardLink:
             await self._news.wait()
             self._news.clear()
             if self._manifest is None:
+                continue
+            if self._announced == self._fetched:
                 continue
             for fragment_id, version in sorted(self._announced.items()):
                 if self._fetched.get(fragment_id) == version or not self.generation:
@@ -334,21 +335,18 @@ class ShardLink:
             payload.header, self._manifest.digest, tokens_merged,
         )  # fmt: skip
 
-    async def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
-        return await self._c.network.call(self._c.process, self._path, method, request, timeout_s or self._c.call_s)
+    def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Future[Any]:
+        return self._c.network.call(self._c.process, self._path, method, request, timeout_s or self._c.call_s)
 
-    async def _backoff(self, attempt: int) -> None:
-        await self._c.process.sleep(backoff_s(attempt, self._c.random.random()))
+    def _backoff(self, attempt: int) -> Future[None]:
+        return self._c.process.sleep(backoff_s(attempt, self._c.random.random()))
 
-    async def _codec(self) -> None:
-        await self._c.process.sleep(CODEC_S * 2 * self._c.random.random())
+    def _codec(self) -> Future[None]:
+        return self._c.process.sleep(CODEC_S * 2 * self._c.random.random())
 
     @property
     def _lease(self) -> Lease:
         return self.epoch, self.generation
-
-    def _silence_s(self) -> float:
-        return SILENCE_HEARTBEATS * self._heartbeat_s
 
 
 def _arguments(directive: Evicted) -> tuple[Any, ...]:

@@ -7,14 +7,14 @@ a deadline. A control stream keeps its order, as TCP does, but it may break for 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from diloco_common.errors import Refusal
 from diloco_common.messages import Directive, Progress
 from diloco_simulator.options import Options
-from diloco_simulator.timeline import Future, Process, Timeline
+from diloco_simulator.timeline import Alarm, Future, Process, Timeline
 
 Respond = Callable[[Any], None]
 """Takes an answer, or the Refusal that a shard answers."""
@@ -63,7 +63,7 @@ class Network:
         return self._delay_s * (0.5 + drawn())
 
     def is_cut(self, path: Path, up: bool) -> bool:
-        return bool(self.cuts) and self.cuts.get((path, up), 0) > 0
+        return self.cuts.get((path, up), 0) > 0
 
     def call(self, caller: Process, path: Path, method: str, request: Any, timeout_s: float) -> Future[Any]:
         """A unary call. Raises Unavailable, TimeoutError, or the Refusal that was answered."""
@@ -84,18 +84,18 @@ class Network:
             return
 
         def respond(answer: Any) -> None:
-            if self.is_cut(path, False) or self._happens(self._options.loss, "answer lost"):
+            if (self.cuts and self.is_cut(path, False)) or self._happens(self._options.loss, "answer lost"):
                 self._maybe_fail(caller, outcome)
             else:
                 act = outcome.fail if isinstance(answer, Refusal) else outcome.set
-                self.timeline.later(self.delay_s(), caller.deliver, act, answer)
+                caller.later(self.delay_s(), act, answer)
 
         shard.process.deliver(shard.call, method, request, respond)
 
     def _maybe_fail(self, caller: Process, outcome: Future[Any]) -> None:
         """The caller learns that the call is lost, or waits for its deadline."""
         if self.healed or self.random.random() < 0.5:
-            self.timeline.later(self.delay_s(), caller.deliver, outcome.fail, Unavailable())
+            caller.later(self.delay_s(), outcome.fail, Unavailable())
 
     def _happens(self, probability: float, fault: str) -> bool:
         happens = not self.healed and probability > 0 and self.random.random() < probability
@@ -103,12 +103,15 @@ class Network:
             self._faults[fault] += 1
         return happens
 
-    def attend(self, client: Process, path: Path, generation: int, epoch: int) -> Stream:
+    def attend(
+        self, client: Process, path: Path, generation: int, epoch: int, hear: Callable[[Directive], None],
+        silence_s: float,
+    ) -> Stream:  # fmt: skip
         """Open a control stream. That it did not work shows when nothing comes, or an error."""
         self.streams = [s for s in self.streams if not (s.client_done and s.shard_done)]
-        stream = Stream(self, client, path, generation, epoch)
+        stream = Stream(self, client, path, generation, epoch, hear, silence_s)
         self.streams.append(stream)
-        stream.up(stream.opened)
+        stream.transmit(True, stream.opened)
         return stream
 
     def gone(self, process: Process, noticed: bool) -> None:
@@ -118,11 +121,11 @@ class Network:
             if stream.client is process:
                 stream.client_done = True
                 if noticed:
-                    stream.up(stream.lost_client)
+                    stream.transmit(True, stream.lost_client)
             elif shard is not None and shard.process is process:
                 stream.shard_done = True
                 if noticed:
-                    stream.down(stream.read_later, Unavailable())
+                    stream.transmit(False, stream.come, Unavailable())
 
     def heal(self) -> None:
         """From now on everything arrives, once. Streams that were held up by a cut go on, or are dead for good."""
@@ -139,7 +142,11 @@ class Network:
 class Stream:
     """One Attend: directives down, reports up, each in order."""
 
-    def __init__(self, network: Network, client: Process, path: Path, generation: int, epoch: int) -> None:
+    def __init__(
+        self, network: Network, client: Process, path: Path, generation: int, epoch: int,
+        hear: Callable[[Directive], None], silence_s: float,
+    ) -> None:  # fmt: skip
+        """`hear` takes each directive in the client's process, and may raise the Refusal that ends the stream there."""
         self.client = client
         self.path = path
         self.generation = generation
@@ -147,46 +154,37 @@ class Stream:
         self.shard: ShardSide | None = None
         self.client_done = False
         self.shard_done = False
+        self.ended: Future[None] = Future()
+        """For the client: set when the shard ends the stream. Raises what broke it, or TimeoutError after silence."""
+        self._hear = hear
+        self._silence = Alarm(client, silence_s, self._is_silent)
         self._network = network
         self._arrives_at = {True: 0.0, False: 0.0}
         self._held: dict[bool, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {True: [], False: []}
         self._dead = False
-        self._unread: deque[Directive | Exception | None] = deque()
-        self._reader: Future[Any] | None = None
 
     # ------------------------------------------------------------ the learner's end
 
-    def read(self) -> Future[Any]:
-        """The next directive; None at the end. Raises what broke the stream."""
-        self._reader = Future()
-        self._hand_over()
-        return self._reader
-
     def report(self, progress: Progress) -> None:
-        self.up(self._deliver_report, progress)
+        self.transmit(True, self._deliver_report, progress)
 
     def cancel(self) -> None:
         """The learner gives the stream up."""
+        self._silence.stop()
         if not self.client_done:
             self.client_done = True
-            self.up(self.lost_client)
+            self.transmit(True, self.lost_client)
 
     # ------------------------------------------------------------ the shard's end
 
     def send(self, directive: Directive | Refusal | None) -> None:
         """None ends the stream, and a Refusal refuses it."""
         if not self.shard_done:
-            self.down(self.read_later, directive)
+            self.transmit(False, self.come, directive)
             if directive is None or isinstance(directive, Refusal):
                 self.shard_done = True
 
     # ------------------------------------------------------------ on the way
-
-    def up(self, act: Callable[..., None], *args: Any) -> None:
-        self._transmit(True, act, args)
-
-    def down(self, act: Callable[..., None], *args: Any) -> None:
-        self._transmit(False, act, args)
 
     def flush(self) -> None:
         """A cut ended: TCP sends again what it held, if neither end has given up since."""
@@ -196,27 +194,29 @@ class Stream:
                 if self._network.random.random() < 0.5:
                     self._dead = True
                 for act, args in held:
-                    self._transmit(up, act, args)
+                    self.transmit(up, act, *args)
 
     def break_off(self, *, tell_client: bool, tell_shard: bool) -> None:
         """The connection is gone, and either end, both or none is told."""
         self._dead = True
         if tell_client:
-            self._network.timeline.later(self._network.delay_s(), self.client.deliver, self.read_later, Unavailable())
+            self.client.later(self._network.delay_s(), self.come, Unavailable())
         if tell_shard and self.shard is not None:
-            self._network.timeline.later(self._network.delay_s(), self.shard.process.deliver, self.lost_client)
+            self.shard.process.later(self._network.delay_s(), self.lost_client)
 
-    def _transmit(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def transmit(self, up: bool, act: Callable[..., None], *args: Any) -> None:
+        """Call `act` at the other end, after all that was sent there before."""
         if self._dead:
             return
         network = self._network
-        if network.is_cut(self.path, up) or self._held[up]:
+        if self._held[up] or (network.cuts and network.is_cut(self.path, up)):
             self._held[up].append((act, args))
             return
-        timeline = network.timeline
-        arrives_at = max(self._arrives_at[up] + 1e-6, timeline.now + network.delay_s())
+        arrives_at, after_others = network.timeline.now + network.delay_s(), self._arrives_at[up] + 1e-6
+        if arrives_at < after_others:
+            arrives_at = after_others
         self._arrives_at[up] = arrives_at
-        timeline.later(arrives_at - timeline.now, self._arrive, up, act, args)
+        network.timeline.at(arrives_at, self._arrive, up, act, args)
 
     def _arrive(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
         if self._dead:
@@ -231,7 +231,7 @@ class Stream:
     def opened(self) -> None:
         shard = self._network.shards.get(self.path[1])
         if shard is None or not shard.process.alive:
-            self.down(self.read_later, Unavailable())
+            self.transmit(False, self.come, Unavailable())
             self.shard_done = True
             return
         self.shard = shard
@@ -246,15 +246,20 @@ class Stream:
         if self.shard is not None and not self.shard_done:
             self.shard.heard(self, progress)
 
-    def read_later(self, item: Directive | Exception | None) -> None:
-        self._unread.append(item)
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        if self._reader is None or self._reader.done or not self._unread:
+    def come(self, item: Directive | Exception | None) -> None:
+        """Something arrives at the learner's end."""
+        if self.ended.done:
             return
-        item = self._unread.popleft()
-        if isinstance(item, Exception):
-            self._reader.fail(item)
+        self._silence.put_off()
+        if item is None:
+            self.ended.set(None)
+        elif isinstance(item, Exception):
+            self.ended.fail(item)
         else:
-            self._reader.set(item)
+            try:
+                self._hear(item)
+            except Refusal as refusal:
+                self.ended.fail(refusal)
+
+    def _is_silent(self) -> None:
+        self.ended.fail(TimeoutError())

@@ -68,6 +68,7 @@ class SimulatedShard:
         assert self._keeper is not None
         if recovered.manifest is None:
             return
+        self._truth.counts["recoveries"] += 1
         self.core.restore(recovered.manifest, [self._restored(found) for found in recovered.versions])
         for found in recovered.versions:
             self._keeper.recovered(found.stored.record.fragment_id)
@@ -155,25 +156,30 @@ class SimulatedShard:
         self._check(now)
 
     def _check(self, now: float) -> None:
-        collecting = [state for state in self.core.fragments.values() if state.round is not None]
-        if any(state.round is not None and state.round.quorum_at is not None for state in collecting):
-            self._grace_s_max = max(self._grace_s_max, self.core.grace_s())
-        for state in collecting:
-            invariants.rounds_make_the_next_version(state)
-            invariants.rounds_are_bounded(state, self._options.learners)
-            invariants.nobody_delays_a_round_beyond_its_grace(
-                state, self._options.quorum, now, self._grace_s_max, self._options.tick_s
-            )
+        for state in self.core.fragments.values():
+            collecting = state.round
+            if collecting is None:
+                continue
+            invariants.rounds_make_the_next_version(state, collecting)
+            invariants.rounds_are_bounded(state, collecting, self._options.learners)
+            if collecting.quorum_at is not None:
+                self._grace_s_max = max(self._grace_s_max, self.core.grace_s())
+                waited_s = now - collecting.quorum_at
+                invariants.nobody_delays_a_round_beyond_its_grace(
+                    state, collecting, self._options.quorum, waited_s, self._grace_s_max + self._options.tick_s
+                )
 
     # ------------------------------------------------------------ effects
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Tell():
-                self._announced(effect.directive)
-                stream = self._streams.get(effect.learner_id)
-                if stream is not None and stream.generation == effect.generation:
-                    self._send(stream, effect.directive)
+            case Tell(learner_id, generation, directive):
+                if isinstance(directive, Committed):
+                    name = (directive.epoch, directive.version)
+                    invariants.announced_versions_are_there(self._truth, directive.fragment_id, name)
+                stream = self._streams.get(learner_id)
+                if stream is not None and stream.generation == generation:
+                    self._send(stream, directive)
             case SeedFragment():
                 self._note("seed", self.index, effect.fragment_id)
                 self._compute(self._options.compute_s, self._seed, effect)
@@ -185,12 +191,6 @@ class SimulatedShard:
                 self._note("shard", self.index, effect)
             case _:
                 self._note("shard", self.index, effect)
-
-    def _announced(self, directive: Directive) -> None:
-        if isinstance(directive, Committed):
-            invariants.announced_versions_are_there(
-                self._truth, directive.fragment_id, (directive.epoch, directive.version)
-            )
 
     def _compute(self, mean_s: float, job: Callable[..., None], *args: Any) -> None:
         """On the one compute thread, in the order of the calls."""
@@ -250,7 +250,7 @@ class SimulatedShard:
     def _committed(self, effect: MergeRound, published: Published, origins: list[Origin]) -> None:
         truth, state = self._truth, self.core.fragments[effect.fragment_id]
         truth.counts["versions"] += 1
-        truth.counts["merged"] += len(origins)
+        truth.counts["contributions merged"] += len(origins)
         before = state.version
         self.core.committed(effect.fragment_id, published, self.process.timeline.now)
         invariants.versions_grow_by_one(before, effect.version, state.version)

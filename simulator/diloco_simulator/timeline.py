@@ -20,7 +20,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._later: list[tuple[float, int, Act, tuple[Any, ...]]] = []
+        self._later: list[tuple[float, int, Process | None, Act, tuple[Any, ...]]] = []
         self._soon: deque[tuple[Act, tuple[Any, ...]]] = deque()
         self._asked = 0
         self._stopped = False
@@ -28,7 +28,12 @@ class Timeline:
     def later(self, delay_s: float, act: Act, *args: Any) -> None:
         """Call `act` in `delay_s` seconds."""
         self._asked += 1
-        heappush(self._later, (self.now + delay_s, self._asked, act, args))
+        heappush(self._later, (self.now + delay_s, self._asked, None, act, args))
+
+    def at(self, time_s: float, act: Act, *args: Any) -> None:
+        """Call `act` at a time to come."""
+        self._asked += 1
+        heappush(self._later, (time_s, self._asked, None, act, args))
 
     def soon(self, act: Act, *args: Any) -> None:
         """Call `act` now, after what was asked for now before."""
@@ -42,8 +47,11 @@ class Timeline:
         later, soon, popleft = self._later, self._soon, self._soon.popleft
         events = 0
         while not self._stopped:
-            self.now, _, act, args = heappop(later)
-            act(*args)
+            self.now, _, process, act, args = heappop(later)
+            if process is None or (process.alive and not process.frozen):
+                act(*args)
+            else:
+                process.deliver(act, *args)
             while soon:
                 act, args = popleft()
                 act(*args)
@@ -69,26 +77,19 @@ class Future(Generic[T]):
         """The first outcome counts."""
         if not self.done:
             self.done, self._value = True, value
-            if (task := self._task) is not None:
-                task.process.timeline.soon(task.wake)
+            if self._task is not None:
+                self._task.wake_soon()
 
     def fail(self, error: Exception) -> None:
         if not self.done:
             self.done, self._error = True, error
-            self._wake()
+            if self._task is not None:
+                self._task.wake_soon()
 
     def time_out(self, process: Process) -> None:
         """The time of whoever waits, in this process, is over."""
         if not self.done:
             process.deliver(self.fail, TimeoutError())
-
-    def wait_for(self, task: Task) -> None:
-        self._task = task
-
-    def _wake(self) -> None:
-        task = self._task
-        if task is not None:
-            task.process.timeline.soon(task.wake)
 
     def __await__(self) -> Generator[Future[T], None, T]:
         if not self.done:
@@ -107,24 +108,19 @@ class Task:
         self.done = False
         self._coroutine = coroutine
 
-    def wake(self) -> None:
+    def wake_soon(self) -> None:
         """What it waited for is there."""
+        self.process.timeline._soon.append((self._wake, ()))
+
+    def _wake(self) -> None:
         process = self.process
         if process.frozen:
-            process.deliver(self.resume)
+            process.deliver(self._wake)
         elif process.alive and not self.done:
             try:
                 self._coroutine.send(None)._task = self
             except StopIteration:
                 self.done = True
-
-    def resume(self) -> None:
-        if self.done:
-            return
-        try:
-            self._coroutine.send(None).wait_for(self)
-        except StopIteration:
-            self.done = True
 
     def cancel(self) -> None:
         """End it where it waits; its `finally` blocks run."""
@@ -184,14 +180,14 @@ class Process:
         """Call `act` in `delay_s` seconds, if the process runs then."""
         timeline = self.timeline
         timeline._asked += 1
-        heappush(timeline._later, (timeline.now + delay_s, timeline._asked, self.deliver, (act, *args)))
+        heappush(timeline._later, (timeline.now + delay_s, timeline._asked, self, act, args))
 
     def spawn(self, coroutine: Coroutine[Future[Any], None, None], name: str) -> Task:
         """Start a coroutine; it runs up to its first wait at once after this."""
         self._tasks = [t for t in self._tasks if not t.done]
         task = Task(self, coroutine, name)
         self._tasks.append(task)
-        self.timeline.soon(task.wake)
+        task.wake_soon()
         return task
 
     def sleep(self, seconds: float) -> Future[None]:
@@ -221,6 +217,34 @@ class Process:
         self._backlog.clear()
         for task in self._tasks:
             task.cancel()
+
+
+class Alarm:
+    """Rings in a process whenever it was not put off for so many seconds, until it is stopped.
+
+    To put it off costs nothing: it looks when it was due first, and then goes on to when it is due by now.
+    """
+
+    def __init__(self, process: Process, seconds: float, ring: Callable[[], None]) -> None:
+        self._process = process
+        self._seconds = seconds
+        self._ring: Callable[[], None] | None = ring
+        self.put_off()
+        process.later(seconds, self._look)
+
+    def put_off(self) -> None:
+        self._due = self._process.timeline.now + self._seconds
+
+    def stop(self) -> None:
+        self._ring = None
+
+    def _look(self) -> None:
+        if self._ring is not None:
+            now = self._process.timeline.now
+            if now >= self._due:
+                self.put_off()
+                self._ring()
+            self._process.later(self._due - now, self._look)
 
 
 class Signal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,15 @@ def test_processes_come_to_the_same_as_one(repository: Path) -> None:
 
     assert one.startswith("60 short schedules in ")
     assert one.split("violations; ")[1] == two.split("violations; ")[1]
+
+
+def test_the_report_says_how_much_happens_in_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that nobody takes 10 000 schedules in which nothing happens for a proof."""
+    assert main(["--schedules", "20"]) == 0
+
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("in 1000 of them: "))
+    for what in ("faults", "shards crashed", "recoveries from disk", "versions", "contributions merged"):
+        assert re.search(rf"[1-9]\d+ {what}", line), line
 
 
 def test_a_violation_ends_the_command_with_its_replay_and_exit_code_1(

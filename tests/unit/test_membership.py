@@ -99,6 +99,33 @@ def test_silence_ends_a_lease_and_no_progress_only_after_its_own_timeout(
     assert members.expire(now) == [], "evicted once"
 
 
+@pytest.mark.parametrize("every_s", [0.25, 0.5, 1.0, 4.0])
+def test_leases_end_at_their_time_however_often_it_is_looked(every_s: float) -> None:
+    """A look that comes before anything can end is spared; none that matters is."""
+    members = make_membership(progress_timeout_s=40.0)
+    silent, idle = members.join("silent", "p", 0.0), members.join("idle", "q", 0.0)
+    late: Member | None = None
+    ended: dict[str, float] = {}
+    stalled_at = 0.0
+    for look in range(1, int(60 / every_s)):
+        now = look * every_s
+        heard(members, idle, 1 if now >= 4.0 else 0, now)  # takes its one step at 4, and goes on sending heartbeats
+        if now == 4.0:
+            heard(members, silent, 1, now)
+        if now == 12.0:
+            late = members.join("late", "r", now)
+        ended.update({member.learner_id: now for member in members.expire(now)})
+        if idle.state is State.STALLED and not stalled_at:
+            stalled_at = now
+        if "idle" in ended:
+            break
+
+    assert late is not None
+    due = {"silent": 4.0 + 6.0, "late": 12.0 + 6.0, "idle": 4.0 + 40.0}
+    assert ended == {who: every_s * (at // every_s + 1) for who, at in due.items()}
+    assert stalled_at == every_s * (34.0 // every_s + 1)
+
+
 def test_a_stalled_learner_is_alive_again_with_its_next_step() -> None:
     members = make_membership()
     member = members.join("a", "p", 0.0)

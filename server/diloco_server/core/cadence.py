@@ -33,11 +33,11 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
     `base_steps` maps a learner to the inner step it had reported then; a learner that was not there counts from
     its first report.
     """
-    members = [m for m in live if m.first_step is not None]
-    ready = sum(1 for m in members if m.progress.inner_step - _base(m, base_steps) >= interval)
-    return ready > 0 and ready >= needed(quorum, len(members))
-
-
-def _base(member: Member, base_steps: Mapping[str, int]) -> int:
-    first = member.first_step or 0
-    return max(first, base_steps.get(member.learner_id, first))
+    members = ready = 0
+    for member in live:
+        first = member.first_step
+        if first is not None:
+            members += 1
+            base = max(first, base_steps.get(member.learner_id, first))
+            ready += member.progress.inner_step - base >= interval
+    return ready > 0 and ready >= needed(quorum, members)

@@ -69,6 +69,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
         self._generations = 0  # grows; never reset within an epoch
+        self._expires_at = 0.0  # nothing can expire or stall before
 
     def welcome(self, learner_id: str, instance: str) -> None:
         """Look whether this process may join. Raises Superseded where another one has replaced it."""
@@ -140,19 +141,26 @@ class Membership:
 
     def expire(self, now: float) -> list[Member]:
         """End the leases that ran out; returns the members that lost theirs just now."""
+        if now < self._expires_at:
+            return []
         gone: list[Member] = []
         lease_s, timeout_s, stalled_s = (
             self._settings.lease_s, self._settings.progress_timeout_s, self._settings.stalled_s
         )  # fmt: skip
+        # Learners that come or speak from now on have at least this long; the others what is left of it.
+        self._expires_at = now + min(lease_s, stalled_s, timeout_s or lease_s)
         for member in self.live():
-            idle_s = now - member.last_step_at
-            if now - member.last_heard > lease_s:
+            silent_s, idle_s = now - member.last_heard, now - member.last_step_at
+            if silent_s > lease_s:
                 member.evicted_for = LeaseExpired.code
             elif timeout_s and idle_s > timeout_s:
                 member.evicted_for = StalledError.code
             else:
                 if idle_s > stalled_s:
                     member.state = State.STALLED
+                left_s = [lease_s - silent_s]
+                left_s += [limit_s - idle_s for limit_s in (timeout_s, stalled_s) if limit_s >= idle_s]
+                self._expires_at = min(self._expires_at, now + min(left_s))
                 continue
             member.state = State.EVICTED
             self._live = None
@@ -161,7 +169,7 @@ class Membership:
 
     def forget(self) -> list[str]:
         """Drop the longest-gone members above the bound; returns their ids."""
-        if len(self._members) - len(self.live()) <= self._max_learners:
+        if len(self._members) <= self._max_learners:
             return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
         dropped = [m.learner_id for m in gone[: max(0, len(gone) - self._max_learners)]]

@@ -374,12 +374,13 @@ class Shard:
             for state in self.fragments.values():
                 self._forget_merges(state, learner_id)
             self._effects.append(LearnerForgotten(learner_id))
-        waits = any(s.round is not None and s.round.quorum_at is not None for s in self.fragments.values())
-        grace_s = self.grace_s() if waits else 0.0
         live = [m for m in self.membership.live() if m.first_step is not None]
+        grace_s: float | None = None  # once, and only where a round has its quorum
         for state in self.fragments.values():
             if state.round is not None:
-                self._close_if_ready(state, grace_s, now)
+                if grace_s is None and state.round.quorum_at is not None:
+                    grace_s = self.grace_s()
+                self._close_if_ready(state, grace_s or 0.0, now)
             if state.round is None and self._is_due(state, live):
                 self._open_round(state, live, now)
 
