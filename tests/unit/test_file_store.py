@@ -153,6 +153,24 @@ def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(cal
     assert files(disk) == [version_name(0, 1), version_name(0, 2)]
 
 
+@pytest.mark.parametrize("calls", [("sync_names",), ("sync", "remove")], ids=["its name may be durable", "half of it stays"])
+def test_what_a_refused_save_left_goes_with_the_next_version(calls: tuple[str, ...]) -> None:
+    """Durability "interval" never writes the version again that was refused."""
+    disk = FakeDisk()
+    store = store_with(disk, 0, 1)
+    disk.refuse = lambda name: errno.EIO if name in calls else 0
+    for version in (2, 3):
+        with pytest.raises(OSError, match=r"\[Errno"):
+            store.save(make_version(version), MANIFEST)
+    disk.refuse = lambda name: 0
+
+    store.save(make_version(5), MANIFEST)
+
+    assert files(disk) == [version_name(0, 1), version_name(0, 5)]
+    last = open_store(disk).recover()
+    assert (names(last.versions), last.versions[0].is_behind, last.damage) == ({0: (1, 5)}, False, [])
+
+
 def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took() -> None:
     """faults.md 7, ENOSPC: what is left of a version that did not fit must not keep the disk full."""
     disk = FakeDisk()
