@@ -164,6 +164,16 @@ class ShardHost:
         self.keeper.close()
         self._checkpointer.close()
 
+    async def writes_ended(self, timeout_s: float) -> bool:
+        """After `close`: wait until no thread writes to the data folder. False if one still does after `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while is_writing := self.keeper.is_writing or self._checkpointer.is_writing:
+            if loop.time() > deadline:
+                break
+            await asyncio.sleep(TICK_S)
+        return not is_writing
+
     def ready(self) -> tuple[bool, str]:
         """Whether learners are welcome, and why not."""
         if self._recovering:

@@ -153,7 +153,9 @@ def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(cal
     assert files(disk) == [version_name(0, 1), version_name(0, 2)]
 
 
-@pytest.mark.parametrize("calls", [("sync_names",), ("sync", "remove")], ids=["its name may be durable", "half of it stays"])
+@pytest.mark.parametrize(
+    "calls", [("sync_names",), ("sync", "remove")], ids=["its name may be durable", "half of it stays"]
+)
 def test_what_a_refused_save_left_goes_with_the_next_version(calls: tuple[str, ...]) -> None:
     """Durability "interval" never writes the version again that was refused."""
     disk = FakeDisk()
