@@ -190,9 +190,11 @@ def test_every_byte_of_a_checkpoint_is_checked(cluster: Path) -> None:
 def test_another_intact_version_in_place_of_the_one_that_is_listed_is_found(cluster: Path) -> None:
     contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
     file = contents.files[0]
-    other = cluster / f"shard-{file.shard_index}" / file.name.replace("2.s", "1.s")
+    other = open_shard(cluster / "again", file.shard_index)
+    other.save(version_of(file.fragment_id, 1), MODEL)
+    other.save(replace(version_of(file.fragment_id, 1), record=version_of(file.fragment_id, 2).record), MODEL)
     (cluster / "c" / file.name).unlink()
-    (cluster / "c" / file.name).write_bytes(other.read_bytes())
+    (cluster / "again" / f"shard-{file.shard_index}" / file.name).rename(cluster / "c" / file.name)
     assert "another file than the manifest lists" in find_damage(Disk(cluster / "c"), contents)[0]
 
 

@@ -21,9 +21,9 @@ from diloco_common.manifest import Manifest, differences
 from diloco_server.storage.filesystem import FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import (
-    SUFFIX,
     Header,
     VersionDamaged,
+    parse_version_name,
     read_version,
     version_name,
     write_version,
@@ -32,8 +32,7 @@ from diloco_server.storage.version_file import (
 KEPT = 2
 """Versions per fragment."""
 TEMPORARY = ".tmp"
-_EPOCH = re.compile(r"epoch-(\d{12})")
-_VERSION = re.compile(r"fragment-(\d{4,})-version-(\d{12})" + re.escape(SUFFIX))
+_EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)
 
 
 class NothingIntact(DataError):
@@ -124,7 +123,7 @@ class FileStore:
         if epochs:
             self.epoch = epochs[-1] + 1
         else:
-            self.epoch = epoch_unknown if any(map(_VERSION.fullmatch, names)) else 1
+            self.epoch = epoch_unknown if any(map(parse_version_name, names)) else 1
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 
@@ -196,8 +195,8 @@ class FileStore:
         """Fragment -> versions that there are files of, ascending."""
         found: dict[int, list[int]] = {}
         for name in self._fs.names():
-            if match := _VERSION.fullmatch(name):
-                found.setdefault(int(match[1]), []).append(int(match[2]))
+            if (parsed := parse_version_name(name)) is not None:
+                found.setdefault(parsed[0], []).append(parsed[1])
         return {fragment_id: sorted(versions) for fragment_id, versions in found.items()}
 
     # ------------------------------------------------------------ saving
