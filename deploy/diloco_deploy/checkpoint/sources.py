@@ -46,7 +46,7 @@ class Whole:
         """Every fragment, one after the other, every byte checked. Raises VersionDamaged and OSError."""
         for source in self.sources:
             for file in source.contents.files:
-                yield read_listed(source.files, file)
+                yield read_listed(source.files, file, source.contents)
 
 
 def open_whole(names: Sequence[str]) -> Whole:
