@@ -172,6 +172,17 @@ def test_a_shard_that_lacks_a_fragment_makes_no_part(cluster: Path) -> None:
         take_checkpoint([cluster / "shard-1"], cluster / "c", whole=False)
 
 
+def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut may take the folder that it lies in."""
+    synced: list[Path] = []
+    monkeypatch.setattr("diloco_server.storage.filesystem._sync_folder", synced.append)
+    monkeypatch.setattr(linking, "_sync", synced.append)
+    take_checkpoint(shards(cluster), cluster / "new" / "deep" / "c", whole=True)
+    assert {cluster, cluster / "new", cluster / "new" / "deep", cluster / "new" / "deep" / "c"} <= set(synced)
+
+
 # ------------------------------------------------------------------ damage
 
 
@@ -319,6 +330,17 @@ def test_a_restore_puts_everything_or_nothing(cluster: Path) -> None:
             (read_listed(Disk(cluster / "c"), f, contents) for f in contents.files), place(contents, 3), cluster / "new"
         )
     assert not [path for path in cluster.iterdir() if path.name.startswith("new")]
+
+
+def test_a_restore_touches_nothing_of_another_one_that_is_at_work(cluster: Path) -> None:
+    """Or of a person's who called a folder so."""
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    theirs = cluster / "new.restoring" / "theirs"
+    theirs.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"new.restoring is there: .* delete that folder"):
+        restore([], place(contents, 2), cluster / "new")
+    assert theirs.is_dir()
+    assert not (cluster / "new").exists()
 
 
 def test_a_restore_needs_an_empty_folder_and_fragments_for_every_shard(cluster: Path) -> None:

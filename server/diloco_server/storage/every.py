@@ -55,7 +55,7 @@ class RegularCheckpoints:
         version takes its place then."""
         due = version // self._every * self._every
         if due > max([0, *self._done[-1:], *self._open]):
-            (self._folder / _name(due)).mkdir(parents=True, exist_ok=True)
+            Disk(self._folder / _name(due))  # made, and a crash takes no folder above it from what is announced
             self._open[due] = set(fragments_in(self._folder / _name(due)))
         owned = {fragment.fragment_id for fragment in manifest.owned_by(shard_index)}
         finished: list[int] = []

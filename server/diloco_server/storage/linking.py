@@ -49,8 +49,9 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
     Raises:
         CheckpointExists, NoCheckpoint (nothing to take), CheckpointIncomplete, CheckpointsDiffer, OSError.
     """
+    Disk(target.parent)  # and new folders above it outlive a crash, too
     try:
-        target.mkdir(parents=True)
+        target.mkdir()
     except FileExistsError:
         raise _exists(target) from None
     try:
