@@ -129,6 +129,24 @@ def test_where_there_are_no_links_files_are_copied(cluster: Path, monkeypatch: p
     assert find_damage(Disk(cluster / "c"), contents) == []
 
 
+def test_a_copy_that_does_not_fit_leaves_nothing(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard's own checkpoint goes on with the next version, whose copy has another name."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    def half(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(linking.shutil, "copyfile", half)
+    source = next((cluster / "shard-0").glob("fragment-*"))
+    with pytest.raises(OSError, match="No space"):
+        linking.link(source, cluster / source.name)
+    assert not list(cluster.glob("fragment-*"))
+
+
 def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) -> None:
     (newest,) = (cluster / "shard-0").glob(f"fragment-{MODEL.owned_by(0)[0].fragment_id:04d}-*-*2.safetensors")
     content = bytearray(newest.read_bytes())

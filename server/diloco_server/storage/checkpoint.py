@@ -264,7 +264,7 @@ def read_manifest(fs: Files, where: str) -> Contents:
 
 
 def find_damage(fs: Files, contents: Contents) -> list[str]:
-    """Look at every byte; what is damaged, a line each. Raises OSError other than a bad sector's."""
+    """Look at every byte; what is damaged, a line each. Raises OSError where a file may be intact."""
     found = []
     for file in contents.files:
         try:

@@ -106,8 +106,12 @@ def link(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        shutil.copyfile(source, temporary)
-        _sync(temporary)
+        try:
+            shutil.copyfile(source, temporary)
+            _sync(temporary)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # it may have been what filled the disk
+            raise
     temporary.rename(target)
     with contextlib.suppress(FileNotFoundError):  # renaming one link over another of the same file leaves both
         temporary.unlink()

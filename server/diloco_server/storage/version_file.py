@@ -41,6 +41,8 @@ HEADER_BYTES_MAX = 64 * 2**20
 SLICE_BYTES = 2**18
 """Checked and written, or read and checked, at a time: it is still in the cache."""
 CHECKSUM_BYTES = 8
+_LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
+"""What is wrong with a file itself. Any other error may pass, and a version that is there must not be passed over."""
 
 
 class VersionDamaged(DataError):
@@ -158,7 +160,11 @@ def _data(stored: StoredVersion) -> Iterator[memoryview]:
 
 
 def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
-    """Read a whole version. Raises VersionDamaged, which names the file, and OSError other than a bad sector's."""
+    """Read a whole version.
+
+    Raises VersionDamaged, which names the file, and OSError where the file may be intact: too many files are open, this
+    process may not read it, ...
+    """
     file = _open(fs, name)
     try:
         header, offset, crc32c = _read_header(file, name)
@@ -207,6 +213,8 @@ def _open(fs: Files, name: str) -> OldFile:
     try:
         return fs.open(name)
     except OSError as error:
+        if error.errno not in _LOST:
+            raise
         raise VersionDamaged(name, f"it cannot be opened: {error.strerror}") from error
 
 
@@ -305,6 +313,8 @@ def _read_into(file: OldFile, name: str, out: memoryview, offset: int, crc32c: i
         try:
             count = file.read_into(part, offset + start)
         except OSError as error:
+            if error.errno not in _LOST:
+                raise
             raise VersionDamaged(name, f"it cannot be read: {error.strerror}") from error
         if count != len(part):
             raise VersionDamaged(name, f"it ends after {offset + start + count} bytes")
