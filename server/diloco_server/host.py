@@ -160,6 +160,8 @@ class ShardHost:
         for stream in self._streams.values():
             stream.end()
         self._closed = True
+        for job in self._jobs:  # a version that waits for a disk that refuses will not be announced any more
+            job.cancel()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
         self._checkpointer.close()

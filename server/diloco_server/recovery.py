@@ -23,8 +23,8 @@ def recover(
         recovered = store.recover()
     except OSError as error:
         raise DataError(
-            f"a version in shard.data_dir cannot be read now ({error.filename}: {error.strerror}). It may be intact, so "
-            "it is not passed over: see to that, and start the shard again"
+            f"a version in shard.data_dir cannot be read now ({error.filename}: {error.strerror}). It may be intact, "
+            "so it is not passed over: see to that, and start the shard again"
         ) from None
     for words in recovered.damage:
         log.error("version damaged or missing, the one before is used", code="VERSION_DAMAGED", why=words)

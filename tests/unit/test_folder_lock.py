@@ -12,7 +12,7 @@ import pytest
 
 from diloco_common.errors import DataError, InUse
 from diloco_common.settings import Settings
-from diloco_server import server
+from diloco_server import keeper, server
 from diloco_server.server import ShardServer
 from diloco_server.storage.folder import open_store
 from diloco_server.storage.lock import FolderLock
@@ -98,3 +98,28 @@ def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(
     else:
         FolderLock(tmp_path).release()
     gate.set()
+
+
+def test_a_shard_ends_quietly_while_its_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """faults.md 7: what waits for the disk is not announced, and learners push it again to the next life."""
+    monkeypatch.setattr(server, "DRAIN_S", 0.05)
+    monkeypatch.setattr(keeper, "RETRY_S", 0.02)
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        shard = ShardServer(Settings.model_validate({"shard": {"data_dir": tmp_path, "listen": "127.0.0.1:0"}}))
+        await shard.start()
+        monkeypatch.setattr(FileStore, "save", refuse)
+        shard.host._start(shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
+        jobs = list(shard.host._jobs)
+        await shard.stop()
+        await asyncio.wait(jobs, timeout=20.0)
+
+    asyncio.run(run())
+    said = caplog.text
+    assert "No space left" in said
+    assert "job failed" not in said
