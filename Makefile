@@ -113,10 +113,10 @@ proto: $(PROTO_INSTALLED) ## Generate the protocol's code again
 
 # Minutes, not hours: the runs of docs/quality.md take an hour and are started by hand (benchmarks/quality.py).
 BENCHMARKS := benchmarks/outer_round.py benchmarks/merge_kernel.py benchmarks/step_cost.py benchmarks/shard_memory.py \
-              benchmarks/straggler.py benchmarks/recovery.py
+              benchmarks/straggler.py benchmarks/recovery.py benchmarks/disk_rounds.py
 
 .PHONY: bench
-bench: $(INSTALLED) ## Run the benchmarks of a round, a merge, a step, a shard, a straggler (docs/performance.md)
+bench: $(INSTALLED) ## Run the benchmarks of a round, a merge, a step, a shard, a straggler, a disk (docs/performance.md)
 	@missed=0; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" || missed=1; done; exit $$missed
 
 # With a compose file the cluster runs in containers, and `down` ends it; without one it runs in the foreground.

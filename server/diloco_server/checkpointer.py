@@ -6,7 +6,6 @@ A checkpoint that fails is told and tried again with the next version; training 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from diloco_common.errors import DataError
@@ -15,6 +14,7 @@ from diloco_common.manifest import Manifest
 from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import Settings
 from diloco_server.storage.every import RegularCheckpoints
+from diloco_server.writers import Writers
 
 
 class Checkpointer:
@@ -27,7 +27,7 @@ class Checkpointer:
         if settings.checkpoint.every and settings.shard.data_dir is not None:
             checkpoint = settings.checkpoint
             self._regular = RegularCheckpoints(settings.shard.data_dir, checkpoint.every, checkpoint.keep)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="diloco-checkpoint")
+        self._thread = Writers(1, "diloco-checkpoint")
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest) -> None:
         """What the shard came back with: fragment -> version."""
@@ -40,7 +40,12 @@ class Checkpointer:
             self._submit(partial(self._regular.written, fragment_id, version, manifest, self._index))
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being made: also after `close`."""
+        return self._thread.busy
 
     def _submit(self, work: Callable[[], list[int]]) -> None:
         self._thread.submit(self._work, work)

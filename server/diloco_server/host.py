@@ -160,9 +160,21 @@ class ShardHost:
         for stream in self._streams.values():
             stream.end()
         self._closed = True
+        for job in self._jobs:  # a version that waits for a disk that refuses will not be announced any more
+            job.cancel()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
         self._checkpointer.close()
+
+    async def writes_ended(self, timeout_s: float) -> bool:
+        """After `close`: wait until no thread writes to the data folder. False if one still does after `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while is_writing := self.keeper.is_writing or self._checkpointer.is_writing:
+            if loop.time() > deadline:
+                break
+            await asyncio.sleep(TICK_S)
+        return not is_writing
 
     def ready(self) -> tuple[bool, str]:
         """Whether learners are welcome, and why not."""

@@ -14,7 +14,6 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from diloco_common.logs import Log
 from diloco_common.manifest import Manifest
@@ -22,6 +21,7 @@ from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import ShardSettings
 from diloco_server.storage.store import Store
 from diloco_server.storage.version import StoredVersion
+from diloco_server.writers import Writers
 
 RETRY_S = 1.0
 WRITERS = 2
@@ -48,7 +48,7 @@ class Keeper:
         self._metrics = metrics
         self._written = written
         self._log = log
-        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="diloco-storage")
+        self._threads = Writers(WRITERS, "diloco-storage")
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._due: dict[int, tuple[StoredVersion, Manifest]] = {}  # fragment -> announced but not on disk
         self._waiting = 0  # versions that are announced once they are on disk
@@ -72,6 +72,11 @@ class Keeper:
     def not_durable(self) -> int:
         """Versions that are computed but not on disk yet, announced or not."""
         return self._waiting + len(self._due)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way, which may hang: also after `close`."""
+        return self._threads.busy
 
     def hold(self, fragment_id: int) -> asyncio.Lock:
         """Hold this while the fragment's values change and until `keep` has returned."""
@@ -111,7 +116,7 @@ class Keeper:
     def close(self) -> None:
         for writing in self._writing.values():
             writing.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     # ------------------------------------------------------------ helpers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diloco_common.errors import DataError
 from diloco_common.logs import Log
 from diloco_common.manifest import Manifest
 from diloco_common.settings import Settings
@@ -16,9 +17,15 @@ def recover(
 ) -> tuple[Manifest, list[Restored]] | None:
     """The model and its versions as a shard goes on from them; None where there are none. May take seconds.
 
-    Raises DataError where nothing can be used, and OSError.
+    Raises DataError where nothing can be used, or not be read now.
     """
-    recovered = store.recover()
+    try:
+        recovered = store.recover()
+    except OSError as error:
+        raise DataError(
+            f"a version in shard.data_dir cannot be read now ({error.filename}: {error.strerror}). It may be intact, "
+            "so it is not passed over: see to that, and start the shard again"
+        ) from None
     for words in recovered.damage:
         log.error("version damaged or missing, the one before is used", code="VERSION_DAMAGED", why=words)
     if recovered.manifest is None:

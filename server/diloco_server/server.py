@@ -30,6 +30,8 @@ from diloco_server.storage.folder import open_store
 SERVICE = "diloco.v1.ParameterServer"
 DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
+WRITES_END_S = 2.0
+"""Seconds that writes have to end after that, before the data folder is left locked."""
 
 
 class ShardServer:
@@ -92,7 +94,7 @@ class ShardServer:
         self.host.close()
         await self._server.stop(None)
         await self._http.stop()
-        self._release()
+        await self._release()
 
     async def stop(self) -> None:
         """Drain and end. Repeating it is fine."""
@@ -103,12 +105,23 @@ class ShardServer:
         self.host.close()
         await self._server.stop(grace=1.0)
         await self._http.stop()
-        self._release()
+        await self._release()
         self.host.log.event("ended", tokens_merged=self.host.shard.tokens_merged)
 
-    def _release(self) -> None:
-        if self._lock is not None:
+    async def _release(self) -> None:
+        """Let others into the data folder once no thread writes to it.
+
+        Where a write hangs the lock stays with this process, for the write may yet land, among another owner's files.
+        """
+        if self._lock is None:
+            return
+        if await self.host.writes_ended(WRITES_END_S):
             self._lock.release()
+        else:
+            self.host.log.warning(
+                "a write to the data folder hangs: the folder stays locked until this process has ended",
+                folder=self.settings.shard.data_dir,
+            )
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE):

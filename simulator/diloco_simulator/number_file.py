@@ -55,7 +55,7 @@ def read_version(fs: FileSystem, name: str) -> tuple[Header, StoredVersion]:
     origin_tuple, num_tensors, record, theta, held, previous = marshal.loads(body)
     origin = Origin(*origin_tuple)
     manifest = _cut(num_tensors, origin.num_fragments, origin.num_shards)
-    header = Header(origin, manifest, Record(*record), previous, 0, held is not None, CHUNK_ELEMENTS, 0, 1)
+    header = Header(origin, manifest, Record(*record), previous, 0, held is not None, CHUNK_ELEMENTS, 1)
     number: Any = Number(theta)
     anchor = None if held is None else payload(held, ANCHOR)
     return header, StoredVersion(header.record, Values(number, []), anchor)

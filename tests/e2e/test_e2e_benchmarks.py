@@ -91,3 +91,14 @@ def test_step_cost_measures_the_loop_with_and_without_the_learner(tmp_path: Path
     assert found["contributions_merged_per_step"] > 0.5
     assert 0 < found["step_cost_seconds"]["median"] <= found["step_cost_seconds"]["p99"]
     assert found["step_cost_percent"]["p99"] == 100 * found["step_cost_seconds"]["p99"] / found["step_seconds"]
+
+
+def test_disk_rounds_compares_clusters_that_differ_in_durability_alone(tmp_path: Path) -> None:
+    json_path = tmp_path / "disk.json"
+    sizes = ("--params=2e5", "--learners=1", "--step-s=0.02", "--steps=24", "--windows=2")
+    run("disk_rounds.py", *sizes, f"--folder={tmp_path}", f"--json={json_path}")
+    found = read(json_path)
+    assert min(found["rounds_per_s_version"], found["rounds_per_s_interval"]) > 0
+    # Theta and momentum in float32 of one of 24 fragments, and a header.
+    assert found["mb_per_round"] * 1e6 > 8 * 2e5 / 24
+    assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]

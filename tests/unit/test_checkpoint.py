@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import google_crc32c
 import pytest
 
 from diloco_common.errors import ConfigError
@@ -17,6 +21,7 @@ from diloco_server.storage.checkpoint import (
     CheckpointExists,
     CheckpointIncomplete,
     CheckpointsDiffer,
+    Contents,
     NoCheckpoint,
     decode_manifest,
     encode_manifest,
@@ -30,6 +35,7 @@ from diloco_server.storage.linking import is_checkpoint, take_checkpoint
 from diloco_server.storage.restoring import place, restore
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import Origin, StoredVersion
+from diloco_server.storage.version_file import VersionDamaged
 from stores import LONG_AGO, assert_equal, make_version
 
 TENSORS = [TensorSpec(f"layer.{i}.weight", (10, 70)) for i in range(6)]
@@ -85,7 +91,7 @@ def test_a_checkpoint_outlives_the_versions_that_follow_it(cluster: Path) -> Non
 
     for file in contents.files:
         assert not (cluster / f"shard-{file.shard_index}" / file.name).exists()
-        assert_equal(read_listed(Disk(cluster / "c"), file)[1], version_of(file.fragment_id, 2))
+        assert_equal(read_listed(Disk(cluster / "c"), file, contents)[1], version_of(file.fragment_id, 2))
 
 
 def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
@@ -121,6 +127,24 @@ def test_where_there_are_no_links_files_are_copied(cluster: Path, monkeypatch: p
 
     assert (cluster / "c" / contents.files[0].name).stat().st_nlink == 1
     assert find_damage(Disk(cluster / "c"), contents) == []
+
+
+def test_a_copy_that_does_not_fit_leaves_nothing(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard's own checkpoint goes on with the next version, whose copy has another name."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    def half(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(linking.shutil, "copyfile", half)
+    source = next((cluster / "shard-0").glob("fragment-*"))
+    with pytest.raises(OSError, match="No space"):
+        linking.link(source, cluster / source.name)
+    assert not list(cluster.glob("fragment-*"))
 
 
 def test_a_version_with_a_damaged_header_is_passed_over_in_words(cluster: Path) -> None:
@@ -166,6 +190,17 @@ def test_a_shard_that_lacks_a_fragment_makes_no_part(cluster: Path) -> None:
         take_checkpoint([cluster / "shard-1"], cluster / "c", whole=False)
 
 
+def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut may take the folder that it lies in."""
+    synced: list[Path] = []
+    monkeypatch.setattr("diloco_server.storage.filesystem._sync_folder", synced.append)
+    monkeypatch.setattr(linking, "_sync", synced.append)
+    take_checkpoint(shards(cluster), cluster / "new" / "deep" / "c", whole=True)
+    assert {cluster, cluster / "new", cluster / "new" / "deep", cluster / "new" / "deep" / "c"} <= set(synced)
+
+
 # ------------------------------------------------------------------ damage
 
 
@@ -190,9 +225,11 @@ def test_every_byte_of_a_checkpoint_is_checked(cluster: Path) -> None:
 def test_another_intact_version_in_place_of_the_one_that_is_listed_is_found(cluster: Path) -> None:
     contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
     file = contents.files[0]
-    other = cluster / f"shard-{file.shard_index}" / file.name.replace("2.s", "1.s")
+    other = open_shard(cluster / "again", file.shard_index)
+    other.save(version_of(file.fragment_id, 1), MODEL)
+    other.save(replace(version_of(file.fragment_id, 1), record=version_of(file.fragment_id, 2).record), MODEL)
     (cluster / "c" / file.name).unlink()
-    (cluster / "c" / file.name).write_bytes(other.read_bytes())
+    (cluster / "again" / f"shard-{file.shard_index}" / file.name).rename(cluster / "c" / file.name)
     assert "another file than the manifest lists" in find_damage(Disk(cluster / "c"), contents)[0]
 
 
@@ -209,6 +246,70 @@ def test_no_byte_of_a_manifest_may_change(cluster: Path) -> None:
                 decode_manifest(text[:offset], "c")
 
 
+def forged(contents: Contents, change: Callable[[Any], object]) -> bytes:
+    """Another manifest, with a checksum that is right. `change` gets its `checkpoint`."""
+    dump = lambda value: (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()  # noqa: E731
+    body = json.loads(encode_manifest(contents))["checkpoint"]
+    change(body)
+    return dump({"checkpoint": body, "crc32c": f"{google_crc32c.value(dump(body)):08x}"})
+
+
+def another_name(body: Any) -> None:
+    name = body["files"][1]["name"]
+    body["files"][0].update(name=name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b["files"][0].update(name="../../shard-0/" + b["files"][0]["name"]),
+        lambda b: b["files"][0].update(name="/etc/passwd"),
+        another_name,
+        lambda b: b["files"][0].update(version=7),
+        lambda b: b["files"][0].update(fragment_id=-1, name="fragment--001-version-000000000002.safetensors"),
+        lambda b: b["files"][0].update(num_bytes="many"),
+        lambda b: b["files"][0].pop("checksums"),
+        lambda b: b["files"].append(b["files"][0]),
+        lambda b: b["files"].clear(),
+        lambda b: b.update(files=3),
+        lambda b: b.update(run=["run"]),
+        lambda b: b.update(num_fragments=0),
+        lambda b: b.update(num_shards="2"),
+        lambda b: b.update(tensors=[]),
+        lambda b: b.update(tensors=[["a"]]),
+        lambda b: b.update(tensors=[["a", 3, False]]),
+        lambda b: b.pop("digest"),
+        lambda b: b.pop("format"),
+    ],
+)
+def test_a_manifest_that_nobody_makes_is_refused_in_one_line(cluster: Path, change: Callable[[Any], object]) -> None:
+    """Bad input: from elsewhere, so a right checksum says nothing, and its names are not paths."""
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    assert forged(contents, lambda _: None) == encode_manifest(contents)
+    with pytest.raises(CheckpointDamaged, match=r"^c is damaged: [^\n]*$"):
+        decode_manifest(forged(contents, change), "c")
+
+
+@pytest.mark.parametrize("text", [b"", b"3", b"[]", b"{}", b"\xff", b"[" * 200_000])
+def test_what_is_no_manifest_is_refused(text: bytes) -> None:
+    with pytest.raises(CheckpointDamaged, match=r"^c is damaged: "):
+        decode_manifest(text, "c")
+
+
+@pytest.mark.parametrize("what", [{"num_bytes": 9}, {"checksums": "0011223344556677"}, {"tokens_merged": 1}])
+def test_a_file_that_differs_from_what_is_listed_is_found(cluster: Path, what: dict[str, Any]) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    listed = replace(contents.files[0], **what)
+    with pytest.raises(VersionDamaged, match="another file than the manifest lists"):
+        read_listed(Disk(cluster / "c"), listed, contents)
+
+
+@pytest.mark.parametrize("what", [{"run": "other"}, {"optimizer": "adam"}, {"digest": "0" * 32}])
+def test_a_file_of_another_run_or_model_than_the_manifest_says_is_found(cluster: Path, what: dict[str, Any]) -> None:
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    assert len(find_damage(Disk(cluster / "c"), replace(contents, **what))) == 6
+
+
 # ------------------------------------------------------------------ restoring
 
 
@@ -218,7 +319,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(cluster: Pa
     manifest = place(contents, num_shards)
     if num_shards == 3:
         (cluster / "new").mkdir()  # an empty folder will do
-    restore((read_listed(Disk(cluster / "c"), f) for f in contents.files), manifest, cluster / "new")
+    restore((read_listed(Disk(cluster / "c"), f, contents) for f in contents.files), manifest, cluster / "new")
 
     found = {}
     for index in range(num_shards):
@@ -243,8 +344,21 @@ def test_a_restore_puts_everything_or_nothing(cluster: Path) -> None:
     last.unlink()
     last.write_bytes(content)
     with pytest.raises(Exception, match=last.name):
-        restore((read_listed(Disk(cluster / "c"), f) for f in contents.files), place(contents, 3), cluster / "new")
+        restore(
+            (read_listed(Disk(cluster / "c"), f, contents) for f in contents.files), place(contents, 3), cluster / "new"
+        )
     assert not [path for path in cluster.iterdir() if path.name.startswith("new")]
+
+
+def test_a_restore_touches_nothing_of_another_one_that_is_at_work(cluster: Path) -> None:
+    """Or of a person's who called a folder so."""
+    contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
+    theirs = cluster / "new.restoring" / "theirs"
+    theirs.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"new.restoring is there: .* delete that folder"):
+        restore([], place(contents, 2), cluster / "new")
+    assert theirs.is_dir()
+    assert not (cluster / "new").exists()
 
 
 def test_a_restore_needs_an_empty_folder_and_fragments_for_every_shard(cluster: Path) -> None:

@@ -23,10 +23,10 @@ MODEL = cut(TENSORS, 6, 2)
 """Six fragments of 700 elements."""
 
 
-def save(folder: Path, *versions: int) -> None:
+def save(folder: Path, *versions: int, run: str = "trial") -> None:
     for index in range(2):
         store = FileStore(
-            Disk(folder / f"shard-{index}"), Origin("trial", index, 2, 6, "nesterov", "int8"), epoch_unknown=LONG_AGO
+            Disk(folder / f"shard-{index}"), Origin(run, index, 2, 6, "nesterov", "int8"), epoch_unknown=LONG_AGO
         )
         store.recover()
         for fragment in MODEL.owned_by(index):
@@ -85,6 +85,16 @@ def test_take_list_verify_restore_and_export(run_folder: Path, capsys: pytest.Ca
     assert_same(run_folder / "b.safetensors", expected_model(4))
 
 
+def test_the_line_to_go_on_with_holds_no_command_of_whoever_made_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "theirs", 1, run="x; touch y")
+    new = tmp_path / "a new one"
+    assert main(["restore", str(tmp_path / "theirs"), "--shards", "1", "--folder", str(new)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.endswith(f"diloco up --folder '{new}' --shards 1 --set 'run.id=x; touch y' --set sync.fragments=6")
+
+
 def test_an_export_may_be_of_less_precision(run_folder: Path) -> None:
     out = run_folder / "model.safetensors"
     assert main(["export", str(run_folder), "--out", str(out), "--dtype", "bfloat16"]) == 0
@@ -100,6 +110,39 @@ def test_parts_that_shards_took_on_machines_of_their_own_make_one(run_folder: Pa
     assert main(["restore", *parts, "--shards", "3", "--folder", str(run_folder.parent / "new")]) == 0
     assert main(["export", str(run_folder.parent / "new"), "--out", str(run_folder / "m.safetensors")]) == 0
     assert_same(run_folder / "m.safetensors", expected_model(2))
+
+
+def test_parts_of_two_checkpoints_are_refused_and_may_be_made_one_on_purpose(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shard 0 at version 2; shard 1 at version 3, as may be while a run goes on, and at version 4."""
+    shards = [run_folder / "shard-0", run_folder / "shard-1"]
+    old = str(shards[0] / "checkpoints" / "a")
+    assert main(["checkpoint", str(shards[0]), "--name", "a"]) == 0
+    for version, exit_code in ((3, 0), (4, 3)):
+        save(run_folder, version)
+        part = str(run_folder / f"part-{version}")
+        assert main(["checkpoint", str(shards[1]), "--into", str(run_folder), "--name", f"part-{version}"]) == 0
+        capsys.readouterr()
+        for words in (["checkpoint", "verify"], ["export", "--out", str(run_folder / "m.safetensors")]):
+            assert main([*words, old, part]) == exit_code
+    said = capsys.readouterr().err
+    assert f"{old} ends at version 2 and {part} begins at 4, so they are of two checkpoints" in said
+
+    assert main(["checkpoint", old, part, "--into", str(run_folder), "--name", "whole"]) == 0
+    assert "6 of 6 fragments, versions 2 to 4" in capsys.readouterr().out
+    assert main(["restore", str(run_folder / "whole"), "--shards", "3", "--folder", str(run_folder.parent / "n")]) == 0
+
+
+def test_parts_of_one_name_are_of_one_checkpoint(run_folder: Path) -> None:
+    """By interval a shard's part may hold versions well above the one that names it."""
+    parts = []
+    for index, version in ((0, 3), (1, 9)):
+        save(run_folder, version)
+        shard = run_folder / f"shard-{index}"
+        assert main(["checkpoint", str(shard), "--name", "one"]) == 0
+        parts.append(str(shard / "checkpoints" / "one"))
+    assert main(["checkpoint", "verify", *parts]) == 0
 
 
 def test_damage_is_named_and_ends_with_exit_code_3(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

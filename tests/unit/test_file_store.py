@@ -12,7 +12,7 @@ from diloco_common.errors import DataError
 from diloco_server.storage.store import FileStore, NothingIntact, WrongFolder
 from diloco_server.storage.version import Origin
 from diloco_server.storage.version_file import version_name
-from diloco_simulator.disk import Crashed, FakeDisk
+from diloco_simulator.disk import Crashed, FakeDisk, FakeFile
 from stores import LONG_AGO, MANIFEST, ORIGIN, assert_equal, make_version, names, open_store
 
 
@@ -153,6 +153,26 @@ def test_a_save_that_the_disk_refuses_leaves_the_old_version_and_works_later(cal
     assert files(disk) == [version_name(0, 1), version_name(0, 2)]
 
 
+@pytest.mark.parametrize(
+    "calls", [("sync_names",), ("sync", "remove")], ids=["its name may be durable", "half of it stays"]
+)
+def test_what_a_refused_save_left_goes_with_the_next_version(calls: tuple[str, ...]) -> None:
+    """Durability "interval" never writes the version again that was refused."""
+    disk = FakeDisk()
+    store = store_with(disk, 0, 1)
+    disk.refuse = lambda name: errno.EIO if name in calls else 0
+    for version in (2, 3):
+        with pytest.raises(OSError, match=r"\[Errno"):
+            store.save(make_version(version), MANIFEST)
+    disk.refuse = lambda name: 0
+
+    store.save(make_version(5), MANIFEST)
+
+    assert files(disk) == [version_name(0, 1), version_name(0, 5)]
+    last = open_store(disk).recover()
+    assert (names(last.versions), last.versions[0].is_behind, last.damage) == ({0: (1, 5)}, False, [])
+
+
 def test_a_save_that_does_not_fit_gives_back_the_space_that_it_took() -> None:
     """faults.md 7, ENOSPC: what is left of a version that did not fit must not keep the disk full."""
     disk = FakeDisk()
@@ -193,6 +213,37 @@ def test_a_rotten_version_is_named_and_the_one_before_used() -> None:
     last = open_store(disk).recover()
     assert (names(last.versions), last.versions[0].is_behind, last.damage) == ({0: (2, 7)}, False, [])
     assert files(disk) == [version_name(0, 6), version_name(0, 7)]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_version_that_cannot_be_read_now_is_not_passed_over(number: int) -> None:
+    """P2: it may be intact, and the next save would take it away."""
+    disk = FakeDisk()
+    store_with(disk, 6, 7)
+
+    class Refusing(FakeDisk):
+        names = disk.names
+
+        def open(self, name: str) -> FakeFile:
+            raise OSError(number, "refused", name)
+
+    with pytest.raises(OSError, match="refused"):
+        open_store(Refusing()).recover()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG], ids=errno.errorcode.get)
+def test_a_version_on_a_bad_sector_gives_way_to_the_one_before(number: int) -> None:
+    disk = FakeDisk()
+    store_with(disk, 6, 7)
+    good = disk.open
+
+    def open_or_fail(name: str) -> FakeFile:
+        if name == version_name(0, 7):
+            raise OSError(number, "rotten", name)
+        return good(name)
+
+    disk.open = open_or_fail  # type: ignore[method-assign]
+    assert names(open_store(disk).recover().versions) == {0: (1, 6)}
 
 
 def test_a_rotten_file_goes_once_a_later_version_is_there() -> None:

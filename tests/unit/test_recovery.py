@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import pytest
 
+from diloco_common.errors import DataError
 from diloco_common.logs import Log
 from diloco_common.settings import Settings
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.recovery import recover
-from diloco_simulator.disk import FakeDisk
+from diloco_simulator.disk import FakeDisk, FakeFile
 from stores import MANIFEST, make_version, open_store
 
 
@@ -36,3 +39,18 @@ def test_a_fragment_without_any_file_is_named_where_others_have_versions(version
     assert recovered is not None
     assert [r.record.fragment_id for r in recovered[1]] == [0]
     assert [facts.get("fragments") for facts in log.errors] == ([] if missing is None else [missing])
+
+
+def test_a_version_that_cannot_be_read_now_ends_the_start_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be intact, so the one before is not used in its place."""
+    disk, settings = FakeDisk(), Settings()
+    store = open_store(disk)
+    store.recover()
+    store.save(make_version(3), MANIFEST)
+
+    def refuse(name: str) -> FakeFile:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    monkeypatch.setattr(disk, "open", refuse)
+    with pytest.raises(DataError, match=r"\(fragment-0000-\S+: Permission denied\).* start the shard again$"):
+        recover(open_store(disk), settings, make_outer_optimizer(settings.outer), Heard())

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import google_crc32c
 import pytest
 import torch
 from hypothesis import given
@@ -14,16 +19,18 @@ from safetensors import safe_open
 from diloco_server.storage.filesystem import Disk, FileSystem
 from diloco_server.storage.version import StoredVersion
 from diloco_server.storage.version_file import (
+    HEADER_BYTES_MAX,
     VersionDamaged,
     check_version,
     read_header,
     read_version,
+    version_name,
     write_version,
 )
 from diloco_simulator.disk import FakeDisk
 from stores import MANIFEST, ORIGIN, SIZE, assert_equal, make_version
 
-NAME = "a-version"
+NAME = version_name(0, 5)
 
 
 def written(fs: FileSystem, stored: StoredVersion) -> int:
@@ -35,7 +42,7 @@ def written(fs: FileSystem, stored: StoredVersion) -> int:
 
 @pytest.mark.parametrize("sends_changes", [False, True])
 def test_a_version_comes_back_bit_for_bit(tmp_path: Path, sends_changes: bool) -> None:
-    stored, disk = make_version(12, sends_changes=sends_changes), Disk(tmp_path)
+    stored, disk = make_version(5, sends_changes=sends_changes), Disk(tmp_path)
     stored.values.theta[:3] = torch.tensor([float("nan"), -0.0, 1e-45])
     assert written(disk, stored) == (tmp_path / NAME).stat().st_size
 
@@ -47,7 +54,7 @@ def test_a_version_comes_back_bit_for_bit(tmp_path: Path, sends_changes: bool) -
 
 
 def test_the_plain_safetensors_library_reads_it(tmp_path: Path) -> None:
-    stored = make_version(3, sends_changes=True)
+    stored = make_version(5, sends_changes=True)
     written(Disk(tmp_path), stored)
 
     with safe_open(tmp_path / NAME, framework="pt") as file:
@@ -55,7 +62,7 @@ def test_the_plain_safetensors_library_reads_it(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("theta"), stored.values.theta)
         assert torch.equal(file.get_tensor("outer.0"), stored.values.buffers[0])
         assert (file.get_tensor("anchor").dtype, file.get_tensor("anchor").shape) == (torch.bfloat16, (SIZE,))
-        assert '"ann":3' in file.metadata()["record"]
+        assert '"ann":5' in file.metadata()["record"]
 
 
 INTACT = FakeDisk()
@@ -125,3 +132,79 @@ def test_a_header_that_claims_more_than_there_is_allocates_nothing() -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(VersionDamaged, match=f"^{NAME} is damaged: it cannot be opened"):
         read_version(FakeDisk(), NAME)
+
+
+# ------------------------------------------------------------------ made by others, with checksums that are right
+
+
+def forged(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
+    """The file with another header. `change` gets its tensors, and its metadata with their JSON opened."""
+    end = 8 + int.from_bytes(CONTENT[:8], "little")
+    tensors = json.loads(CONTENT[8:end])
+    metadata = {key: json.loads(text) for key, text in tensors.pop("__metadata__").items()}
+    change(tensors, metadata)
+    dump = lambda value: json.dumps(value, separators=(",", ":"), sort_keys=True)  # noqa: E731
+    text = dump(tensors | {"__metadata__": {key: dump(value) for key, value in metadata.items()}}).encode()
+    return sealed(text + b" " * (-len(text) % 8), CONTENT[end:-8])
+
+
+def sealed(header: bytes, data: bytes) -> bytes:
+    head = struct.pack("<Q", len(header)) + header
+    return head + data + struct.pack("<II", google_crc32c.value(head), google_crc32c.value(data))
+
+
+def test_the_forger_forges() -> None:
+    assert forged(lambda tensors, metadata: None) == CONTENT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, m: m["record"].update(version=6),
+        lambda t, m: m["record"].update(fragment_id=1),
+        lambda t, m: m["record"].update(fragment_id=-1),
+        lambda t, m: m["record"].update(fragment_id=7),
+        lambda t, m: m["record"].update(version="5"),
+        lambda t, m: m["record"].update(tokens_merged="many"),
+        lambda t, m: m["record"].update(merged_versions=["ann"]),
+        lambda t, m: m["record"].update(merged_by={"ann": 1}),
+        lambda t, m: m["record"].update(norms=[None]),
+        lambda t, m: m["record"].pop("epoch"),
+        lambda t, m: m.pop("record"),
+        lambda t, m: m.pop("format"),
+        lambda t, m: m.update(previous="4"),
+        lambda t, m: m.update(chunk_elements=0),
+        lambda t, m: m["origin"].update(run=["run"]),
+        lambda t, m: m["origin"].update(shard_index=1),
+        lambda t, m: m["origin"].update(num_shards=0),
+        lambda t, m: m["origin"].update(num_shards=3),
+        lambda t, m: m["manifest"].update(tensors=[]),
+        lambda t, m: m["manifest"].update(tensors=[["a.weight"]]),
+        lambda t, m: t.pop("theta"),
+        lambda t, m: t["theta"].update(shape=[10**12]),
+        lambda t, m: t["theta"].update(dtype="F64"),
+        lambda t, m: t["anchor"].update(data_offsets=[0, 1400]),
+        lambda t, m: t.update({"outer.x": t["outer.0"]}),
+        lambda t, m: t.update({"checksums": 8}),
+    ],
+)
+def test_a_header_that_no_version_has_is_refused_in_one_line(change: Callable[[Any, Any], object]) -> None:
+    """Bad input: from elsewhere, so a right checksum says nothing."""
+    disk = disk_with(forged(change))
+    for look in (read_version, check_version, read_header):
+        with pytest.raises(VersionDamaged, match=f"^{NAME} is damaged: [^\n]*$"):
+            look(disk, NAME)
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff" * 8, b"[" * 200_000, b'{"__metadata__":3}', b"1e999"])
+def test_a_header_that_is_no_header_is_refused(text: bytes) -> None:
+    assert_detected(sealed(text, b""))
+
+
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    """The header is bounded for a reader, so it is for a writer."""
+    disk = FakeDisk()
+    too_many = {f"learner-{i}" * 2000: i for i in range(HEADER_BYTES_MAX // 18_000)}
+    with pytest.raises(OSError, match=f"and no more than {HEADER_BYTES_MAX} are ever read"):
+        written(disk, make_version(5, merged_versions=too_many))
+    assert disk.content(NAME) == b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 import time
 from datetime import UTC, datetime
@@ -16,8 +17,8 @@ from diloco_deploy import units
 from diloco_deploy.checkpoint.export import export_model
 from diloco_deploy.checkpoint.listing import find_checkpoints, show
 from diloco_deploy.checkpoint.objects import copy_checkpoint
-from diloco_deploy.checkpoint.sources import data_folders, open_checkpoint, open_whole
-from diloco_server.storage.checkpoint import Contents, find_damage, joined, total_tokens
+from diloco_deploy.checkpoint.sources import data_folders, join, open_checkpoint, open_whole
+from diloco_server.storage.checkpoint import Contents, find_damage, total_tokens
 from diloco_server.storage.every import FOLDER
 from diloco_server.storage.linking import take_checkpoint
 from diloco_server.storage.restoring import place, restore
@@ -71,7 +72,7 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     sources = [open_checkpoint(name) for name in args.checkpoints]
-    contents = joined([source.contents for source in sources])
+    contents = join([(source.where, source.contents) for source in sources])
     damage = [f"{source.where}: {line}" for source in sources for line in find_damage(source.files, source.contents)]
     took_s = time.perf_counter() - began
     if args.json:
@@ -100,7 +101,8 @@ def _restore(args: argparse.Namespace) -> int:
     manifest = place(whole.contents, args.shards)
     restore(whole.read(), manifest, args.folder)
     print(f"{args.folder}: {_words(whole.contents)} on {args.shards} shards, in {time.perf_counter() - began:.2f} s")
-    print(f"go on with: diloco up --folder {args.folder} --shards {args.shards}{_settings_of(whole.contents)}")
+    flags = f"--folder {shlex.quote(str(args.folder))} --shards {args.shards}{_settings_of(whole.contents)}"
+    print(f"go on with: diloco up {flags}")
     return EXIT_OK
 
 
@@ -150,7 +152,7 @@ def _settings_of(contents: Contents) -> str:
         ("sync.fragments", contents.num_fragments, default.sync.fragments),
         ("outer.optimizer", contents.optimizer, default.outer.optimizer),
     ]
-    return "".join(f" --set {name}={value}" for name, value, usual in given if value != usual)
+    return "".join(f" --set {shlex.quote(f'{name}={value}')}" for name, value, usual in given if value != usual)
 
 
 def _print_json(value: Any) -> None:

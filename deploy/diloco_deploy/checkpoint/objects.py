@@ -147,7 +147,7 @@ def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
         raise CheckpointExists(f"{url} is not empty ({strangers[0]} is there): give another URL")
     for file in contents.files:
         check_version(source, file.name)
-        check_listed(source, file)
+        check_listed(source, file, contents)
         target.put(file.name, _blocks(source, file))
     sizes = target.sizes()
     for file in contents.files:

@@ -12,6 +12,7 @@ from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
 from diloco_server.storage.checkpoint import (
     CheckpointFile,
     CheckpointIncomplete,
+    CheckpointsDiffer,
     Contents,
     NoCheckpoint,
     contents_of,
@@ -46,13 +47,14 @@ class Whole:
         """Every fragment, one after the other, every byte checked. Raises VersionDamaged and OSError."""
         for source in self.sources:
             for file in source.contents.files:
-                yield read_listed(source.files, file)
+                yield read_listed(source.files, file, source.contents)
 
 
 def open_whole(names: Sequence[str]) -> Whole:
     """Raises NoCheckpoint, CheckpointIncomplete where a fragment is in none of them, CheckpointsDiffer, ..."""
-    sources = tuple(source for name in names for source in open_sources(name))
-    contents = joined([source.contents for source in sources])
+    named = [(name, open_sources(name)) for name in names]
+    sources = tuple(source for _, found in named for source in found)
+    contents = join([(name, joined([source.contents for source in found])) for name, found in named])
     if missing := contents.missing:
         homes = {f.fragment_id: f.shard_index for f in contents.manifest.fragments}
         shards = sorted({homes[i] for i in missing})
@@ -61,6 +63,23 @@ def open_whole(names: Sequence[str]) -> Whole:
             f"{', '.join(map(str, shards))} of {contents.num_shards}; name the parts of all shards"
         )
     return Whole(sources, contents)
+
+
+def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
+    """Parts of one checkpoint, each with what a person named, as one. Raises CheckpointsDiffer.
+
+    Fragments of a run are at most one version apart, unless a shard was away or writes by interval. So parts that are
+    further apart are of two checkpoints, unless they bear one name, as those do that shards made by themselves.
+    """
+    contents = joined([part for _, part in parts])
+    old, new = min(parts, key=lambda part: part[1].versions[1]), max(parts, key=lambda part: part[1].versions[0])
+    before, after = old[1].versions[1], new[1].versions[0]
+    if after - before > 1 and len({Path(name).name for name, _ in parts}) > 1:
+        raise CheckpointsDiffer(
+            f"{old[0]} ends at version {before} and {new[0]} begins at {after}, so they are of two checkpoints: name "
+            "the parts of one. Where a shard was away, make them one first: diloco checkpoint PART PART ... --name NAME"
+        )
+    return contents
 
 
 def open_sources(name: str) -> list[Source]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import google_crc32c
+from pydantic import TypeAdapter
 
 from diloco_common.errors import DataError
 from diloco_common.manifest import Manifest, TensorSpec, cut, differences
@@ -26,6 +27,7 @@ from diloco_server.storage.version_file import (
     check_version,
     read_header,
     read_version,
+    version_name,
 )
 
 MANIFEST = "checkpoint.json"
@@ -140,14 +142,20 @@ def describe(fs: Files, name: str) -> tuple[Header, CheckpointFile]:
 def contents_of(described: Sequence[tuple[Header, CheckpointFile]]) -> Contents:
     """What these files make together. Raises CheckpointsDiffer where they are not of one run and model."""
     assert described, "a checkpoint of nothing"
-    parts = [
-        Contents(
-            h.origin.run, h.origin.num_shards, h.origin.num_fragments, h.origin.optimizer, h.manifest.tensors,
-            h.manifest.digest, (file,),
-        )
-        for h, file in described
-    ]  # fmt: skip
-    return joined(parts)
+    return joined([_part(header, file) for header, file in described])
+
+
+def _part(header: Header, file: CheckpointFile) -> Contents:
+    origin, manifest = header.origin, header.manifest
+    return Contents(
+        origin.run,
+        origin.num_shards,
+        origin.num_fragments,
+        origin.optimizer,
+        manifest.tensors,
+        manifest.digest,
+        (file,),
+    )
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
@@ -211,14 +219,32 @@ def decode_manifest(text: bytes, where: str) -> Contents:
         body = whole["checkpoint"]
         if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # so that a changed space is found, too
             raise CheckpointDamaged(f"{where} is damaged: its checksum differs")
-        if body["format"] != FORMAT:
-            raise DataError(f"{where} has format {body['format']!r}, this version reads {FORMAT!r}")
-        del body["format"]
-        tensors = tuple(TensorSpec(name, tuple(shape), mean) for name, shape, mean in body.pop("tensors"))
-        files = tuple(CheckpointFile(**file) for file in body.pop("files"))
-        return Contents(**body, tensors=tensors, files=files)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{where} is damaged: it is no manifest of a checkpoint ({error})") from None
+        if (found := body.pop("format")) != FORMAT:
+            raise DataError(f"{where} has format {found!r}, this version reads {FORMAT!r}")
+        names = ("name", "shape", "mean_merge")
+        tensors = [dict(zip(names, tensor, strict=True)) for tensor in body["tensors"]]
+        contents = _CONTENTS.validate_json(_dump(body | {"tensors": tensors}), strict=True)
+        _check_files(contents)
+        return contents
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = str(error).splitlines()[0]
+        raise CheckpointDamaged(f"{where} is damaged: it is no manifest of a checkpoint ({why})") from None
+
+
+def _check_files(contents: Contents) -> None:
+    """Raises ValueError: anybody can make a checksum that is right, and files are opened by these names."""
+    fragments = {fragment.fragment_id for fragment in contents.manifest.fragments}
+    for file in contents.files:
+        if file.fragment_id not in fragments:
+            raise ValueError(f"it lists fragment {file.fragment_id}, once more than the model has it")
+        fragments.remove(file.fragment_id)
+        if file.name != version_name(file.fragment_id, file.version):
+            raise ValueError(f"it lists {file.name!r} as version {file.version} of fragment {file.fragment_id}")
+    if not contents.files:
+        raise ValueError("it lists no files")
+
+
+_CONTENTS = TypeAdapter(Contents)
 
 
 def read_manifest(fs: Files, where: str) -> Contents:
@@ -238,26 +264,28 @@ def read_manifest(fs: Files, where: str) -> Contents:
 
 
 def find_damage(fs: Files, contents: Contents) -> list[str]:
-    """Look at every byte; what is damaged, a line each. Raises OSError other than a bad sector's."""
+    """Look at every byte; what is damaged, a line each. Raises OSError where a file may be intact."""
     found = []
     for file in contents.files:
         try:
             check_version(fs, file.name)
-            check_listed(fs, file)
+            check_listed(fs, file, contents)
         except VersionDamaged as error:
             found.append(str(error))
     return found
 
 
-def read_listed(fs: Files, file: CheckpointFile) -> tuple[Header, StoredVersion]:
+def read_listed(fs: Files, file: CheckpointFile, contents: Contents) -> tuple[Header, StoredVersion]:
     """A version, every byte of it checked. Raises VersionDamaged and OSError."""
-    check_listed(fs, file)
+    check_listed(fs, file, contents)
     return read_version(fs, file.name)
 
 
-def check_listed(fs: Files, file: CheckpointFile) -> None:
+def check_listed(fs: Files, file: CheckpointFile, contents: Contents) -> None:
     """Raises VersionDamaged where the file is another one than the manifest lists, if an intact one."""
-    if describe(fs, file.name)[1] != file:
+    header, found = describe(fs, file.name)
+    part = _part(header, found)
+    if found != file or part.digest != contents.digest or _identity(part) != _identity(contents):
         raise VersionDamaged(file.name, "it is another file than the manifest lists")
 
 

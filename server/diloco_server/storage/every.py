@@ -33,14 +33,10 @@ class RegularCheckpoints:
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest, shard_index: int) -> list[int]:
         """Go on from what earlier lives left, with the version that each fragment came back with. Raises OSError."""
-        for folder in self._folder.glob("version-*") if self._folder.is_dir() else ():
-            if not (match := _NAME.fullmatch(folder.name)):
-                continue
-            if is_checkpoint(folder):
-                self._done.append(int(match[1]))
-            else:  # begun anew from what came back: a later version may have been lost
-                shutil.rmtree(folder)
-        self._done.sort()
+        found = {int(m[1]): path for path in self._folder.glob("version-*") if (m := _NAME.fullmatch(path.name))}
+        self._done = sorted(number for number, path in found.items() if is_checkpoint(path))
+        for number in found.keys() - self._done:  # begun anew from what came back: a later version may have been lost
+            shutil.rmtree(found[number])
         finished: list[int] = []
         for fragment_id, newest in recovered.items():
             names = version_names(fragment_id, [path.name for path in self._data_dir.iterdir()])
@@ -55,7 +51,7 @@ class RegularCheckpoints:
         version takes its place then."""
         due = version // self._every * self._every
         if due > max([0, *self._done[-1:], *self._open]):
-            (self._folder / _name(due)).mkdir(parents=True, exist_ok=True)
+            Disk(self._folder / _name(due))  # made, and a crash takes no folder above it from what is announced
             self._open[due] = set(fragments_in(self._folder / _name(due)))
         owned = {fragment.fragment_id for fragment in manifest.owned_by(shard_index)}
         finished: list[int] = []

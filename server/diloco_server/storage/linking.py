@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,18 +25,17 @@ from diloco_server.storage.checkpoint import (
     write_manifest,
 )
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.version_file import Header, VersionDamaged, version_names
+from diloco_server.storage.version_file import Header, VersionDamaged, parse_version_name, version_names
 
 TRIES = 100
 """Looks at a fragment whose files go each time: a shard would have to make as many versions meanwhile."""
-_VERSION = re.compile(r"fragment-(\d{4,})-version-\d{12}\.safetensors")
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 """Another disk, or one that knows no hard links."""
 
 
 def fragments_in(folder: Path) -> list[int]:
     """Fragments that a data folder has versions of. Raises OSError."""
-    return sorted({int(match[1]) for entry in os.scandir(folder) if (match := _VERSION.fullmatch(entry.name))})
+    return sorted({found[0] for entry in os.scandir(folder) if (found := parse_version_name(entry.name))})
 
 
 def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tuple[Contents, list[str]]:
@@ -51,8 +49,9 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
     Raises:
         CheckpointExists, NoCheckpoint (nothing to take), CheckpointIncomplete, CheckpointsDiffer, OSError.
     """
+    Disk(target.parent)  # and new folders above it outlive a crash, too
     try:
-        target.mkdir(parents=True)
+        target.mkdir()
     except FileExistsError:
         raise _exists(target) from None
     try:
@@ -107,8 +106,12 @@ def link(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        shutil.copyfile(source, temporary)
-        _sync(temporary)
+        try:
+            shutil.copyfile(source, temporary)
+            _sync(temporary)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # it may have been what filled the disk
+            raise
     temporary.rename(target)
     with contextlib.suppress(FileNotFoundError):  # renaming one link over another of the same file leaves both
         temporary.unlink()

@@ -33,13 +33,19 @@ def place(contents: Contents, num_shards: int) -> Manifest:
 def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest, target: Path) -> None:
     """Write a version of every fragment as `target`/shard-N; all of it is there afterwards, or nothing.
 
-    Raises ConfigError if `target` holds something, and OSError.
+    Raises ConfigError if `target` holds something or another restore into it is at work, and OSError.
     """
     target = target.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty: restore into a new folder")
     half = target.with_name(target.name + ".restoring")
-    shutil.rmtree(half, ignore_errors=True)
+    parent = Disk(target.parent)
+    try:
+        half.mkdir()
+    except FileExistsError:
+        raise ConfigError(
+            f"{half} is there: another restore is at work, or one was killed. Wait for it, or delete that folder"
+        ) from None
     try:
         homes = {f.fragment_id: f.shard_index for f in manifest.fragments}
         disks = [Disk(half / f"shard-{index}") for index in range(manifest.num_shards)]
@@ -55,7 +61,7 @@ def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest
         for disk in disks:
             disk.sync_names()
         half.rename(target)
-        Disk(target.parent).sync_names()
+        parent.sync_names()
     except BaseException:
         shutil.rmtree(half, ignore_errors=True)
         raise

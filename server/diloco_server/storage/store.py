@@ -21,9 +21,9 @@ from diloco_common.manifest import Manifest, differences
 from diloco_server.storage.filesystem import FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import (
-    SUFFIX,
     Header,
     VersionDamaged,
+    parse_version_name,
     read_version,
     version_name,
     write_version,
@@ -32,8 +32,7 @@ from diloco_server.storage.version_file import (
 KEPT = 2
 """Versions per fragment."""
 TEMPORARY = ".tmp"
-_EPOCH = re.compile(r"epoch-(\d{12})")
-_VERSION = re.compile(r"fragment-(\d{4,})-version-(\d{12})" + re.escape(SUFFIX))
+_EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)
 
 
 class NothingIntact(DataError):
@@ -115,7 +114,7 @@ class FileStore:
         self._fs = fs
         self._origin = origin
         self._intact: dict[int, list[int]] = {}  # fragment -> versions that there are good files of, ascending
-        self._damaged: dict[int, list[str]] = {}  # fragment -> files to take away once there is a later version
+        self._unneeded: dict[int, set[str]] = {}  # fragment -> files to take away once there is a later version
         names = fs.names()
         for name in names:
             if name.endswith(TEMPORARY):
@@ -124,7 +123,7 @@ class FileStore:
         if epochs:
             self.epoch = epochs[-1] + 1
         else:
-            self.epoch = epoch_unknown if any(map(_VERSION.fullmatch, names)) else 1
+            self.epoch = epoch_unknown if any(map(parse_version_name, names)) else 1
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 
@@ -169,7 +168,7 @@ class FileStore:
             is_missing = header.previous is not None and header.previous not in versions
             if is_missing and not worse and not self._was_restored:
                 damage.append(f"version {header.previous}, written before {name}, is missing; so may be later ones")
-            self._damaged[fragment_id] = worse
+            self._unneeded[fragment_id] = set(worse)
             self._intact[fragment_id] = versions[: versions.index(version) + 1]
             is_behind = bool(worse) or is_missing or self._was_restored
             return header, Found(stored, header.origin.pull, is_behind)
@@ -196,8 +195,8 @@ class FileStore:
         """Fragment -> versions that there are files of, ascending."""
         found: dict[int, list[int]] = {}
         for name in self._fs.names():
-            if match := _VERSION.fullmatch(name):
-                found.setdefault(int(match[1]), []).append(int(match[2]))
+            if (parsed := parse_version_name(name)) is not None:
+                found.setdefault(parsed[0], []).append(parsed[1])
         return {fragment_id: sorted(versions) for fragment_id, versions in found.items()}
 
     # ------------------------------------------------------------ saving
@@ -208,8 +207,10 @@ class FileStore:
         name = version_name(record.fragment_id, record.version)
         temporary = name + TEMPORARY
         intact = [v for v in self._intact.get(record.fragment_id, []) if v < record.version]
-        file = self._fs.create(temporary)
+        unneeded = self._unneeded.setdefault(record.fragment_id, set())
+        unneeded |= {temporary, name}  # where this fails, either may stay, and perhaps no later save is of this name
         try:
+            file = self._fs.create(temporary)
             try:
                 num_bytes = write_version(file, version, self._origin, manifest, intact[-1] if intact else None)
                 file.sync()
@@ -221,18 +222,18 @@ class FileStore:
                 self._fs.remove(temporary)
             raise
         self._fs.sync_names()
+        unneeded -= {temporary, name}
         self._intact[record.fragment_id] = [*intact, record.version]
         with contextlib.suppress(OSError):  # the version is durable; what is left over goes with the next one
-            self._clear(record.fragment_id, record.version)
+            self._clear(record.fragment_id)
         return num_bytes
 
-    def _clear(self, fragment_id: int, version: int) -> None:
-        """Keep this version and the one before."""
-        damaged, intact = self._damaged.get(fragment_id, []), self._intact[fragment_id]
-        while damaged:
-            if damaged[-1] != version_name(fragment_id, version):  # else it was replaced
-                self._fs.remove(damaged[-1])
-            damaged.pop()
+    def _clear(self, fragment_id: int) -> None:
+        """Keep the newest version and the one before."""
+        unneeded, intact = self._unneeded[fragment_id], self._intact[fragment_id]
+        for name in sorted(unneeded):
+            self._fs.remove(name)
+            unneeded.discard(name)
         while len(intact) > KEPT:
             self._fs.remove(version_name(fragment_id, intact[0]))
             del intact[0]

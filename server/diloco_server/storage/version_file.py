@@ -13,15 +13,18 @@ metadata are documented in docs/version-file.md.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import google_crc32c
 import numpy as np
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from diloco_common.codec import CHUNK_ELEMENTS, Payload, PayloadHeader
@@ -34,9 +37,12 @@ from diloco_server.storage.version import Origin, StoredVersion
 
 FORMAT = "diloco-version-1"
 HEADER_BYTES_MAX = 64 * 2**20
+"""What a reader allocates on a file's word; nothing larger is written, either."""
 SLICE_BYTES = 2**18
 """Checked and written, or read and checked, at a time: it is still in the cache."""
 CHECKSUM_BYTES = 8
+_LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
+"""What is wrong with a file itself. Any other error may pass, and a version that is there must not be passed over."""
 
 
 class VersionDamaged(DataError):
@@ -62,9 +68,12 @@ class Header:
     has_anchor: bool
     chunk_elements: int
     """Of the anchor."""
-    data_offset: int
-    """Bytes before theta."""
     num_elements: int
+
+    @property
+    def num_data_bytes(self) -> int:
+        """Between header and checksums."""
+        return self.num_elements * sum(width for _, _, width in _layout(self))
 
 
 # ------------------------------------------------------------------ writing
@@ -73,8 +82,23 @@ class Header:
 def write_version(
     file: NewFile, stored: StoredVersion, origin: Origin, manifest: Manifest, previous: int | None
 ) -> int:
-    """Write a version, and return how many bytes it took. Does not sync. Raises OSError."""
-    head = _header_bytes(stored, origin, manifest, previous)
+    """Write a version, and return how many bytes it took. Does not sync.
+
+    Raises OSError, also where the header would be larger than a reader takes.
+    """
+    chunk_elements = stored.anchor.header.chunk_elements if stored.anchor is not None else CHUNK_ELEMENTS
+    head = _encode_header(
+        Header(
+            origin, manifest, stored.record, previous, len(stored.values.buffers), stored.anchor is not None,
+            chunk_elements, stored.values.theta.numel(),
+        )
+    )  # fmt: skip
+    if len(head) > HEADER_BYTES_MAX:
+        raise OSError(
+            errno.EFBIG,
+            f"its header would have {len(head)} bytes, and no more than {HEADER_BYTES_MAX} are ever read: names of "
+            "tensors and of shard.max_learners learners are in it",
+        )
     file.write(memoryview(head))
     crc32c, num_bytes = 0, 0
     for data in _data(stored):
@@ -87,32 +111,40 @@ def write_version(
     return len(head) + num_bytes + CHECKSUM_BYTES
 
 
-def _header_bytes(stored: StoredVersion, origin: Origin, manifest: Manifest, previous: int | None) -> bytes:
-    record, anchor = stored.record, stored.anchor
+def _encode_header(header: Header) -> bytes:
+    """Length and header as they stand in a file."""
     metadata = {
         "format": FORMAT,
-        "origin": asdict(origin),
+        "origin": asdict(header.origin),
         "manifest": {
-            "digest": manifest.digest,
-            "tensors": [[t.name, list(t.shape), t.mean_merge] for t in manifest.tensors],
+            "digest": header.manifest.digest,
+            "tensors": [[t.name, list(t.shape), t.mean_merge] for t in header.manifest.tensors],
         },
-        "record": asdict(record),
-        "previous": previous,
-        "chunk_elements": anchor.header.chunk_elements if anchor is not None else CHUNK_ELEMENTS,
+        "record": asdict(header.record),
+        "previous": header.previous,
+        "chunk_elements": header.chunk_elements,
     }
     # safetensors allows text only, so each value is JSON by itself.
-    tensors: dict[str, Any] = {"__metadata__": {key: _json(value) for key, value in metadata.items()}}
-    num_elements, offset = stored.values.theta.numel(), 0
-    kinds = [(name, "F32", 4) for name in stored.tensors] + ([("anchor", "BF16", 2)] if anchor is not None else [])
-    for name, kind, width in kinds:
-        end = offset + width * num_elements
-        tensors[name] = {"dtype": kind, "shape": [num_elements], "data_offsets": [offset, end]}
-        offset = end
-    end = offset + CHECKSUM_BYTES
-    tensors["checksums"] = {"dtype": "U8", "shape": [CHECKSUM_BYTES], "data_offsets": [offset, end]}
-    text = _json(tensors).encode()
+    text = _json({"__metadata__": {key: _json(value) for key, value in metadata.items()}} | _table(header)).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def _table(header: Header) -> dict[str, Any]:
+    """What a header says of each tensor."""
+    table: dict[str, Any] = {}
+    end = 0
+    for name, kind, width in _layout(header):
+        start, end = end, end + width * header.num_elements
+        table[name] = {"dtype": kind, "shape": [header.num_elements], "data_offsets": [start, end]}
+    checksums = {"dtype": "U8", "shape": [CHECKSUM_BYTES], "data_offsets": [end, end + CHECKSUM_BYTES]}
+    return table | {"checksums": checksums}
+
+
+def _layout(header: Header) -> list[tuple[str, str, int]]:
+    """Name, kind and bytes per element of each tensor, in the order of the file."""
+    names = ["theta", *(f"outer.{i}" for i in range(header.num_buffers))]
+    return [(name, "F32", 4) for name in names] + ([("anchor", "BF16", 2)] if header.has_anchor else [])
 
 
 def _data(stored: StoredVersion) -> Iterator[memoryview]:
@@ -128,12 +160,16 @@ def _data(stored: StoredVersion) -> Iterator[memoryview]:
 
 
 def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
-    """Read a whole version. Raises VersionDamaged, which names the file, and OSError other than a bad sector's."""
+    """Read a whole version.
+
+    Raises VersionDamaged, which names the file, and OSError where the file may be intact: too many files are open, this
+    process may not read it, ...
+    """
     file = _open(fs, name)
     try:
-        header, crc32c = _read_header(file, name)
+        header, offset, crc32c = _read_header(file, name)
         theta, *buffers = (torch.empty(header.num_elements) for _ in range(1 + header.num_buffers))
-        offset, found = header.data_offset, 0
+        found = 0
         for tensor in (theta, *buffers):
             found = _read_into(file, name, _bytes_of(tensor), offset, found)
             offset += 4 * header.num_elements
@@ -160,8 +196,8 @@ def check_version(fs: Files, name: str) -> Header:
     """Look at every byte of a file. Raises as `read_version`."""
     file = _open(fs, name)
     try:
-        header, crc32c = _read_header(file, name)
-        part, found, offset = bytearray(SLICE_BYTES), 0, header.data_offset
+        header, offset, crc32c = _read_header(file, name)
+        part, found = bytearray(SLICE_BYTES), 0
         while offset < (end := file.size - CHECKSUM_BYTES):
             size = min(SLICE_BYTES, end - offset)
             found = _read_into(file, name, memoryview(part)[:size], offset, found)
@@ -177,11 +213,13 @@ def _open(fs: Files, name: str) -> OldFile:
     try:
         return fs.open(name)
     except OSError as error:
+        if error.errno not in _LOST:
+            raise
         raise VersionDamaged(name, f"it cannot be opened: {error.strerror}") from error
 
 
-def _read_header(file: OldFile, name: str) -> tuple[Header, int]:
-    """The header, and the checksum that the values should have."""
+def _read_header(file: OldFile, name: str) -> tuple[Header, int, int]:
+    """The header, where the values begin, and the checksum that they should have."""
     if file.size < 8 + CHECKSUM_BYTES:
         raise VersionDamaged(name, f"it has {file.size} bytes only")
     length = struct.unpack("<Q", _read(file, name, 0, 8))[0]
@@ -192,41 +230,65 @@ def _read_header(file: OldFile, name: str) -> tuple[Header, int]:
     found = google_crc32c.value(head)
     if found != head_crc32c:
         raise VersionDamaged(name, f"the checksum of its header is {found:08x}, not {head_crc32c:08x}")
-    tensors: dict[str, Any] = json.loads(head[8:])  # as it was written: the checksum is right
-    header = _header(name, tensors, 8 + length)
-    expected = 8 + length + max(t["data_offsets"][1] for key, t in tensors.items() if key != "__metadata__")
-    if expected != file.size:
+    header = _decode_header(name, head)
+    if name != version_name(header.record.fragment_id, header.record.version):
+        raise VersionDamaged(name, f"it is version {header.record.version} of fragment {header.record.fragment_id}")
+    if (expected := len(head) + header.num_data_bytes + CHECKSUM_BYTES) != file.size:
         raise VersionDamaged(name, f"it has {file.size} bytes, its header says {expected}")
-    return header, data_crc32c
+    return header, len(head), data_crc32c
 
 
-def _header(name: str, tensors: dict[str, Any], data_offset: int) -> Header:
-    metadata: dict[str, str] = tensors["__metadata__"]
-    if metadata.get("format") != _json(FORMAT):
-        raise DataError(
-            f"{name} has format {metadata.get('format', 'none')}, this version reads {FORMAT!r}: "
-            "use the version of decoupled-diloco that wrote it"
+def _decode_header(name: str, head: bytes) -> Header:
+    """What a header says whose checksum is right. Anybody can make one, so nothing is believed because of it.
+
+    Raises VersionDamaged, and DataError where another version of this program may have written it.
+    """
+    try:
+        tensors = json.loads(head[8:])
+        metadata: dict[str, str] = tensors.pop("__metadata__")
+        if (found := metadata["format"]) != _json(FORMAT):
+            raise DataError(
+                f"{name} has format {found}, this version reads {FORMAT!r}: "
+                "use the version of decoupled-diloco that wrote it"
+            )
+        origin = _ORIGIN.validate_json(metadata["origin"], strict=True)
+        model = _MODEL.validate_json(metadata["manifest"], strict=True)
+        manifest = cut([TensorSpec(*spec) for spec in model.tensors], origin.num_fragments, origin.num_shards)
+        if manifest.digest != model.digest:
+            raise DataError(
+                f"{name}: its model is cut in another way by this version (manifest {manifest.digest[:12]}, "
+                f"the file says {model.digest[:12]}): use the version of decoupled-diloco that wrote it"
+            )
+        record = _RECORD.validate_json(metadata["record"], strict=True)
+        fragment = {f.fragment_id: f for f in manifest.owned_by(origin.shard_index)}[record.fragment_id]
+        header = Header(
+            origin,
+            manifest,
+            record,
+            _NUMBER.validate_json(metadata["previous"], strict=True),
+            sum(key.startswith("outer.") for key in tensors),
+            "anchor" in tensors,
+            _CHUNK_ELEMENTS.validate_json(metadata["chunk_elements"], strict=True),
+            fragment.num_elements,
         )
-    content = {key: json.loads(value) for key, value in metadata.items()}
-    origin, model, record = Origin(**content["origin"]), content["manifest"], content["record"]
-    specs = [TensorSpec(t, tuple(shape), mean_merge) for t, shape, mean_merge in model["tensors"]]
-    manifest = cut(specs, origin.num_fragments, origin.num_shards)
-    if manifest.digest != model["digest"]:
-        raise DataError(
-            f"{name}: its model is cut in another way by this version (manifest {manifest.digest[:12]}, "
-            f"the file says {model['digest'][:12]}): use the version of decoupled-diloco that wrote it"
-        )
-    return Header(
-        origin,
-        manifest,
-        Record(**(record | {"norms": tuple(record["norms"])})),
-        content["previous"],
-        sum(key.startswith("outer.") for key in tensors),
-        "anchor" in tensors,
-        content["chunk_elements"],
-        data_offset,
-        tensors["theta"]["shape"][0],
-    )
+        if tensors != _table(header):
+            raise ValueError(f"its tensors are not those of fragment {fragment.fragment_id}")
+        return header
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise VersionDamaged(name, f"its header is no version's: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """`manifest` in a header."""
+
+    digest: str
+    tensors: list[tuple[str, tuple[int, ...], bool]]
+
+
+_ORIGIN, _RECORD, _MODEL = TypeAdapter(Origin), TypeAdapter(Record), TypeAdapter(_Model)
+_NUMBER: TypeAdapter[int | None] = TypeAdapter(int | None)
+_CHUNK_ELEMENTS = TypeAdapter(Annotated[int, Field(gt=0)])
 
 
 def _read_anchor(file: OldFile, name: str, header: Header, offset: int, crc32c: int) -> tuple[Payload, int]:
@@ -251,6 +313,8 @@ def _read_into(file: OldFile, name: str, out: memoryview, offset: int, crc32c: i
         try:
             count = file.read_into(part, offset + start)
         except OSError as error:
+            if error.errno not in _LOST:
+                raise
             raise VersionDamaged(name, f"it cannot be read: {error.strerror}") from error
         if count != len(part):
             raise VersionDamaged(name, f"it ends after {offset + start + count} bytes")
@@ -280,15 +344,21 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
-def version_names(fragment_id: int, names: Sequence[str]) -> list[str]:
-    """Of these names, those of the fragment's versions, newest first."""
-    prefix = f"fragment-{fragment_id:04d}-"
-    return sorted((n for n in names if n.startswith(prefix) and n.endswith(SUFFIX)), reverse=True)
-
-
-SUFFIX = ".safetensors"
+_NAME = re.compile(r"fragment-(\d{4,})-version-(\d{12})\.safetensors", re.ASCII)
 
 
 def version_name(fragment_id: int, version: int) -> str:
     """The name of a version's file; names of one fragment sort by version."""
-    return f"fragment-{fragment_id:04d}-version-{version:012d}{SUFFIX}"
+    return f"fragment-{fragment_id:04d}-version-{version:012d}.safetensors"
+
+
+def parse_version_name(name: str) -> tuple[int, int] | None:
+    """Fragment and version that a file is named after; None: it is no version's."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def version_names(fragment_id: int, names: Iterable[str]) -> list[str]:
+    """Of these names, those of the fragment's versions, newest first."""
+    prefix = f"fragment-{fragment_id:04d}-"
+    return sorted((name for name in names if name.startswith(prefix) and parse_version_name(name)), reverse=True)
