@@ -179,6 +179,7 @@ class Learner:
         Raises:
             Superseded: another process joined with this learner id.
             Refusal: a shard refuses this learner for good.
+            ManifestMismatch: a shard that was away when training began is of another run.
         """
         assert self.core is not None
         began = time.monotonic()
