@@ -168,12 +168,12 @@ class HurtCluster:
                 self._open.append((now + fault.for_s, Deed("fill", fault.target, now, 0.0)))
             case Harm.CUT:
                 assert self._links is not None
-                self._links.cut(*self._ends(fault.target))
+                self._links.cut(*self._link(fault.target))
                 self._open.append((now + fault.for_s, Deed("cut", fault.target, now, 0.0)))
 
-    def _ends(self, link: str) -> tuple[int, int]:
+    def _link(self, name: str) -> tuple[int, int]:
         """Number of the worker and port of the shard that it joins."""
-        worker, shard = link.split(LINK)
+        worker, shard = name.split(LINK)
         return self._children.workers.index(worker), self._children.port(shard)
 
     def _end(self, now: float, *, all_of_them: bool = False) -> None:
@@ -185,7 +185,7 @@ class HurtCluster:
                 self._disks.free(deed.target)
             elif deed.harm == "cut":
                 assert self._links is not None
-                self._links.heal(*self._ends(deed.target))
+                self._links.heal(*self._link(deed.target))
             else:
                 self._supervisor.signal(deed.target, signal.SIGCONT)
             self._course.deeds.append(Deed(deed.harm, deed.target, deed.began, now))
