@@ -36,14 +36,14 @@ SETTINGS = {
     "worker.step_min_s": 0.02,  # one pace, also where others keep the machine busy
     "train.batch": 16,
     "train.lr_final": 0.0,  # the last steps settle what chance has left
-    "sync.quorum": "all",  # else who meets whom in a round makes more of a difference than any fault
+    "sync.quorum": "all",  # where there are several
 }
 
 
-def run(folder: Path, tokens: int, kills: int, **settings: object) -> float:
-    """One run of 2 shards and 2 workers that is killed so often, evenly over its tokens. Returns its held-out loss."""
+def run(folder: Path, tokens: int, kills: int, workers: int) -> float:
+    """One run of 2 shards that is killed so often, evenly over its tokens. Returns its held-out loss."""
     for life in range(kills + 1):
-        up = Up(folder, 2, 2, tokens, **{**SETTINGS, **settings})
+        up = Up(folder, 2, workers, tokens, **SETTINGS)
         try:
             if life < kills:
                 up.await_merging()
@@ -90,7 +90,11 @@ def compare(undisturbed: Sequence[float], killed: Sequence[float]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=800_000, help="budget of a run (default 800000)")
+    parser.add_argument("--tokens", type=int, default=400_000, help="budget of a run (default 400000)")
+    parser.add_argument(
+        "--workers", type=int, default=1,
+        help="of several, who begins first and meets whom makes more of a difference than a fault (default 1)",
+    )  # fmt: skip
     parser.add_argument("--kills", type=int, default=1, help="how often everything is killed (default 1)")
     parser.add_argument("--times", type=int, default=1, help="how many pairs of runs (default 1)")
     args = parser.parse_args()
@@ -98,7 +102,7 @@ def main() -> None:
     for _ in range(args.times):
         for kills, found in losses.items():
             with tempfile.TemporaryDirectory() as folder:
-                found.append(run(Path(folder, "run"), args.tokens, kills))
+                found.append(run(Path(folder, "run"), args.tokens, kills, args.workers))
             print(json.dumps({"kills": kills, "loss": round(found[-1], 4)}), flush=True)
     print(json.dumps(compare(losses[0], losses[args.kills])))
 
