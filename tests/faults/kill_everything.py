@@ -2,7 +2,8 @@
 
     python tests/faults/kill_everything.py --times 4
 
-Runs pairs, one undisturbed and one killed, and prints held-out losses and by how much their means differ, as JSON.
+Runs pairs, one undisturbed and one killed at the same time, so that both have the machine that the other has. Prints
+held-out losses, and by how much their means differ, as JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, variance
 from typing import Any
@@ -100,10 +102,11 @@ def main() -> None:
     args = parser.parse_args()
     losses: dict[int, list[float]] = {0: [], args.kills: []}
     for _ in range(args.times):
-        for kills, found in losses.items():
-            with tempfile.TemporaryDirectory() as folder:
-                found.append(run(Path(folder, "run"), args.tokens, kills, args.workers))
-            print(json.dumps({"kills": kills, "loss": round(found[-1], 4)}), flush=True)
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as both:
+            runs = {k: both.submit(run, Path(folder, str(k)), args.tokens, k, args.workers) for k in losses}
+            for kills, found in losses.items():
+                found.append(runs[kills].result())
+                print(json.dumps({"kills": kills, "loss": round(found[-1], 4)}), flush=True)
     print(json.dumps(compare(losses[0], losses[args.kills])))
 
 
