@@ -79,15 +79,17 @@ def held_out_loss(exported: Path) -> float:
 
 
 def compare(undisturbed: Sequence[float], killed: Sequence[float]) -> dict[str, Any]:
-    """Means, by what share the killed are worse, and the standard error of that share, from two runs of each on."""
+    """Means, by what share the killed are worse, and from two pairs on the standard error of that share."""
     base = mean(undisturbed)
-    chance = [variance(some) / len(some) if len(some) > 1 else math.nan for some in (undisturbed, killed)]
-    return {
+    found = {
         "undisturbed": round(base, 4),
         "killed": round(mean(killed), 4),
         "difference": round(mean(killed) / base - 1, 4),
-        "standard_error": round(math.sqrt(sum(chance)) / base, 4),
     }
+    if len(undisturbed) > 1:
+        apart = [after / before - 1 for before, after in zip(undisturbed, killed, strict=True)]
+        found["standard_error"] = round(math.sqrt(variance(apart) / len(apart)), 4)
+    return found
 
 
 def main() -> None:
