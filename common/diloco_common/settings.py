@@ -157,7 +157,7 @@ class WorkerSettings(Section):
     threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 leaves torch's own choice."""
     folder: Path | None = None
-    """Where the worker's own checkpoint lies (optimizer, data position, step); none: nothing is kept."""
+    """Where the worker's own checkpoint lies (optimizer, weights, data position, step); none: nothing is kept."""
     checkpoint_every_s: float = Field(default=30.0, gt=0)
     """Seconds between two of the worker's own checkpoints."""
     step_delay_s: float = Field(default=0.0, ge=0)

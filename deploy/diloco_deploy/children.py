@@ -63,14 +63,14 @@ class Children:
 
         return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
 
-    def worker(self, index: int) -> ChildSpec:
-        """Worker number `index`; all shards are up."""
+    def worker(self, index: int, host: str = "") -> ChildSpec:
+        """Worker number `index`; all shards are up. `host`: where it reaches them, if not where they say."""
         name = self.workers[index]
         worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
         arguments = [
             f"--settings={self._files.settings}",
             *_sets(
-                ("worker.shards", self._shard_addresses()),
+                ("worker.shards", self._shard_addresses(host)),
                 ("worker.learner_id", name),
                 ("worker.folder", self._files.worker_folder(index)),
                 ("worker.http", nth_port(worker.http, index)),
@@ -95,7 +95,13 @@ class Children:
     def log(self, name: str) -> Path:
         return self._files.logs / f"{name}.log"
 
-    def _shard_addresses(self) -> str:
+    def port(self, shard: str) -> int:
+        """Of a shard that is up: its gRPC port."""
+        return int(self._ports[shard][0].rpartition(":")[2])
+
+    def _shard_addresses(self, host: str = "") -> str:
+        if host:
+            return ",".join(f"{host}:{self.port(name)}" for name in self.shards)
         return ",".join(dialable(self._ports[name][0]) for name in self.shards)
 
 

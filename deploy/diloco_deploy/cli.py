@@ -76,6 +76,7 @@ def _chaos(args: argparse.Namespace) -> int:
             json=args.json,
             timeline=args.timeline,
             baseline=args.baseline,
+            compared=not args.no_baseline,
         ),
     )
 
@@ -154,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument(
         "--baseline", type=Path, metavar="FILE.json", help="take the fault-free run of an earlier --json"
     )
+    chaos.add_argument("--no-baseline", action="store_true", help="no fault-free run: no goodput, in half the time")
     chaos.add_argument("--folder", metavar="PATH", help="where histories and logs go (default runs/chaos)")
     add_settings_arguments(chaos)
 

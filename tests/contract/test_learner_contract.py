@@ -25,6 +25,7 @@ from diloco_common.errors import (
     WrongRun,
 )
 from diloco_worker.core.dialing import FIRST_S, GROWTH
+from diloco_worker.learner import AWAY_S
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
 
@@ -207,14 +208,44 @@ def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(se
     between.cut_attend = True
     between.loop.look(between.attends.clear)
     _break_streams(shard)
-    a.until(lambda: len(between.attends) >= 5, "five attempts, each after a longer wait")
+    a.until(lambda: len(between.attends) >= 9, "nine attempts, each after a longer wait")
     joins, attends = len(between.joins), len(between.attends)
 
     between.cut_attend = False
 
     a.until(lambda: len(between.joins) > joins, "a joins again")
     answered, joined = between.attends[attends:][0], between.joins[joins]
-    assert joined - answered < 0.5 * FIRST_S * GROWTH**5
+    assert joined - answered < 0.5 * FIRST_S * GROWTH**9
+
+
+def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_arrives_after(serve, front, train):
+    """Fault 2 during 4 or 5: it begins from the values of its checkpoint, and nothing that it adds is lost."""
+    shards = [serve(settings_with(sync=exact(fragments=2), shard={"index": i, "count": 2})) for i in (0, 1)]
+    between = front(shards[1])
+    addresses = f"{shards[0].address},{between.address}"
+    first = train(addresses, "first")
+    first.until(lambda: min(shard.version(i) for i, shard in enumerate(shards)) >= 1, "versions of both shards")
+    first.learner.close()
+    between.refuse_join = True
+
+    resumed = train(addresses, "resumed", seed=1, resumed=True)
+    assert [f.adopted for f in resumed.learner.core.fragments.values()] == [True, False]
+    versions = [shard.version(i) for i, shard in enumerate(shards)]
+    resumed.until(lambda: shards[0].version() > versions[0] + 3, "versions with the shard that is there")
+    alone = resumed.learner.core.tokens
+    assert shards[1].version(1) == versions[1]
+
+    between.refuse_join = False
+    resumed.until(lambda: shards[1].version(1) > versions[1], "a version with the shard that is back")
+    assert shards[1].core.membership.get("resumed").tokens_merged >= alone
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_without_any_shard_nobody_begins_to_train(serve, front, resumed):
+    between = front(serve(settings_with()))
+    between.refuse_join = True
+    with pytest.raises(CannotConnect, match=f"no answer from {between.address}"):
+        diloco_worker.join(between.address, tiny_model(), learner_id="a", wait_s=1.5 * AWAY_S, resumed=resumed)
 
 
 def test_the_second_process_with_a_learner_id_fences_off_the_first(serve, train):

@@ -42,7 +42,9 @@ def test_what_was_saved_comes_back(tmp_path):
     path = saved(tmp_path)
     model, optimizer = model_and_optimizer()
     assert load_checkpoint(path, model, optimizer, run_id="r") == PROGRESS
-    want = flat_state(model_and_optimizer(steps=3)[1])
+    want_model, want_optimizer = model_and_optimizer(steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want_model.parameters(), strict=True))
+    want = flat_state(want_optimizer)
     got = flat_state(optimizer)
     assert got.keys() == want.keys()
     assert all(torch.equal(got[key], value) for key, value in want.items())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from diloco_deploy.chaos.account import LOSSES, account
 from diloco_deploy.chaos.checks import stood_still, violations
 from diloco_deploy.chaos.cluster import Course, Deed
 from diloco_deploy.chaos.goodput import longest_gaps, work_of
@@ -326,6 +327,50 @@ def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last
     assert work_of(histories(lines), Course(2.0, 6.0)).tokens == 100, "version 3 did not survive"
 
 
+def test_a_second_without_a_new_version_is_one_without_progress():
+    assert work_of(histories(clean()), Course(0.0, 10.0)).progress == pytest.approx(0.4)
+
+
+KILLED = Deed("kill", "ann", 7.5, 9.5)
+AWAY = Deed("freeze", "shard-0", 5.5, 5.8)
+
+
+@pytest.mark.parametrize(
+    ("deeds", "lost"),
+    [
+        ([], {"joining": 1.0, "never_merged": 2.0, "slower": 3.0}),
+        ([KILLED], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
+        ([KILLED, AWAY], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
+        ([KILLED, Deed("cut", "ann to shard-0", 5.5, 9.0)], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
+        ([KILLED, Deed("cut", "ben to shard-0", 5.5, 9.0)], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
+        ([KILLED, Deed("freeze", "shard-0", 0.0, 0.5)], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
+        ([Deed("kill", "ann", 2.5, 9.5)], {"joining": 0.5}),
+    ],
+)
+def test_every_lost_second_has_its_cause(deeds: list[Deed], lost: dict[str, float]):
+    """Ann asks to join at 2, takes a step of a second from 3 on, and of four steps two are merged."""
+    killed_at = min((deed.began for deed in deeds if deed.harm == "kill"), default=10.0)
+    ann = [
+        {"t": 2.0, "what": "born", "role": "worker", "tokens": 0},
+        *({"t": 3.0 + n, "what": "stepped", "tokens": 100 * n} for n in range(1, 5)),
+        push(5.1, 1, since=0, tokens=200),
+    ]
+    ann = sorted((line for line in ann if line["t"] < killed_at), key=lambda line: line["t"])
+    shard = [
+        {"t": 0.0, "what": "born", "role": "shard", "life": EPOCH},
+        {"t": 0.1, "what": "joined", "learner": "ann", "generation": 1},
+        announced(0.9, 0),
+        *([accepted(5.1, 1, 200), merging(5.2, 1, 200), announced(5.3, 1)] if killed_at > 5.0 else []),
+    ]
+    found = histories({"ann": ann, "shard-0": shard})
+    work = work_of(found, course(*deeds))
+
+    losses = account(found, course(*deeds), work, {"tokens_per_alive_s": 100.0, "step_s": 1.0})
+
+    assert losses == pytest.approx({**dict.fromkeys(LOSSES, 0.0), **lost})
+    assert sum(losses.values()) == pytest.approx(work.alive_s - work.tokens / 100.0), "which is what goodput lacks"
+
+
 def test_the_result_says_everything_that_the_picture_and_the_table_need():
     calm = make_baseline(histories(clean_with_steps()), Course(0.0, 8.0), {})
     plan = [Fault(4.5, Harm.KILL, "shard-0", 0.5)]
@@ -336,12 +381,20 @@ def test_the_result_says_everything_that_the_picture_and_the_table_need():
     assert result.keys() >= CHECKS.keys()
     assert "no violations" in summary(result)
     assert "1 x kill shard" in summary(result)
+    assert all(words in summary(result) for words in LOSSES.values())
+
+
+def test_without_a_fault_free_run_there_is_no_goodput():
+    result = make_result(histories(clean_with_steps()), Course(0.0, 8.0), [], None, seed=3, gap_max_s=3.1)
+    assert (result["goodput_per_alive"], result["goodput_absolute"], result["lost_s"]) == (None, None, None)
+    assert "no violations" in summary(result)
+    assert "goodput" not in summary(result)
 
 
 def test_every_violation_is_in_the_result():
     lines = clean()
     merged_twice(lines)
-    calm = make_baseline(histories(clean()), Course(0.0, 8.0), {})
+    calm = make_baseline(histories(clean_with_steps()), Course(0.0, 8.0), {})
     ended = Course(0.0, 8.0, exits=["ann ended by itself"])
     result = make_result(histories(lines), ended, [], calm, seed=3, gap_max_s=1.0)
     assert (result["violations"], result["double_counted"], result["unplanned"]) == (2, 1, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_deploy.chaos.plan import START_S, Fault, Harm, make_plan
+from diloco_deploy.chaos.plan import LINK, START_S, Fault, Harm, make_plan
 
 SHARDS = ["shard-0", "shard-1"]
 WORKERS = [f"worker-{i}" for i in range(8)]
@@ -74,9 +74,21 @@ def test_only_disks_of_shards_are_filled_and_only_where_asked_for(seed: int):
     assert all(fault.harm is not Harm.FILL for fault in plan(seed))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_links_are_cut_between_a_worker_and_a_shard_and_only_where_they_can_be(seed: int):
+    cut = [fault for fault in plan(seed, links=True) if fault.harm is Harm.CUT]
+    assert 4 <= len(cut) <= 24
+    for fault in cut:
+        worker, shard = fault.target.split(LINK)
+        assert worker in WORKERS
+        assert shard in SHARDS
+        assert 1.0 <= fault.for_s <= 10.0
+    assert all(fault.harm is not Harm.CUT for fault in plan(seed))
+
+
 def test_without_time_there_are_no_faults():
     assert plan(seconds=2.0) == ()
 
 
 def test_a_fault_reads_as_a_line():
-    assert str(Fault(12.5, Harm.KILL, "worker-3", 8.25)) == "   12.5 s  kill    worker-3    for 8.2 s"
+    assert str(Fault(12.5, Harm.KILL, "worker-3", 8.25)) == "   12.5 s  kill    worker-3               for 8.2 s"

@@ -11,7 +11,7 @@ from diloco_worker.core.dialing import FIRST_S, LONGEST_S, backoff_s
 
 @pytest.mark.parametrize(
     ("attempt", "jitter", "seconds"),
-    [(0, 0.0, 0.1), (0, 1.0, 0.2), (1, 1.0, 0.34), (5, 0.0, 1.42), (6, 1.0, 3.0), (6, 0.0, 1.5), (10**6, 0.5, 2.25)],
+    [(0, 0.0, 0.1), (0, 1.0, 0.2), (1, 1.0, 0.26), (8, 0.0, 0.82), (11, 1.0, 3.0), (11, 0.0, 1.5), (10**6, 0.5, 2.25)],
 )
 def test_the_wait_grows_to_a_bound_and_half_of_it_is_chance(attempt: int, jitter: float, seconds: float) -> None:
     assert backoff_s(attempt, jitter) == pytest.approx(seconds, rel=1e-2)

@@ -29,13 +29,16 @@ def rejected(code: str) -> PushAnswer:
 class Rig:
     """A learner of one parameter of two elements and one fragment, whose numbers can be read with the naked eye."""
 
-    def __init__(self, on_commit: str = "carry", alpha: float = 0.25, version: int = 0, at: float = 10.0) -> None:
+    def __init__(
+        self, on_commit: str = "carry", alpha: float = 0.25, version: int | None = 0, at: float = 10.0
+    ) -> None:
         self.model = nn.Module()
         self.model.w = nn.Parameter(torch.full((2,), at))
         replica = Replica(self.model)
         policy = LearnerPolicy(4, "float32", "float32", on_commit, alpha, True)
         self.core = LearnerCore(replica, cut(replica.specs, 1, 1), policy)
-        self.arrives(version, at)
+        if version is not None:
+            self.arrives(version, at)
 
     @property
     def fragment(self):
@@ -91,6 +94,26 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     expected = torch.empty(3)
     replica.read(fragment.fragment, expected)
     assert torch.equal(fragment.values(), expected)
+
+
+@pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
+def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_commit: str) -> None:
+    rig = Rig(on_commit, at=10.0, version=None)
+    rig.trains(by=100.0)  # before: not contributed
+    rig.core.begin_without()
+    assert not rig.fragment.adopted
+    assert rig.asked(1) == [], "nobody has a version of what it began from"
+    rig.trains(by=1.0, tokens=7)
+
+    rig.arrives(3, 50.0)
+
+    assert rig.fragment.adopted
+    if on_commit == "overwrite":
+        assert (rig.theta, rig.asked(4)) == (50.0, [])
+    else:
+        assert rig.theta == 51.0
+        (pending,) = rig.asked(4)
+        assert (pending.delta()[0], pending.tokens, pending.base_version) == (-1.0, 7, 3)
 
 
 def test_a_seed_offered_again_is_the_anchor_not_what_was_trained_since() -> None:

@@ -71,12 +71,13 @@ def _train(settings: Settings, args: Namespace) -> None:
     model = build_gpt(settings.model, run.seed).to(device)
     optimizer = training.make_optimizer(model, settings.train)
     checkpoint = worker.folder / "checkpoint.safetensors" if worker.folder else None
-    progress = (load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None) or TrainingProgress()
+    resumed = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
+    progress = resumed or TrainingProgress()
 
     learner = join(
         worker.shards, model, run=run.id, learner_id=worker.learner_id, token=read_token(settings.security),
         inner_step=progress.inner_step, tokens=progress.tokens, http=worker.http,
-        address_file=args.address_file, history=run.history,
+        address_file=args.address_file, history=run.history, resumed=resumed is not None,
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: learner.stop())

@@ -57,6 +57,8 @@ STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 SEED_HOLD_S = 10.0
 """Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it."""
+AWAY_S = 0.5
+"""A learner that was resumed waits so long for shards that do not answer; then it trains on without them."""
 APPLY_S = 0.003
 """So long `step` goes on to the next version that has arrived, or for this share of a step; what is left waits for the
 next step. One is applied in any case."""
@@ -79,6 +81,7 @@ def join(
     address_file: Path | None = None,
     history: Path | None = None,
     wait_s: float | None = None,
+    resumed: bool = False,
 ) -> Learner:
     """Join a run, and return once the model holds the latest version of every fragment.
 
@@ -95,6 +98,8 @@ def join(
         address_file: write the address that is served here, as soon as it is known.
         history: record what happens to this learner in this folder, as JSON lines; None records nothing.
         wait_s: seconds to wait for shards that do not answer; None waits for ever, and says so every 10 s.
+        resumed: the model holds values of this run, of a checkpoint: one shard that answers is enough. Training goes
+            on from these values where a shard is away, and what it adds is contributed once the shard is back.
 
     Raises:
         ConfigError: an address is no address, or the shards do not make up one run.
@@ -113,7 +118,7 @@ def join(
     rpc.check_learner_id(name)
     learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http, history)
     try:
-        learner._start(address_file, wait_s)
+        learner._start(address_file, wait_s, resumed=resumed)
     except BaseException:
         learner.close()
         raise
@@ -146,7 +151,6 @@ class Learner:
         self._inbox = Inbox()
         self._shards: dict[int, Joined] = {}
         self._stopped: set[int] = set()
-        self._asked_early: dict[int, Asked] = {}  # fragment -> round that asked before the model was cut
         self._stop_requested = False
         self._acts: list[Callable[[], None]] = []  # for the network thread, at the end of the boundary
         self._step_ended = time.monotonic()
@@ -175,6 +179,7 @@ class Learner:
         Raises:
             Superseded: another process joined with this learner id.
             Refusal: a shard refuses this learner for good.
+            ManifestMismatch: a shard that was away when training began is of another run.
         """
         assert self.core is not None
         began = time.monotonic()
@@ -207,7 +212,7 @@ class Learner:
     @property
     def done(self) -> bool:
         """Whether to stop training: every shard has merged the token budget, or `stop` was called."""
-        return self._stop_requested or len(self._stopped) == len(self._shards)
+        return self._stop_requested or self._all_stopped
 
     @property
     def tokens_merged(self) -> int:
@@ -231,7 +236,7 @@ class Learner:
     def close(self) -> None:
         """Leave the run: what is being pushed gets a few seconds. Repeating it is fine."""
         if self.state != "stopped":
-            self.state = "done" if len(self._stopped) == len(self._shards) > 0 else "stopped"
+            self.state = "done" if self._all_stopped else "stopped"
             if self._history is not None:
                 self._history.ended()
         self.network.stop()
@@ -246,8 +251,8 @@ class Learner:
 
     # ------------------------------------------------------------ joining
 
-    def _start(self, address_file: Path | None, wait_s: float | None) -> None:
-        """Dial, and wait until the model holds a version of every fragment."""
+    def _start(self, address_file: Path | None, wait_s: float | None, *, resumed: bool) -> None:
+        """Dial, and wait until the model holds a version of every fragment; if resumed, of those that can be had."""
         self.http_address = self.network.start()
         if address_file is not None:
             write_address(address_file, "worker", self.learner_id, http=self.http_address)
@@ -255,6 +260,10 @@ class Learner:
         while not self._ready()[0]:
             self.poll(0.2)
             now = time.monotonic()
+            if resumed and now - began > AWAY_S and self._has_what_can_be_had:
+                self.log.event("training without a shard", why=self._ready()[1])
+                self._core.begin_without()
+                break
             if wait_s is not None and now - began > wait_s:
                 raise CannotConnect(f"no run to join after {wait_s:g} s: {self._ready()[1]}")
             if now - said >= ANNOUNCE_WAIT_S:
@@ -274,6 +283,19 @@ class Learner:
         if missing:
             return False, f"{missing} of {len(self.core.fragments)} fragments are not there yet"
         return True, "joined"
+
+    @property
+    def _has_what_can_be_had(self) -> bool:
+        """Whether there is a fragment from a shard, and all that are missing are of shards that are away."""
+        if self.core is None:
+            return False
+        there = {link.session.shard_index for link in self.network.links if link.connected}
+        missing = [f.fragment for f in self.core.fragments.values() if not f.adopted]
+        return len(missing) < len(self.core.fragments) and not any(f.shard_index in there for f in missing)
+
+    @property
+    def _all_stopped(self) -> bool:
+        return len(self._stopped) == len(self.network.links)
 
     def _addresses_joined(self) -> set[str]:
         return {joined.address for joined in self._shards.values()}
@@ -308,8 +330,6 @@ class Learner:
         match event:
             case Joined():
                 self._joined(event)
-            case Asked() if self.core is None:  # this shard knows the model, another one is still away
-                self._asked_early[event.directive.fragment_id] = event
             case Asked():
                 self._core.collect(event.directive, event.epoch)
             case Answered():
@@ -332,7 +352,7 @@ class Learner:
         return self.core
 
     def _joined(self, joined: Joined) -> None:
-        """A shard gave a lease: the first time that all did, the model is cut; then seed what is empty."""
+        """A shard gave a lease: the first one tells how the model is cut; once all did, seed what is empty."""
         other = self._shards.get(joined.shard_index)
         if other is not None and other.address != joined.address:
             raise ConfigError(
@@ -341,37 +361,39 @@ class Learner:
             )
         self._shards[joined.shard_index] = joined
         self._stopped.discard(joined.shard_index)
-        if self.core is not None:
-            self._core.rejoined(joined.fragments, joined.epoch)
-            self._seed(joined)
-        elif len(self._shards) == len(self.network.links):
-            self._cut()
-            for shard in self._shards.values():
+        complete = len(self._shards) == len(self.network.links)
+        if self.core is None:
+            self._cut(joined)
+        if other is None:
+            self._check(joined)
+        self._core.rejoined(joined.fragments, joined.epoch)
+        if complete:
+            for shard in self._shards.values() if other is None else (joined,):
                 self._seed(shard)
-            for asked in self._asked_early.values():
-                self._core.collect(asked.directive, asked.epoch)
 
-    def _cut(self) -> None:
-        """Cut the model as the shards do. Raises ConfigError or ManifestMismatch."""
-        first, *others = self._shards.values()
-        if first.num_shards != len(self._shards):
+    def _cut(self, first: Joined) -> None:
+        """Cut the model as a shard says that all do. Raises ConfigError."""
+        if first.num_shards != len(self.network.links):
             raise ConfigError(
                 f"the run has {first.num_shards} shards (shard.count of {first.address}), "
-                f"but {len(self._shards)} addresses are given; name all of them"
+                f"but {len(self.network.links)} addresses are given; name all of them"
             )
         manifest = cut(self._replica.specs, first.num_fragments, first.num_shards)
-        for shard in (first, *others):
-            if shard.manifest_digest != manifest.digest or shard.policy != first.policy:
-                raise ManifestMismatch(
-                    f"{shard.address} cuts the model in {shard.num_fragments} fragments for {shard.num_shards} shards "
-                    f"with {shard.policy}, {first.address} in {first.num_fragments} for {first.num_shards} with "
-                    f"{first.policy}; start all shards with the same settings"
-                )
         self.core = LearnerCore(self._replica, manifest, first.policy)
         self.core.inner_step, self.core.tokens = self._first
         self.transfer.shift_to = self.core.shift_to
         for link in self.network.links:
             self._acts.append(partial(link.know, manifest))
+
+    def _check(self, shard: Joined) -> None:
+        """Raises ManifestMismatch where a shard cuts the model in another way than the first one."""
+        first, core = next(iter(self._shards.values())), self._core
+        if shard.manifest_digest != core.manifest.digest or shard.policy != core.policy:
+            raise ManifestMismatch(
+                f"{shard.address} cuts the model in {shard.num_fragments} fragments for {shard.num_shards} shards "
+                f"with {shard.policy}, {first.address} in {first.num_fragments} for {first.num_shards} with "
+                f"{first.policy}; start all shards with the same settings"
+            )
 
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""

@@ -14,7 +14,8 @@ from diloco_common.errors import DilocoError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy.chaos.disks import SmallDisks
-from diloco_deploy.chaos.plan import Fault, Harm
+from diloco_deploy.chaos.links import Links
+from diloco_deploy.chaos.plan import LINK, Fault, Harm
 from diloco_deploy.children import Children, Programs
 from diloco_deploy.folder import Files
 from diloco_deploy.interrupts import Interrupts
@@ -39,11 +40,11 @@ class Deed:
     """What was done to a process; times are monotonic seconds, as in the histories."""
 
     harm: str
-    """"kill", "freeze" or "fill"."""
+    """"kill", "freeze", "fill" or "cut"."""
     target: str
     began: float
     ended: float
-    """When it was started again, went on, or had room again."""
+    """When it was started again, went on, had room again, or was connected again."""
 
 
 @dataclass
@@ -72,13 +73,14 @@ class HurtCluster:
         interrupts: Interrupts,
         tell: Callable[[str], None],
         disks: SmallDisks | None = None,
+        links: Links | None = None,
     ) -> None:
-        """`disks` are needed where a plan fills them."""
+        """`disks` and `links` are needed where a plan fills or cuts them."""
         assert settings.run.history is not None
         self._settings, self._files, self._history = settings, files, settings.run.history
         self._supervisor, self._interrupts, self._tell = supervisor, interrupts, tell
         self._children = Children(settings, files, Programs())
-        self._disks = disks
+        self._disks, self._links = disks, links
         self._course = Course()
         self._open: list[tuple[float, Deed]] = []  # what ends by itself, and when
 
@@ -116,7 +118,7 @@ class HurtCluster:
                 if (found := self._supervisor.endpoints(name)) is not None:
                     self._children.found(name, found)
         for index in range(len(self._children.workers)):
-            self._supervisor.start(self._children.worker(index))
+            self._supervisor.start(self._children.worker(index, self._links.host(index) if self._links else ""))
         while not all(self._grew(name, "stepped") for name in self._children.workers):
             self._until_ready(deadline)
 
@@ -164,6 +166,15 @@ class HurtCluster:
                 assert self._disks is not None
                 self._disks.fill(fault.target)
                 self._open.append((now + fault.for_s, Deed("fill", fault.target, now, 0.0)))
+            case Harm.CUT:
+                assert self._links is not None
+                self._links.cut(*self._link(fault.target))
+                self._open.append((now + fault.for_s, Deed("cut", fault.target, now, 0.0)))
+
+    def _link(self, name: str) -> tuple[int, int]:
+        """Number of the worker and port of the shard that it joins."""
+        worker, shard = name.split(LINK)
+        return self._children.workers.index(worker), self._children.port(shard)
 
     def _end(self, now: float, *, all_of_them: bool = False) -> None:
         over = [one for one in self._open if all_of_them or now >= one[0]]
@@ -172,6 +183,9 @@ class HurtCluster:
             if deed.harm == "fill":
                 assert self._disks is not None
                 self._disks.free(deed.target)
+            elif deed.harm == "cut":
+                assert self._links is not None
+                self._links.heal(*self._link(deed.target))
             else:
                 self._supervisor.signal(deed.target, signal.SIGCONT)
             self._course.deeds.append(Deed(deed.harm, deed.target, deed.began, now))

@@ -15,6 +15,7 @@ from diloco_common.settings_loader import Given
 from diloco_deploy.chaos.cluster import Course, HurtCluster
 from diloco_deploy.chaos.disks import SmallDisks
 from diloco_deploy.chaos.histories import Histories, read_histories
+from diloco_deploy.chaos.links import LISTEN, Links, NoLinks
 from diloco_deploy.chaos.plan import Fault, make_plan
 from diloco_deploy.chaos.result import Result, make_baseline, make_result, summary
 from diloco_deploy.children import names
@@ -59,6 +60,8 @@ class Chaos:
     timeline: Path | None = None
     baseline: Path | None = None
     """The result of an earlier run, whose fault-free run is taken; none: run one."""
+    compared: bool = True
+    """Whether there is a fault-free run: without it goodput is not known."""
 
 
 def run_chaos(settings: Settings, chaos: Chaos) -> int:
@@ -72,20 +75,24 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
 
         check_timeline(chaos.timeline)
     cluster = settings.cluster
+    links = _links()
+    if links is not None:
+        settings = _within(settings)
     plan = make_plan(
         seed=settings.run.seed, seconds=chaos.seconds, every_s=chaos.every_s, dead_share=chaos.dead_share,
         shards=names("shard", cluster.shards), workers=names("worker", cluster.workers), disk_full=chaos.disk_full,
+        links=links is not None,
     )  # fmt: skip
     baseline = _read_baseline(chaos.baseline) if chaos.baseline else None
     with Interrupts() as interrupts:
-        if baseline is None:
+        if baseline is None and chaos.compared:
             _tell(f"without faults, for {chaos.seconds:.0f} s")
-            course, histories = _run(settings, "fault-free", (), chaos.seconds, interrupts)
+            course, histories = _run(settings, "fault-free", (), chaos.seconds, interrupts, links)
             baseline = make_baseline(histories, course, _comparable(settings))
-        elif baseline["settings"] != _comparable(settings):
+        elif baseline is not None and baseline["settings"] != _comparable(settings):
             raise ConfigError(f"{chaos.baseline}: its fault-free run had other settings; leave out --baseline")
         _tell(f"{len(plan)} faults in {chaos.seconds:.0f} s, seed {settings.run.seed}")
-        course, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, disk_full=chaos.disk_full)
+        course, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, links, disk_full=chaos.disk_full)
     result = make_result(histories, course, plan, baseline, seed=settings.run.seed, gap_max_s=chaos.gap_max_s)
     print("\n" + summary(result), flush=True)
     _write(chaos, result, histories, course)
@@ -98,6 +105,7 @@ def _run(
     plan: tuple[Fault, ...],
     seconds: float,
     interrupts: Interrupts,
+    links: Links | None,
     *,
     disk_full: bool = False,
 ) -> tuple[Course, Histories]:
@@ -116,9 +124,26 @@ def _run(
         if disk_full:
             shards = names("shard", settings.cluster.shards)
             disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
-        course = HurtCluster(mine, files, supervisor, interrupts, _tell, disks).run(plan, seconds, HEAL_S)
+        course = HurtCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds, HEAL_S)
         files.clear_addresses()
     return course, read_histories(history)
+
+
+def _links() -> Links | None:
+    """None, and a line that says so, where links cannot be cut."""
+    try:
+        return Links()
+    except NoLinks as why:
+        _tell(f"no links are cut: it takes root, nft and a network namespace ({why})")
+        return None
+
+
+def _within(settings: Settings) -> Settings:
+    """Settings inside a network namespace, where shards listen on every address, and nobody else is."""
+    shard = settings.shard.model_copy(update={"listen": LISTEN})
+    insecure = settings.security.token_file is None
+    security = settings.security.model_copy(update={"insecure": insecure})
+    return settings.model_copy(update={"shard": shard, "security": security})
 
 
 def _write(chaos: Chaos, result: Result, histories: Histories, course: Course) -> None:

@@ -3,10 +3,12 @@
 alive      from when a worker asks to join until it is killed, less the time that it was frozen
 tokens     of merged contributions, per fragment: what is accepted twice (fenced off, then sent again) counts once
 goodput    tokens per alive worker-second, or per second, over that of a fault-free run of the same length
+progress   share of the time in which the job as a whole got on: seconds in which a version was announced
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +32,8 @@ class Work:
     """By the shards in that time, mean over the fragments; more than once where a contribution was sent again."""
     step_s: float
     """Median time of an inner step of the living: near that of a fault-free run, or the living were faster."""
+    progress: float
+    """Share of the seconds in which a version was announced: the global model moved."""
 
     @property
     def per_alive_s(self) -> float:
@@ -50,26 +54,28 @@ def work_of(histories: Histories, course: Course) -> Work:
         for line in life.of("accepted")
         if course.began <= line["t"] <= course.ended
     )
-    merged = sum(_useful(histories, course))
+    merged = tokens_merged(histories, course).total()
     alive_s = sum(end - begin for life in histories.worker_lives() for begin, end in alive_times(life, course))
     times = [seconds for life in histories.worker_lives() for seconds in _step_times(life)]
     return Work(
         course.ended - course.began, alive_s, len(histories.workers), merged / fragments, accepted / fragments,
-        median(times) if times else 0.0,
+        median(times) if times else 0.0, _progress(histories, course),
     )  # fmt: skip
 
 
-def _useful(histories: Histories, course: Course) -> Iterator[int]:
-    """Of each merged contribution, the tokens that were trained in the measured time."""
+def tokens_merged(histories: Histories, course: Course) -> Counter[tuple[str, int, int]]:
+    """Name of a worker, number of its life, fragment -> tokens that it trained in the measured time and were merged."""
     trained = {
         (life.name, life.number): (tokens_at(life, course.began), tokens_at(life, course.ended))
         for life in histories.worker_lives()
     }
-    pushes = histories.pushes()
+    pushes, merged = histories.pushes(), Counter[tuple[str, int, int]]()
     for merge in histories.merges():
         if (push := pushes.get(merge.push)) is not None:
-            low, high = trained[push.life.name, push.life.number]
-            yield max(0, min(push.since + merge.tokens, high) - max(push.since, low))
+            name = push.life.name, push.life.number
+            low, high = trained[name]
+            merged[*name, merge.fragment] += max(0, min(push.since + merge.tokens, high) - max(push.since, low))
+    return merged
 
 
 def tokens_at(life: Life, t: float) -> int:
@@ -96,7 +102,7 @@ def longest_gaps(histories: Histories, course: Course) -> list[tuple[float, str]
     """
     gaps = []
     for life in histories.worker_lives():
-        steps = [float(line["t"]) for line in life.of("stepped")]
+        steps = steps_of(life)
         if not steps:
             continue
         gone = min(death_of(life, course), max(course.ended, steps[-1]))
@@ -122,6 +128,16 @@ def frozen_times(life: Life, course: Course) -> list[tuple[float, float]]:
     return sorted((deed.began, deed.ended) for deed in deeds if deed.ended > life.began)
 
 
+def steps_of(life: Life) -> list[float]:
+    """When its inner steps ended."""
+    return [float(line["t"]) for line in life.of("stepped")]
+
+
 def _step_times(life: Life) -> Iterator[float]:
-    steps = [float(line["t"]) for line in life.of("stepped")]
-    return (after - before for before, after in pairwise(steps))
+    return (after - before for before, after in pairwise(steps_of(life)))
+
+
+def _progress(histories: Histories, course: Course) -> float:
+    seconds = max(1, int(course.ended - course.began))
+    times = (line["t"] - course.began for life in histories.shard_lives() for line in life.of("announced"))
+    return len({int(t) for t in times if 0.0 <= t < seconds}) / seconds

@@ -83,7 +83,12 @@ class Histories:
 
     @property
     def num_fragments(self) -> int:
-        return len({line["fragment"] for life in self.shard_lives() for line in life.of("announced", "restored")})
+        return len(self.owners)
+
+    @property
+    def owners(self) -> dict[int, str]:
+        """Fragment -> its shard."""
+        return {line["fragment"]: life.name for life in self.shard_lives() for line in life.of("announced", "restored")}
 
     def pushes(self) -> dict[PushName, Push]:
         """What learners sent."""

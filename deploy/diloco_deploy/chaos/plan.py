@@ -15,6 +15,8 @@ FILL_SHARE = 1 / 3
 """Of the faults of shards, where disks can be filled."""
 KILL_SHARE = 0.7
 """Of all faults; the others freeze."""
+CUT_SHARE = 0.1
+"""Of all faults, where links can be cut."""
 SHARD_SHARE = 0.2
 """Of all faults, at least: shards are few, and they are what must not lose anything."""
 
@@ -25,10 +27,13 @@ class Harm(Enum):
     KILL = "kill"  # SIGKILL, and started again after a while
     FREEZE = "freeze"  # SIGSTOP, and SIGCONT after a while
     FILL = "fill"  # the disk of a shard is full, and has room again after a while
+    CUT = "cut"  # nothing gets through between a worker and a shard, either way
 
 
-SHARD_TIMES = {Harm.KILL: (0.2, 2.0), Harm.FREEZE: (1.0, 10.0), Harm.FILL: (2.0, 8.0)}
-"""Shortest and longest time of a fault of a shard, in seconds."""
+TIMES = {Harm.KILL: (0.2, 2.0), Harm.FREEZE: (1.0, 10.0), Harm.FILL: (2.0, 8.0), Harm.CUT: (1.0, 10.0)}
+"""Shortest and longest time of a fault of a shard or a link, in seconds."""
+LINK = " to "
+"""Between the names of a worker and a shard."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,12 @@ class Fault:
     """After the beginning of the measured time."""
     harm: Harm
     target: str
+    """Name of a process, or of a link: "worker-0 to shard-1"."""
     for_s: float
     """Until the process is started again, or goes on."""
 
     def __str__(self) -> str:
-        return f"{self.at_s:7.1f} s  {self.harm.value:6}  {self.target:10}  for {self.for_s:.1f} s"
+        return f"{self.at_s:7.1f} s  {self.harm.value:6}  {self.target:21}  for {self.for_s:.1f} s"
 
 
 def make_plan(
@@ -55,6 +61,7 @@ def make_plan(
     workers: Sequence[str],
     dead_share: float,
     disk_full: bool = False,
+    links: bool = False,
 ) -> tuple[Fault, ...]:
     """A fault in every interval of `every_s`, at a random moment of it, to a process that is well.
 
@@ -66,6 +73,7 @@ def make_plan(
         workers: names.
         dead_share: share of all worker-seconds in which the worker is to be dead or frozen, from 0 to 1.
         disk_full: a third of the faults of shards fill their disks.
+        links: a tenth of all faults cut a link.
     """
     chance = random.Random(seed)
     shard_share = max(SHARD_SHARE, len(shards) / (len(shards) + len(workers)))
@@ -77,11 +85,15 @@ def make_plan(
         if to_shard:
             if disk_full and chance.random() < FILL_SHARE:
                 harm = Harm.FILL
-            away_s = chance.uniform(*SHARD_TIMES[harm])
+            away_s = chance.uniform(*TIMES[harm])
+        elif links and chance.random() < CUT_SHARE / (1.0 - shard_share):
+            harm = Harm.CUT
+            away_s = chance.uniform(*TIMES[harm])
         else:
             away_s = chance.uniform(0.5, 1.5)  # to be stretched
         drafts.append((Fault(at_s, harm, "", away_s), to_shard))
-    stretch = _stretch([fault for fault, to_shard in drafts if not to_shard], seconds, dead_share * len(workers))
+    absences = [fault for fault, to_shard in drafts if not to_shard and fault.harm is not Harm.CUT]
+    stretch = _stretch(absences, seconds, dead_share * len(workers))
     plan, busy_until = [], dict.fromkeys([*shards, *workers], 0.0)
     for fault, to_shard in drafts:
         names = shards if to_shard else workers
@@ -89,10 +101,13 @@ def make_plan(
         if fault.at_s >= seconds or len(well) < (1 if to_shard else 2):  # one worker at least is left in peace
             continue
         target = chance.choice(well)
-        away_s = fault.for_s if to_shard else fault.for_s * stretch
+        as_drawn = to_shard or fault.harm is Harm.CUT
+        away_s = fault.for_s if as_drawn else fault.for_s * stretch
         start_s = START_S if fault.harm is Harm.KILL else 0.0
         busy_until[target] = fault.at_s + max(away_s, start_s) + SETTLE_S
-        for_s = away_s if to_shard else max(0.2, away_s - start_s)
+        for_s = away_s if as_drawn else max(0.2, away_s - start_s)
+        if fault.harm is Harm.CUT:
+            target += LINK + chance.choice(shards)
         plan.append(replace(fault, target=target, at_s=round(fault.at_s, 2), for_s=round(for_s, 2)))
     return tuple(plan)
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from diloco_deploy.chaos.account import LOSSES, account
 from diloco_deploy.chaos.checks import Violation, stood_still, violations
 from diloco_deploy.chaos.cluster import Course
 from diloco_deploy.chaos.goodput import Work, longest_gaps, work_of
 from diloco_deploy.chaos.histories import Histories
-from diloco_deploy.chaos.plan import Fault
+from diloco_deploy.chaos.plan import LINK, Fault
 
 Result = dict[str, Any]
 CHECKS = {
@@ -41,9 +42,9 @@ def make_baseline(histories: Histories, course: Course, settings: dict[str, Any]
 
 
 def make_result(
-    histories: Histories, course: Course, plan: Sequence[Fault], baseline: Result, *, seed: int, gap_max_s: float
+    histories: Histories, course: Course, plan: Sequence[Fault], baseline: Result | None, *, seed: int, gap_max_s: float
 ) -> Result:
-    """Everything that is printed and written; `violations` is what must be 0."""
+    """Everything that is printed and written; `violations` is what must be 0. Without `baseline` no goodput."""
     work, gaps = work_of(histories, course), longest_gaps(histories, course)
     found = [
         *violations(histories),
@@ -56,19 +57,21 @@ def make_result(
     return {
         "violations": len(found),
         "faults": len(plan),
-        "goodput_per_alive": _ratio(work.per_alive_s, baseline["tokens_per_alive_s"]),
-        "goodput_absolute": _ratio(work.tokens / work.seconds, baseline["tokens"] / baseline["seconds"]),
+        **_goodput(work, baseline),
+        "progress": round(work.progress, 4),
         "longest_step_gap_s": _longest(gaps),
         **{check: counts[check] for check in CHECKS},
         "seed": seed,
         "seconds": round(work.seconds, 2),
         "dead_share": round(work.dead_share, 4),
         "healed_s": course.healed_s,
-        "faults_by_kind": dict(Counter(f"{f.harm.value} {f.target.partition('-')[0]}" for f in plan)),
+        "faults_by_kind": dict(Counter(f"{f.harm.value} {_kind(f.target)}" for f in plan)),
         "versions": sum(1 for life in histories.shard_lives() for _ in life.of("announced")),
         "contributions": len(histories.merges()),
         "evictions": sum(line["code"] != "LEFT" for life in histories.shard_lives() for line in life.of("gone")),
         **_tokens(work),
+        "lost_s": account(histories, course, work, baseline) if baseline else None,
+        "alive_s": round(work.alive_s, 2),
         "baseline": baseline,
         "plan": [{"at_s": f.at_s, "harm": f.harm.value, "target": f.target, "for_s": f.for_s} for f in plan],
         "found": [{"check": v.check, "what": v.what} for v in found],
@@ -86,12 +89,12 @@ def summary(result: Result) -> str:
         "",
         *(f"  {result[check]:6}  {words}" for check, words in CHECKS.items()),
         "",
-        f"goodput      {result['goodput_per_alive']:.1%} of fault-free tokens per alive worker-second, "
-        f"{result['goodput_absolute']:.1%} absolute",
-        f"steps        {1000 * result['step_s']:.0f} ms in the median, "
-        f"{1000 * baseline['step_s']:.0f} ms without faults",
-        f"longest gap  {result['longest_step_gap_s']:.2f} s between two inner steps of a living worker, "
-        f"{baseline['longest_step_gap_s']:.2f} s without faults",
+        *_compared(result),
+        f"progress     {result['progress']:.1%} of the seconds brought a new version",
+        f"steps        {1000 * result['step_s']:.0f} ms in the median"
+        + (f", {1000 * baseline['step_s']:.0f} ms without faults" if baseline else ""),
+        f"longest gap  {result['longest_step_gap_s']:.2f} s between two inner steps of a living worker"
+        + (f", {baseline['longest_step_gap_s']:.2f} s without faults" if baseline else ""),
         _healed(result["healed_s"]),
         "",
         *(f"  {one['check']}: {one['what']}" for one in result["found"][:_SHOWN_MAX]),
@@ -101,6 +104,35 @@ def summary(result: Result) -> str:
         lines.append(f"  ... and {more} more, in the JSON")
     lines.append(f"{result['violations']} violations" if result["violations"] else "no violations")
     return "\n".join(lines)
+
+
+def _goodput(work: Work, baseline: Result | None) -> Result:
+    if baseline is None:
+        return {"goodput_per_alive": None, "goodput_absolute": None}
+    return {
+        "goodput_per_alive": _ratio(work.per_alive_s, baseline["tokens_per_alive_s"]),
+        "goodput_absolute": _ratio(work.tokens / work.seconds, baseline["tokens"] / baseline["seconds"]),
+    }
+
+
+def _compared(result: Result) -> list[str]:
+    """Goodput, and where the rest of it went."""
+    if result["baseline"] is None:
+        return []
+    per_alive, alive_s = result["goodput_per_alive"], result["alive_s"]
+    return [
+        f"goodput      {per_alive:.1%} of fault-free tokens per alive worker-second, "
+        f"{result['goodput_absolute']:.1%} absolute (at most {1 - result['dead_share']:.1%})",
+        f"the rest     {alive_s * (1 - per_alive):.1f} of {alive_s:.0f} alive worker-seconds:",
+        *(
+            f"  {seconds:8.1f} s  {seconds / alive_s:5.1%}  {LOSSES[cause]}"
+            for cause, seconds in result["lost_s"].items()
+        ),
+    ]
+
+
+def _kind(target: str) -> str:
+    return "link" if LINK in target else target.partition("-")[0]
 
 
 def _healed(healed_s: float | None) -> str:

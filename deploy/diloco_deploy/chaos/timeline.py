@@ -15,11 +15,12 @@ from diloco_common.errors import ConfigError
 from diloco_deploy.chaos.cluster import Course, Deed
 from diloco_deploy.chaos.goodput import alive_times
 from diloco_deploy.chaos.histories import Histories, Life
+from diloco_deploy.chaos.plan import LINK
 
 STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"
-AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9"}
-MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00")}
+AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9", "cut": "#dcc8ee"}
+MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00"), "cut": ("P", "#7b3fb0")}
 """By what was done."""
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
@@ -101,7 +102,7 @@ def _absences(axes: Any, name: str, histories: Histories, course: Course, y: flo
     lives = [*histories.shards.get(name, ()), *histories.workers.get(name, ())]
     end = course.ended - course.began
     for deed in course.deeds:
-        if deed.target != name:
+        if deed.target.partition(LINK)[0] != name:
             continue
         began, over = deed.began - course.began, min(deed.ended - course.began, end)
         axes.barh(y, over - began, 0.8, left=began, color=AWAY[deed.harm], zorder=1)
@@ -172,9 +173,10 @@ def _marks(axes: Any, course: Course, place: dict[str, float]) -> None:
     size = 64 if len(course.deeds) < 50 else 44
     for deed in course.deeds:
         marker, colour = MARKS[deed.harm]
+        y = place[deed.target.partition(LINK)[0]]
         axes.scatter(
-            deed.began - course.began, place[deed.target], marker=marker, s=size, color=colour, edgecolors="white",
-            linewidths=0.9, zorder=6,
+            deed.began - course.began, y, marker=marker, s=size, color=colour, edgecolors="white", linewidths=0.9,
+            zorder=6,
         )  # fmt: skip
 
 
@@ -196,14 +198,15 @@ def _pace(axes: Any, histories: Histories, course: Course, result: dict[str, Any
                 left = course.began + index * width
                 alive[index] += max(0.0, min(end, left + width) - max(begin, left)) / width
     edges = [index * width for index in range(bins + 1)]
-    usual = result["baseline"]["tokens_per_alive_s"]
+    usual = result["baseline"]["tokens_per_alive_s"] if result["baseline"] else 0.0
     axes.stairs(merged, edges, fill=True, color=PACE, alpha=0.45)
-    axes.stairs([usual * count for count in alive], edges, color=INK, linewidth=1.2, baseline=None)
+    if usual:
+        axes.stairs([usual * count for count in alive], edges, color=INK, linewidth=1.2, baseline=None)
     axes.set_ylabel("tokens/s", color=INK)
     axes.set_xlabel("seconds", labelpad=2)
-    axes.set_ylim(0, max(*merged, usual * result["baseline"]["settings"]["cluster"]["workers"]) * 1.4)
+    axes.set_ylim(0, max(*merged, usual * len(histories.workers), 1.0) * 1.4)
     axes.text(0.006, 0.93, "merged", color=PACE, transform=axes.transAxes, va="top", fontweight="bold")
-    words = "and the fault-free pace of the workers that are alive"
+    words = "and the fault-free pace of the workers that are alive" if usual else ""
     axes.text(0.056, 0.93, words, color=INK, transform=axes.transAxes, va="top")
     _bare(axes)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
@@ -217,13 +220,18 @@ def _title(figure: Any, height: float, result: dict[str, Any]) -> None:
     broken = f"{result['violations']} violations" if result["violations"] else "nothing lost, nothing counted twice"
     first = f"{result['faults']} faults in {result['seconds']:.0f} s: {broken}"
     second = (
-        f"{result['goodput_per_alive']:.1%} of fault-free tokens per alive worker-second, workers away "
+        f"{_goodput(result)}workers away "
         f"{result['dead_share']:.0%} of the time; no living worker went longer than "
         f"{result['longest_step_gap_s']:.2f} s without a step.   diloco chaos --seed {result['seed']}"
     )
     colour = MARKS["kill"][1] if result["violations"] else INK
     figure.text(0.012, 1 - 0.34 / height, first, fontsize=17, fontweight="bold", color=colour)
     figure.text(0.012, 1 - 0.62 / height, second, fontsize=11, color="#57606a")
+
+
+def _goodput(result: dict[str, Any]) -> str:
+    found = result["goodput_per_alive"]
+    return f"{found:.1%} of fault-free tokens per alive worker-second, " if found is not None else ""
 
 
 def _key(figure: Any, height: float, course: Course) -> None:
@@ -236,6 +244,7 @@ def _key(figure: Any, height: float, course: Course) -> None:
             [], [], linestyle="", marker=marker, color=colour, markersize=size, label=words, markeredgewidth=1.2
         )
 
+    done = {deed.harm for deed in course.deeds}
     handles = [
         mark("|", STEP, "inner step", 10),
         mark("|", VERSION, "version, as high as many contributed", 12),
@@ -244,7 +253,8 @@ def _key(figure: Any, height: float, course: Course) -> None:
         Patch(color=STARTING, label="starting"),
         mark(*MARKS["freeze"], "SIGSTOP", 7),
         Patch(color=AWAY["freeze"], label="frozen"),
-        *([mark(*MARKS["fill"], "disk full", 7)] if any(deed.harm == "fill" for deed in course.deeds) else []),
+        *([mark(*MARKS["fill"], "disk full", 7)] if "fill" in done else []),
+        *([mark(*MARKS["cut"], "link to a shard cut", 8)] if "cut" in done else []),
         mark("v", EVICTED, "evicted", 6),
         mark("^", JOINED, "joined", 6),
         Patch(color="#eceded", label="a shard is away"),

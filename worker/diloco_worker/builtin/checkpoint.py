@@ -1,8 +1,10 @@
-"""The worker's own checkpoint: optimizer state and how far it has come. Weights are the shards' business.
+"""The worker's own checkpoint: optimizer state, weights, and how far it has come.
 
-One safetensors file: optimizer tensors as `parameter/key`, and metadata (the model's shapes, the run, the
-progress) under a checksum over everything. Written whole or not at all; damage is named, never loaded. No
-pickle.
+The weights that count are the shards'; those in here are what training begins from where a shard is away.
+
+One safetensors file: optimizer tensors as `parameter/key`, weights as `parameter/weights`, and metadata (the model's
+shapes, the run, the progress) under a checksum over everything. Written whole or not at all; damage is named,
+never loaded. No pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 from diloco_common.errors import DataError
 from diloco_common.manifest import TensorSpec, differences
 
-FORMAT = "diloco-worker-checkpoint-1"
+FORMAT = "diloco-worker-checkpoint-2"
+_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ def save_checkpoint(
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {
         f"{names[parameter]}/{key}": value.detach().cpu().contiguous()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        for parameter in names
+        for key, value in {**optimizer.state.get(parameter, {}), _WEIGHTS: parameter}.items()
     }
     body = json.dumps(
         {
@@ -66,7 +69,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run_id: str
 ) -> TrainingProgress | None:
-    """Put the optimizer back into the state saved at `path` and return the progress.
+    """Put model and optimizer back into the state saved at `path` and return the progress.
 
     None if there is no file. Raises DataError, and changes nothing, if the file is damaged, or of another run
     or model.
@@ -87,7 +90,11 @@ def load_checkpoint(
             + "\n  ".join(lines)
             + "\ngive the settings it was made with, or delete the file"
         )
-    _put_back(optimizer, dict(model.named_parameters()), tensors)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors.pop(f"{name}/{_WEIGHTS}"))
+    _put_back(optimizer, parameters, tensors)
     return TrainingProgress(**content["progress"])
 
 

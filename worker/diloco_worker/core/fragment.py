@@ -140,7 +140,7 @@ class LearnerFragment:
         self.anchor: Tensor | None = None
         self.version = 0
         """Version of the anchor; compares only inside `epoch`, in which it was made."""
-        self.epoch = -1
+        self.epoch = -1  # made by no shard
         self.pending: Pending | None = None
         self.wanted: Wanted | None = None
         """The round that asked for this fragment last, until it is answered."""
@@ -153,7 +153,7 @@ class LearnerFragment:
     @property
     def adopted(self) -> bool:
         """Whether the learner has this fragment from a shard yet."""
-        return self.anchor is not None
+        return self.epoch >= 0
 
     def values(self) -> Tensor:
         """What this learner believes the global values are: the anchor, else its own. Do not write to it."""
@@ -202,6 +202,11 @@ class LearnerFragment:
         """theta <- values: the first version that this learner gets, or one that replaces its progress."""
         self._replica.write(self.fragment, values)
         self._advance(values, version, epoch)
+        self._restart_counters(tokens, steps)
+
+    def begin_with_own(self, tokens: int, steps: int) -> None:
+        """Train on with the model's own values until a version arrives: what is trained from now on is carried."""
+        self.anchor = self.values()
         self._restart_counters(tokens, steps)
 
     def carry(self, values: Tensor, version: int, epoch: int, *, merged: bool, shift: Shift | None = None) -> None:

@@ -116,7 +116,7 @@ class LearnerCore:
         """
         fragment = self.fragments[fragment_id]
         assert fragment.rebasable
-        if not fragment.adopted:
+        if fragment.anchor is None:
             fragment.adopt(values, version, epoch, self.tokens, self.inner_step)
             return True
         if epoch == fragment.epoch and version <= fragment.version:
@@ -132,6 +132,12 @@ class LearnerCore:
         if fragment.wanted is not None and fragment.wanted.epoch == epoch and fragment.wanted.round <= version:
             fragment.wanted = None  # that round is over
         return True
+
+    def begin_without(self) -> None:
+        """Train on from the model's own values where no version has come: its shard is away."""
+        for fragment in self.fragments.values():
+            if not fragment.adopted:
+                fragment.begin_with_own(self.tokens, self.inner_step)
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
         """A shard in that epoch answered Join. What an earlier one had not made a version of is gone, and must be sent

@@ -1,0 +1,67 @@
+"""Links between workers and shards that can be cut: in a network namespace of this process and its children alone.
+
+Each worker dials the shards at a loopback address of its own, by which its link to each shard is told from all others.
+Needs root, `ip` and `nft`. Namespace and rules end with the last process in it, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET. (os.unshare is there from Python 3.12 on.)"""
+LISTEN = "0.0.0.0:0"
+"""Where shards listen: nobody outside the namespace reaches it."""
+_RULES = """
+table inet diloco {
+  set cut { type ipv4_addr . inet_service; }
+  chain output {
+    type filter hook output priority 0;
+    ip daddr . tcp dport @cut drop
+    ip saddr . tcp sport @cut drop
+  }
+}
+"""
+
+
+class NoLinks(Exception):
+    """Links cannot be cut here; says why."""
+
+
+class Links:
+    """All links of a cluster. Made in the main thread: it and what it starts from then on are in the namespace."""
+
+    def __init__(self) -> None:
+        """Raises NoLinks."""
+        _run("unshare", "--net", "sh", "-c", "ip link set lo up && nft -f -", given=_RULES)  # there is no way back
+        if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK) != 0:
+            raise NoLinks(os.strerror(ctypes.get_errno()))
+        _run("ip", "link", "set", "lo", "up")
+        _run("nft", "-f", "-", given=_RULES)
+
+    @staticmethod
+    def host(worker: int) -> str:
+        """The address at which worker number `worker` reaches every shard."""
+        return f"127.1.{worker // 250}.{worker % 250 + 1}"
+
+    def cut(self, worker: int, port: int) -> None:
+        """Let nothing through, either way, between a worker and the shard that listens on a port."""
+        self._element("add", worker, port)
+
+    def heal(self, worker: int, port: int) -> None:
+        """Let everything through again."""
+        self._element("delete", worker, port)
+
+    def _element(self, verb: str, worker: int, port: int) -> None:
+        _run("nft", verb, "element", "inet", "diloco", "cut", f"{{ {self.host(worker)} . {port} }}")
+
+
+def _run(*command: str, given: str = "") -> None:
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    except OSError:
+        raise NoLinks(f"{command[0]} is not installed") from None
+    if done.returncode != 0:
+        raise NoLinks(f"{' '.join(command)}: {done.stderr.strip()}")
