@@ -67,8 +67,9 @@ def draw(found: dict[str, Any], picture: Path) -> None:
     rounds.set_ylim(0, 3.7)
 
     _head(alerts, "What has fired?", "")
-    rows = sorted({one["labels"]["alertname"] for one in series["alerts"]}, reverse=True)
-    for one in series["alerts"]:
+    shown = [one for one in series["alerts"] if one["at"][-1] >= BEGIN_S]
+    rows = sorted({one["labels"]["alertname"] for one in shown}, reverse=True)
+    for one in shown:
         at, _ = _points(one)
         name, state = one["labels"]["alertname"], one["labels"]["alertstate"]
         row, width = rows.index(name), at[-1] - at[0] + 2

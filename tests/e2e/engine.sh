@@ -48,7 +48,9 @@ _install() {
 _composes() {
   if ! docker compose version >/dev/null 2>&1 && [ "$(id -u)" = 0 ]; then
     local config
-    config=$(tests/e2e/compose_v2.sh 2>/dev/null) && DOCKER_CONFIG=$config docker compose version >/dev/null 2>&1 && export DOCKER_CONFIG=$config
+    mkdir -p .cache
+    config=$(tests/e2e/compose_v2.sh 2>.cache/compose-v2-install.log) && DOCKER_CONFIG=$config docker compose version >/dev/null 2>&1 \
+      && export DOCKER_CONFIG=$config || echo "Compose v2 cannot be had here, see .cache/compose-v2-install.log" >&2
   fi
   command -v docker-compose >/dev/null || { [ "$(id -u)" = 0 ] && _install docker-compose:docker-compose; } \
     || docker compose version >/dev/null 2>&1 || { echo "there is neither Compose v2 nor docker-compose" >&2; return 1; }

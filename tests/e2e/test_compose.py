@@ -162,6 +162,7 @@ def trains(project: Project, page: Page) -> None:
 
 
 def a_worker_dies(project: Project, page: Page, began: float) -> None:
+    three_for(project, seconds=50)
     killed = time.time()
     page.follow("kill a worker")
     (dead,) = (c["Config"]["Hostname"] for c in project.containers("worker") if not c["State"]["Running"])
@@ -178,8 +179,7 @@ def a_worker_dies(project: Project, page: Page, began: float) -> None:
     until(lambda: not alert_of(project, "DilocoWorkerSilent", learner=dead), "the alert to end")
     page.note("it has returned, and the alert is over")
 
-    lately = 'min(min_over_time(diloco_shard_learners{state="alive"}[30s]))'
-    until(lambda: project.value(lately) == 3, "half a minute with three learners, for the picture")
+    three_for(project, seconds=40)
     names = {
         c["Config"]["Hostname"]: f"worker-{c['Config']['Labels']['com.docker.compose.container-number']}"
         for c in project.containers("worker")
@@ -189,6 +189,12 @@ def a_worker_dies(project: Project, page: Page, began: float) -> None:
     picture.write_text(json.dumps({**run, "victim": names[dead], "names": names}))
     subprocess.run([sys.executable, ROOT / "benchmarks/operations.py", "--of", picture], check=True)
     page.note(f"how Prometheus saw it: {picture.with_suffix('.png')}")
+
+
+def three_for(project: Project, seconds: int) -> None:
+    """Wait until three learners were alive so long ago, for the picture to show it."""
+    query = f'min(diloco_shard_learners{{state="alive"}} offset {seconds}s)'
+    until(lambda: project.value(query) == 3, f"{seconds} s with three learners")
 
 
 def a_shard_dies(project: Project, page: Page) -> None:
