@@ -21,7 +21,7 @@ from containers import CACHE, ROOT, Project, installed, until
 
 from pages import followed
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
 PAGE = ROOT / "docs" / "deploy.md"
 SERVER_BYTES_MAX = 1.3e9
