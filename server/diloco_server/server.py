@@ -145,7 +145,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 def _leave() -> NoReturn:
-    """End at once, before anybody was served: nothing is to be handed over, and reading a disk cannot be interrupted."""
+    """End at once, before anybody was served: there is nothing to hand over, and reading cannot be interrupted."""
     os._exit(EXIT_OK)
 
 

@@ -86,3 +86,21 @@ def test_a_shard_ends_while_it_reads_its_disk() -> None:
             assert shard.wait(ENDS_S) == 0
         finally:
             shard.kill()
+
+
+CATCHES_ALL = """
+import os, signal
+from diloco_common.command import end_on_sigterm
+end_on_sigterm()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except BaseException:
+    pass
+print("goes on", flush=True)
+"""
+"""What some of torch's imports do; a shard of ours once went on to serve after its SIGTERM."""
+
+
+def test_an_import_that_catches_everything_does_not_keep_the_process_alive() -> None:
+    ended = subprocess.run([sys.executable, "-c", CATCHES_ALL], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "")
