@@ -117,4 +117,4 @@ class Project:
         CACHE.mkdir(exist_ok=True)
         log.write_text(self.run("docker-compose ps -a; docker-compose logs --no-color 2>&1 || true"))
         print(f"what the containers said: {log}")
-        self.run("docker-compose down -v --remove-orphans -t 5")
+        self.run("docker-compose --profile chaos down -v --remove-orphans -t 5")  # without it, v2 leaves those two
