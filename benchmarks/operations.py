@@ -2,10 +2,14 @@
 
     python benchmarks/operations.py                 # five minutes: a real Prometheus scrapes a real `diloco up`
     python benchmarks/operations.py --draw          # the picture alone, from results/operations.json
+    python benchmarks/operations.py --of RUN.json   # RUN.png: of a run that is seen by a Prometheus already
 
 Two shards, three workers, our own rules. After WORKED_S the process of worker-1 gets SIGKILL; AWAY_S later it is
 started again under its name. Then the query API is asked for the whole time. Needs `prometheus` on PATH (Debian:
 apt install prometheus); steps of the small model sleep, so that it does not need a quiet machine.
+
+RUN.json, as tests/e2e/test_compose.py writes it of its containers: {"api": URL of the query API, "began", "killed",
+"back", "ended": seconds since 1970, "victim": who was killed, "quorum": K, "names": {id of a learner: name}}.
 """
 
 from __future__ import annotations
@@ -59,7 +63,13 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="draw what was measured before")
-    if not parser.parse_args().draw:
+    parser.add_argument("--of", type=Path, metavar="RUN.json", help="draw that run instead")
+    args = parser.parse_args()
+    if args.of:
+        run = json.loads(args.of.read_text())
+        draw(seen(**run), args.of.with_suffix(".png"))
+        return
+    if not args.draw:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(Path(folder))
         RESULTS.write_text(json.dumps(found) + "\n")
@@ -95,13 +105,24 @@ def measure(folder: Path) -> dict[str, Any]:
             with running(again, folder / "again.log"):
                 back = time.time()
                 time.sleep(BACK_S)
-                ended = time.time()
-                return {
-                    "killed": killed - began,
-                    "back": back - began,
-                    "ended": ended - began,
-                    "series": {name: series(api, text, began, ended) for name, text in QUERIES.items()},
-                }
+                return seen(
+                    api=api, began=began, killed=killed, back=back, ended=time.time(), victim=VICTIM,
+                    quorum=SETTINGS["sync.quorum"], names={name: name for name in WORKERS},
+                )  # fmt: skip
+
+
+def seen(
+    *, api: str, began: float, killed: float, back: float, ended: float, victim: str, quorum: int, names: dict[str, str]
+) -> dict[str, Any]:
+    """What Prometheus saw of a run, with times counted from its beginning and learners called by their names."""
+    found = {name: series(api, text, began, ended) for name, text in QUERIES.items()}
+    for labels in (one["labels"] for several in found.values() for one in several):
+        if "learner" in labels:
+            labels["learner"] = names[labels["learner"]]
+    return {
+        "killed": killed - began, "back": back - began, "ended": ended - began, "victim": victim, "quorum": quorum,
+        "series": found,
+    }  # fmt: skip
 
 
 def config(at: dict[str, Endpoints]) -> str:

@@ -1,16 +1,17 @@
-"""docs/operations.png: a worker that is killed and comes back, as Prometheus saw it, in the order to look."""
+"""A worker that is killed and comes back, as Prometheus saw it, in the order to look."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"worker-0": "#1f6fb4", "worker-1": "#e07b1a", "worker-2": "#2c9150"}
+COLOURS = ["#1f6fb4", "#e07b1a", "#2c9150"]
+"""Of the learners, sorted by name."""
 GREY, INK, YELLOW, RED = "#777777", "#222222", "#f2c14e", "#c8372d"
 BEGIN_S = 22
 """Rates look back 20 s: before, they are still growing."""
-LEASE_S, QUORUM = 6, 2
-"""As the run was set."""
+LEASE_S = 6
+"""As it is unless set."""
 
 
 def draw(found: dict[str, Any], picture: Path) -> None:
@@ -20,56 +21,64 @@ def draw(found: dict[str, Any], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    series = found["series"]
+    series, victim, quorum = found["series"], found["victim"], found["quorum"]
     figure, panels = plt.subplots(
         4, 1, figsize=(10, 8.6), sharex=True, layout="constrained", height_ratios=[3, 2.4, 2.4, 0.8]
     )
     progress, silent, rounds, alerts = panels
 
     _head(progress, "Is it making progress?", "thousand tokens per second")
-    learners = [_points(one) for one in series["trained"]]
-    names = [one["labels"]["learner"] for one in series["trained"]]
-    progress.stackplot(
-        learners[0][0], *[[v / 1e3 for v in values] for _, values in learners],
-        colors=[COLOURS[name] for name in names], alpha=0.35, linewidth=0,
-    )  # fmt: skip
-    at, merged = _points(series["merged"][0])
-    progress.plot(at, [v / 1e3 for v in merged], color=INK, linewidth=1.8)
-    progress.annotate("merged into the model", (at[10], merged[10] / 1e3), xytext=(0, 9), textcoords="offset points")
+    trained = sorted(series["trained"], key=lambda one: one["labels"]["learner"])
+    names = [one["labels"]["learner"] for one in trained]
+    colours = dict(zip(names, COLOURS, strict=True))
+    at = _points(series["merged"][0])[0]
+    rates = [_filled(one, at) for one in trained]
+    progress.stackplot(at, *rates, colors=COLOURS, alpha=0.35, linewidth=0)
+    merged = _filled(series["merged"][0], at)
+    progress.plot(at, merged, color=INK, linewidth=1.8)
+    label = len(at) // 20  # where words stand beside what they name
+    progress.text(BEGIN_S + 3, 1.08 * max(merged[: 2 * label]), "merged into the model")
     middle = 0.0
-    for name, (_, values) in zip(names, learners, strict=True):
-        progress.text(BEGIN_S + 3, middle + values[12] / 2e3, f"trained by {name}", color=COLOURS[name], va="center")
-        middle += values[12] / 1e3
-    progress.set_ylim(0, 23)
+    for name, values in zip(names, rates, strict=True):
+        words = f"trained by {name}"
+        progress.text(BEGIN_S + 3, middle + values[label] / 2, words, color=colours[name], va="center")
+        middle += values[label]
+    top = 1.35 * max(*merged, *map(sum, zip(*rates, strict=True)))
+    progress.set_ylim(0, top)
 
     _head(silent, "Who is gone?", "seconds since last message")
     for one in series["silent"]:
-        name = one["labels"]["learner"]
-        silent.plot(*_points(one), color=COLOURS[name], linewidth=1.8)
+        silent.plot(*_points(one), color=colours[one["labels"]["learner"]], linewidth=1.8)
+    longest = max(_of(series["silent"], victim)["values"])
     silent.axhline(LEASE_S, color=GREY, linestyle=":", linewidth=1)
-    silent.text(BEGIN_S + 3, LEASE_S + 4, f"lease: {LEASE_S} s", color=GREY)
-    away = [t for t, v in zip(*_points(_of(series["evicted"], "worker-1")), strict=True) if v]
-    silent.axvspan(away[0], away[-1], color=COLOURS["worker-1"], alpha=0.10, linewidth=0)
-    silent.text((away[0] + away[-1]) / 2, 138, "worker-1 is evicted", color=COLOURS["worker-1"], ha="center")
-    silent.set_ylim(0, 160)
+    silent.text(BEGIN_S + 3, LEASE_S + 0.03 * longest, f"lease: {LEASE_S} s", color=GREY)
+    away = [t for t, v in zip(*_points(_of(series["evicted"], victim)), strict=True) if v]
+    silent.axvspan(away[0], away[-1], color=colours[victim], alpha=0.10, linewidth=0)
+    words = f"{victim} is evicted"
+    silent.text((away[0] + away[-1]) / 2, 0.95 * longest, words, color=colours[victim], ha="center")
+    silent.set_ylim(0, 1.1 * longest)
 
     _head(rounds, "Do rounds go on?", "contributions per round")
     rounds.plot(*_points(series["alive"][0]), color=GREY, linestyle="--", linewidth=1.3, drawstyle="steps-post")
     rounds.plot(*_points(series["participants"][0]), color=INK, linewidth=1.8)
-    rounds.axhline(QUORUM, color=GREY, linestyle=":", linewidth=1)
-    rounds.text(BEGIN_S + 3, QUORUM - 0.12, f"quorum: {QUORUM}", color=GREY, va="top")
+    rounds.axhline(quorum, color=GREY, linestyle=":", linewidth=1)
+    rounds.text(BEGIN_S + 3, quorum - 0.12, f"quorum: {quorum}", color=GREY, va="top")
     rounds.text(BEGIN_S + 3, 3.12, "dashed: learners alive", color=GREY)
     rounds.set_ylim(0, 3.7)
 
     _head(alerts, "What has fired?", "")
-    for one in series["alerts"]:
+    shown = [one for one in series["alerts"] if one["at"][-1] >= BEGIN_S]
+    rows = sorted({one["labels"]["alertname"] for one in shown}, reverse=True)
+    for one in shown:
         at, _ = _points(one)
-        state = one["labels"]["alertstate"]
-        alerts.barh(0, at[-1] - at[0] + 2, left=at[0], height=0.8, color=RED if state == "firing" else YELLOW)
-        words, colour = f"{one['labels']['alertname']}: {state}", "white" if state == "firing" else INK
-        alerts.text((at[0] + at[-1]) / 2, 0, words, ha="center", va="center", color=colour)
+        name, state = one["labels"]["alertname"], one["labels"]["alertstate"]
+        row, width = rows.index(name), at[-1] - at[0] + 2
+        alerts.barh(row, width, left=at[0], height=0.8, color=RED if state == "firing" else YELLOW)
+        words, colour = f"{name}: {state}", "white" if state == "firing" else INK
+        if width > 40:  # else the words have no room
+            alerts.text((at[0] + at[-1]) / 2, row, words, ha="center", va="center", color=colour)
     alerts.set_yticks([])
-    alerts.set_ylim(-0.6, 0.6)
+    alerts.set_ylim(-0.6, len(rows) - 0.4)
     alerts.spines["left"].set_visible(False)
     alerts.set_xlabel("seconds of the run")
     alerts.set_xlim(BEGIN_S, found["ended"])
@@ -77,8 +86,8 @@ def draw(found: dict[str, Any], picture: Path) -> None:
     for axes in panels:
         for when in (found["killed"], found["back"]):
             axes.axvline(when, color=INK, linewidth=1, alpha=0.6)
-    for when, words in ((found["killed"], "worker-1: SIGKILL"), (found["back"], "started again")):
-        progress.text(when + 2, 22.2, words, va="top", fontweight="bold", fontsize=9)
+    for when, words in ((found["killed"], f"{victim}: SIGKILL"), (found["back"], "started again")):
+        progress.text(when + 2, 0.96 * top, words, va="top", fontweight="bold", fontsize=9)
     figure.savefig(picture, dpi=110, metadata={"Software": None})
     plt.close(figure)
 
@@ -92,6 +101,12 @@ def _head(axes: Any, title: str, ylabel: str) -> None:
 
 def _of(series: list[dict[str, Any]], learner: str) -> dict[str, Any]:
     return next(one for one in series if one["labels"]["learner"] == learner)
+
+
+def _filled(one: dict[str, Any], at: list[float]) -> list[float]:
+    """Thousands at these times; 0 where there is no value."""
+    known = dict(zip(one["at"], one["values"], strict=True))
+    return [known.get(t, 0.0) / 1e3 for t in at]
 
 
 def _points(one: dict[str, Any]) -> tuple[list[float], list[float]]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TypeAlias
 
 from diloco_common.command import CommandParser, run_command
 from diloco_common.settings_loader import Given, add_settings_arguments, load, settings_from_args
@@ -23,8 +24,8 @@ _UP_FLAGS = {
     "data": "data.source",
 }
 
-
 _CHAOS_FLAGS = {name: setting for name, setting in _UP_FLAGS.items() if name in ("shards", "workers", "folder", "seed")}
+_Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"diloco {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
+    for add in (_add_up, _add_chaos, _add_status, _add_health, _add_token, add_commands):
+        add(commands)
+    return parser
 
+
+def _add_up(commands: _Commands) -> None:
     up = commands.add_parser(
         "up",
         help="run a cluster on this machine until its token budget is reached",
@@ -126,6 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--export", type=Path, metavar="FILE.safetensors", help="default: model.safetensors in the folder")
     add_settings_arguments(up)
 
+
+def _add_chaos(commands: _Commands) -> None:
     chaos = commands.add_parser(
         "chaos",
         help="hurt a cluster on this machine, and check that nothing is lost",
@@ -159,6 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--folder", metavar="PATH", help="where histories and logs go (default runs/chaos)")
     add_settings_arguments(chaos)
 
+
+def _add_status(commands: _Commands) -> None:
     status = commands.add_parser(
         "status", help="show a running cluster", description="Show a running cluster.", allow_abbrev=False
     )
@@ -166,6 +176,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--folder", metavar="PATH", help="of the cluster that `diloco up` runs")
     status.add_argument("--http", metavar="HOST:PORT,...", help="ask these processes instead")
 
+
+def _add_health(commands: _Commands) -> None:
     well = commands.add_parser(
         "health",
         help="ask one process whether it is well",
@@ -174,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     health.add_arguments(well)
 
+
+def _add_token(commands: _Commands) -> None:
     token = commands.add_parser(
         "token",
         help="make the token that shards ask for and workers send",
@@ -181,8 +195,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     token.add_argument("file", type=Path, metavar="FILE")
-    add_commands(commands)
-    return parser
 
 
 def _number(text: str, low: float, high: float, words: str) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,7 +17,7 @@ from diloco_common import rpc
 from diloco_common.addresses import bind_socket, in_use, is_loopback, parse_address
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
-from diloco_common.errors import ConfigError, DilocoError
+from diloco_common.errors import EXIT_OK, ConfigError, DilocoError
 from diloco_common.http import HttpServer
 from diloco_common.metrics import ShardMetrics
 from diloco_common.security import read_token
@@ -132,7 +134,7 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
     """Run a shard until SIGTERM or SIGINT. Raises DilocoError where it cannot start, or cannot go on."""
     server = ShardServer(settings)
     ending = asyncio.Event()
-    on_signals(ending.set)
+    on_signals(lambda: ending.set() if server.grpc_address else _leave())
     try:
         await server.start()
     except DilocoError:
@@ -153,6 +155,11 @@ async def _first_of(*events: asyncio.Event) -> None:
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
+
+
+def _leave() -> NoReturn:
+    """End at once, before anybody was served: there is nothing to hand over, and reading cannot be interrupted."""
+    os._exit(EXIT_OK)
 
 
 def on_signals(act: Callable[[], None]) -> None:

@@ -4,8 +4,9 @@
 #   source tests/e2e/engine.sh && start_engine     1 if there is none and none can be started here; says why
 #   stop_engine                                    ends the engine if it was started here
 #
-# An engine that answers is used as it is. As root on Debian or Ubuntu, a missing one is installed and started.
-# Exports PROMETHEUS_IMAGE where the images had to be made.
+# An engine that answers is used as it is. As root on Debian or Ubuntu, a missing one is installed and started, and so are
+# docker-compose 1.29 and Compose v2: the test uses each that is there. Exports DOCKER_CONFIG where Compose v2 had to be
+# fetched; BASE_IMAGE, PROMETHEUS_IMAGE and BUILD_NETWORK where the images had to be made.
 
 start_engine() {
   if ! docker info >/dev/null 2>&1; then
@@ -22,10 +23,9 @@ start_engine() {
     done
     docker info >/dev/null 2>&1 || { echo "dockerd does not start here:" >&2; tail -n 3 .cache/dockerd.log >&2; stop_engine; return 1; }
   fi
-  docker compose version >/dev/null 2>&1 || command -v docker-compose >/dev/null \
-    || { [ "$(id -u)" = 0 ] && _install docker-compose:docker-compose; } || { echo "there is no docker-compose" >&2; return 1; }
+  _composes || return 1
   _images || return 1
-  docker run --rm --network none python:3.11-slim true >/dev/null 2>&1 \
+  docker run --rm --network none "${BASE_IMAGE:-python:3.11-slim}" true >/dev/null 2>&1 \
     || { echo "the engine answers, but containers do not run on it here" >&2; return 1; }
 }
 
@@ -45,15 +45,26 @@ _install() {
     >.cache/engine-install.log 2>&1 || { echo "cannot install ${missing[*]}: $(tail -n 1 .cache/engine-install.log)" >&2; return 1; }
 }
 
+_composes() {
+  if ! docker compose version >/dev/null 2>&1 && [ "$(id -u)" = 0 ]; then
+    local config
+    mkdir -p .cache
+    config=$(tests/e2e/compose_v2.sh 2>.cache/compose-v2-install.log) && DOCKER_CONFIG=$config docker compose version >/dev/null 2>&1 \
+      && export DOCKER_CONFIG=$config || echo "Compose v2 cannot be had here, see .cache/compose-v2-install.log" >&2
+  fi
+  command -v docker-compose >/dev/null || { [ "$(id -u)" = 0 ] && _install docker-compose:docker-compose; } \
+    || docker compose version >/dev/null 2>&1 || { echo "there is neither Compose v2 nor docker-compose" >&2; return 1; }
+}
+
 # From a registry of images if one can be reached, else made of Debian's packages, with the torch that pip finds here.
 _images() {
-  if docker image inspect python:3.11-slim >/dev/null 2>&1 || timeout 60 docker pull -q python:3.11-slim >/dev/null 2>&1; then
-    local image=${PROMETHEUS_IMAGE:-$(sed -n 's/.*PROMETHEUS_IMAGE:-\([^}]*\)}.*/\1/p' docker-compose.yml)}
-    if docker image inspect "$image" >/dev/null 2>&1 || timeout 60 docker pull -q "$image" >/dev/null 2>&1; then return; fi
-  fi
+  local image=${PROMETHEUS_IMAGE:-$(sed -n 's/.*PROMETHEUS_IMAGE:-\([^}]*\)}.*/\1/p' docker-compose.yml)} given
+  if _have "${BASE_IMAGE:-python:3.11-slim}" && _have "$image"; then return; fi
   [ "$(id -u)" = 0 ] && _install debootstrap:debootstrap || { echo "no image registry, and no debootstrap" >&2; return 1; }
-  PROMETHEUS_IMAGE=$(tests/e2e/offline_images.sh) || { echo "the images cannot be made here" >&2; return 1; }
-  export PROMETHEUS_IMAGE BUILD_NETWORK=host
+  given=$(tests/e2e/offline_images.sh) || { echo "the images cannot be made here" >&2; return 1; }
+  export $given BUILD_NETWORK=host
   ls deploy/wheels/torch-*.whl >/dev/null 2>&1 \
     || ${PYTHON:-.venv/bin/python} -m pip --disable-pip-version-check download -q --no-deps -d deploy/wheels "$(grep '^torch==' constraints.txt)"
 }
+
+_have() { docker image inspect "$1" >/dev/null 2>&1 || timeout 60 docker pull -q "$1" >/dev/null 2>&1; }

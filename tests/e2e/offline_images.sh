@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make the two images that deployment starts from, where no image registry can be reached: Debian's own Python as
-# python:3.11-slim, Debian's own Prometheus as prom/prometheus:VERSION. For tests; a tag that is there stays as it is.
+# Make the two images that deployment starts from, where no image registry can be reached: Debian's own Python instead of
+# python:3.11-slim, Debian's own Prometheus instead of prom/prometheus. For tests; a tag that is there stays as it is.
 #
-#   sudo tests/e2e/offline_images.sh [FOLDER]      prints the name of the Prometheus image
+#   sudo tests/e2e/offline_images.sh [FOLDER]      prints the variables that docker-compose.yml reads: NAME=IMAGE ...
 #
 # Needs root, a Docker engine, debootstrap, and whatever mirror apt uses on this machine. FOLDER (.cache/images) holds
 # the downloaded system, so that a second run has nothing to download.
@@ -16,17 +16,21 @@ folder=$(cd "$folder" && pwd)
 have() { docker image inspect "$1" >/dev/null 2>&1; }
 as_image() { tar -C "$1" --exclude=./proc/* --exclude=./sys/* --exclude=./var/lib/apt/lists/* --exclude=./var/cache/apt/* -c . | docker import "${@:3}" - "$2" >/dev/null; }
 
-base=$folder/$suite
-if [ ! -e "$base.done" ]; then
-  rm -rf "$base"
-  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$base" >"$folder/debootstrap.log" 2>&1 \
+# Like the official image, it has pip and setuptools under /usr/local, which ours have to get rid of.
+system=$folder/$suite
+if [ ! -e "$system.done" ]; then
+  rm -rf "$system"
+  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$system" >"$folder/debootstrap.log" 2>&1 \
     || { tail -n 5 "$folder/debootstrap.log" >&2; exit 1; }
-  ln -sf python3 "$base/usr/bin/python"
-  touch "$base.done"
+  ln -sf python3 "$system/usr/bin/python"
+  chroot "$system" sh -c 'wheels=/usr/share/python-wheels; exec env PIP_FIND_LINKS=$wheels PIP_NO_INDEX=1 PIP_ROOT_USER_ACTION=ignore \
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 "$(echo $wheels/pip-*.whl)/pip" install -q pip setuptools'
+  touch "$system.done"
 fi
 # What this machine trusts and how it reaches its mirror holds for images that are built on it as well.
-cp -L /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/ca-certificates.crt"
-have python:3.11-slim || as_image "$base" python:3.11-slim \
+cp -L /etc/ssl/certs/ca-certificates.crt "$system/etc/ssl/certs/ca-certificates.crt"
+base=decoupled-diloco/base:$suite
+have "$base" || as_image "$system" "$base" \
   --change 'ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt' --change 'CMD ["python3"]'
 
 # The package alone: its programs are static but for the C library, which the base has.
@@ -39,11 +43,12 @@ if [ ! -e "$folder/prometheus.done" ]; then
   touch "$folder/prometheus.done"
 fi
 version=$("$folder/prometheus/bin/prometheus" --version 2>&1 | sed -n 's/^prometheus, version \([0-9.]*\).*/\1/p')
-image=prom/prometheus:v$version
-if ! have "$image"; then
-  printf '%s\n' 'FROM python:3.11-slim' 'COPY bin/prometheus bin/promtool /bin/' \
+prometheus=decoupled-diloco/prometheus:v$version
+if ! have "$prometheus"; then
+  printf '%s\n' "FROM $base" 'COPY bin/prometheus bin/promtool /bin/' \
     'RUN install -d -o nobody -g nogroup /prometheus' 'USER nobody' 'WORKDIR /prometheus' 'VOLUME /prometheus' \
     'EXPOSE 9090' 'ENTRYPOINT ["/bin/prometheus"]' >"$folder/prometheus/Dockerfile"
-  DOCKER_BUILDKIT=0 docker build -q -t "$image" "$folder/prometheus" >/dev/null
+  DOCKER_BUILDKIT=0 docker build -q -t "$prometheus" "$folder/prometheus" >/dev/null
 fi
-echo "$image"
+echo "BASE_IMAGE=$base"
+echo "PROMETHEUS_IMAGE=$prometheus"

@@ -74,6 +74,7 @@ def _train(settings: Settings, args: Namespace) -> None:
     resumed = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
     progress = resumed or TrainingProgress()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on shards hear a goodbye
     learner = join(
         worker.shards, model, run=run.id, learner_id=worker.learner_id, token=read_token(settings.security),
         inner_step=progress.inner_step, tokens=progress.tokens, http=worker.http,

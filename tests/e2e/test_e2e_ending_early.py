@@ -1,0 +1,106 @@
+"""SIGTERM before there is anything to hand over: while a process starts, and while it waits for others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import Process, environment, http_get, until
+
+ENDS_S = 20.0
+"""Well below the 30 s after which containers are killed; it takes one or two."""
+
+SLOW_DISK = """
+import sys, threading
+from diloco_server import cli, host
+def recover(*_):
+    print("recovering", flush=True)
+    threading.Event().wait()
+host.recover = recover
+sys.exit(cli.main(["--set=security.insecure=true", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"]))
+"""
+"""A shard that never gets done with reading what its disk holds."""
+
+
+@pytest.fixture
+def absent() -> Iterator[str]:
+    """An address at which nobody will listen."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def process(module: str, folder: Path, *arguments: str) -> Process:
+    for part in ("run", "logs"):
+        (folder / part).mkdir()
+    return Process("one", module, lambda: [*arguments, "--http=127.0.0.1:0"], folder)
+
+
+def catches_sigterm(pid: int) -> bool:
+    """Whether the process has a handler, which it gets before it imports torch."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (caught,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="looks into /proc")
+@pytest.mark.parametrize("module", ["diloco_server", "diloco_worker"])
+def test_a_process_ends_while_it_starts(tmp_path: Path, module: str, absent: str) -> None:
+    one = process(module, tmp_path, *([f"--shards={absent}"] if module == "diloco_worker" else []))
+    one.start()
+    try:
+        until(lambda: catches_sigterm(one.pid), "a handler")
+        one.signal(signal.SIGTERM)
+        assert one.exit_code(ENDS_S) == 0
+        assert one.said() == ""
+    finally:
+        one.kill()
+
+
+def test_a_worker_ends_while_it_waits_for_shards(tmp_path: Path, absent: str) -> None:
+    worker = process("diloco_worker", tmp_path, f"--shards={absent}", "--learner-id=ann")
+    worker.start()
+    try:
+        code, text = http_get(worker.endpoints.http, "/readyz")
+        assert (code, absent in text) == (503, True)
+        worker.signal(signal.SIGTERM)
+        assert worker.exit_code(ENDS_S) == 0
+        assert "Traceback" not in worker.said()
+    finally:
+        worker.kill()
+
+
+def test_a_shard_ends_while_it_reads_its_disk() -> None:
+    command = [sys.executable, "-c", SLOW_DISK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as shard:
+        try:
+            assert shard.stdout is not None
+            until(lambda: "recovering" in shard.stdout.readline(), "recovery")  # type: ignore[union-attr]
+            shard.send_signal(signal.SIGTERM)
+            assert shard.wait(ENDS_S) == 0
+        finally:
+            shard.kill()
+
+
+CATCHES_ALL = """
+import os, signal
+from diloco_common.command import end_on_sigterm
+end_on_sigterm()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except BaseException:
+    pass
+print("goes on", flush=True)
+"""
+"""What some of torch's imports do; a shard of ours once went on to serve after its SIGTERM."""
+
+
+def test_an_import_that_catches_everything_does_not_keep_the_process_alive() -> None:
+    ended = subprocess.run([sys.executable, "-c", CATCHES_ALL], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "")
