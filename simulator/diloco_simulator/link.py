@@ -44,8 +44,8 @@ from diloco_simulator.timeline import Process, Signal, Task
 from diloco_worker.core.dialing import JOIN_AGAIN, SILENCE_HEARTBEATS, STEADY_S, TRY_AGAIN, backoff_s
 from diloco_worker.core.events import Answered, Arrived, Asked, EventQueue, Failed, Joined, Stopped
 from diloco_worker.core.fragment import Pending
+from diloco_worker.core.pushes import Lease
 
-Lease = tuple[int, int]
 SEED_ENCODING = "float32"
 CODEC_S = 0.01
 """Mean of what encoding or decoding takes."""
@@ -120,9 +120,7 @@ class ShardLink:
 
     def push(self, pending: Pending) -> None:
         self._pushes = [task for task in self._pushes if not task.done]
-        if pending.shard_epoch != self.epoch:
-            pending.reading = False
-        elif pending.pushes.begin(self._lease):
+        if pending.begin_push(self._lease):
             name = f"push {pending.fragment_id} of round {pending.round}"
             self._pushes.append(self._c.process.spawn(self._push_contribution(pending, self._lease), name))
 
@@ -278,9 +276,9 @@ class ShardLink:
             fragment_id, round_number, pending.base_version, pending.tokens, pending.steps, payload, 0, pending.epoch
         )
         answer = await self._push_until_answered(header, payload, lease)
-        holds = pending.pushes.ended(lease, answer)
-        if holds is not None:
-            self._c.inbox.put(Answered(fragment_id, round_number, holds))
+        pending.pushes.ended(lease, answer)
+        if answer is not None:
+            self._c.inbox.put(Answered(fragment_id, round_number, answer))
 
     def _forget(self, fragment_id: int, version: int) -> None:
         known = self._encoded.get(fragment_id)
@@ -345,7 +343,7 @@ class ShardLink:
 
     @property
     def _lease(self) -> Lease:
-        return self.epoch, self.generation
+        return Lease(self.epoch, self.generation)
 
     def _silence_s(self) -> float:
         return SILENCE_HEARTBEATS * self._heartbeat_s

@@ -20,7 +20,7 @@ from diloco_simulator import number_file
 from diloco_simulator.disk import FakeDisk, FakeFile
 from diloco_simulator.link import ShardLink
 from diloco_simulator.shard import SimulatedShard
-from diloco_worker.core.fragment import LearnerFragment
+from diloco_worker.core.fragment import LearnerFragment, Pending
 from diloco_worker.core.learner import LearnerCore
 
 
@@ -221,6 +221,11 @@ def add_changes_to_anything(original: Any) -> Any:
     return change_since
 
 
+def push_to_any_life(original: Any) -> Any:
+    """What was taken for one life of a shard is pushed to the next one as well."""
+    return lambda self, lease: self.pushes.begin(lease)
+
+
 # ------------------------------------------------------------ the disk
 
 
@@ -343,6 +348,7 @@ MUTANTS: dict[str, Mutant] = {
         (Membership, "welcome", let_the_replaced_return),
         (Shard, "_forget_merges", inherit_merges),
         (Shard, "change_since", add_changes_to_anything),
+        (Pending, "begin_push", push_to_any_life),
         (SimulatedShard, "_keep", announce_before_saving),
         (FakeFile, "sync", skip_the_sync_of_files),
         (FakeDisk, "sync_names", skip_the_sync_of_names),

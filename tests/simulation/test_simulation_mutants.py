@@ -36,6 +36,7 @@ KILLED = [
     ("let_the_replaced_return", range(500, 520), {"belief_is_true"}),
     ("inherit_merges", range(2650, 2655), {"belief_is_true"}),
     ("add_changes_to_anything", range(30), {"anchors_are_published_values"}),
+    ("push_to_any_life", range(60), {"only_current_generations_are_merged"}),
     ("announce_before_saving", range(30), {"announced_versions_survive"}),
     ("skip_the_sync_of_files", range(30), {"announced_versions_survive", "damage_has_a_cause"}),
     ("skip_the_sync_of_names", range(30), {"announced_versions_survive", "names_are_given_once"}),
@@ -70,6 +71,7 @@ DISKS = dict.fromkeys([name for name, *_ in KILLED][-10:], hard_on_disks) | {
     "rename_before_sync": partial(hard_on_disks, faults=("crash shard",), save_s=0.3, fault_every_s=0.2),
     "accept_damaged_tensors": partial(hard_on_disks, arithmetic="tensors"),
     "forget_what_is_held": partial(hard_on_disks, interval_s=1.0, quorum="all"),
+    "push_to_any_life": partial(hard_on_disks, faults=("crash shard", "hang learner"), fragments=6, fault_every_s=0.15),
 }
 
 

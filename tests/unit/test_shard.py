@@ -14,6 +14,7 @@ from torch import Tensor
 from builders import decoded, make_settings, random_values
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.errors import (
+    BadChecksum,
     Busy,
     Draining,
     LeaseExpired,
@@ -475,6 +476,32 @@ def test_two_copies_whose_bytes_come_at_the_same_time_count_once() -> None:
     assert rig.shard.contribute(member, header, payload, norms, 0.0).outcome is ACCEPTED
     assert rig.shard.contribute(member, header, payload, norms, 0.0).outcome is DUPLICATE
     rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("taken", ["in the round", "computed", "merged"])
+def test_bad_bytes_of_a_copy_are_no_refusal_of_what_was_taken(taken: str) -> None:
+    """Both copies were let in by their headers. The learner would give back what is going to be merged."""
+    rig = Rig(sync={"quorum": "all" if taken == "in the round" else 1}).started("a", "b")
+    payload = encode_payload(torch.ones(SIZE), "float32")
+    header, member = rig.header(1, payload), rig.members["a"]
+    assert rig.shard.admit(member, header) is None
+    rig.holds_jobs = taken == "computed"
+    assert rig.contribute("a", 1).outcome is ACCEPTED
+    answer = rig.shard.reject(member, header, BadChecksum("the bytes of this copy are damaged"))
+    assert answer.outcome is DUPLICATE
+    assert not rig.shard.ledger.rejected
+    assert not rig.members["a"].missed
+
+
+def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one_before() -> None:
+    """So a refusal says all: what was accepted under the first lease is fenced off by the second."""
+    rig = Rig().started("a", "b")
+    assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
+    rig.join("a")
+    answer = rig.contribute("a", 1, 1.0)
+    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND"), "the round asked the lease before"
+    rig.contribute("b", 1, 3.0)
+    assert (rig.state.version, rig.theta, rig.state.merged_versions) == (1, [-3.0], {"b": 1})
 
 
 @pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}, {"steps": 5}])

@@ -408,7 +408,7 @@ class Learner:
         for pending in taken:
             link = self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index)
             if link is None:  # its shard came back as another one: the work waits for the one that owns the fragment
-                pending.reading = False
+                pending.leave_unread()
             else:
                 link.push(pending)
 

@@ -190,9 +190,17 @@ class Shard:
         return self._accept(member, state, header, payload, piece_norms, now)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        """Count a refused push. Its round goes on without it, or one learner that diverged would hold up all."""
+        """Count a refused push. Its round goes on without it, or one learner that diverged would hold up all.
+
+        A learner gives back what was refused: another copy of it must not have been taken.
+        """
         state = self.fragments.get(header.fragment_id)
-        collecting = state.round if state is not None and guards.is_in_line(header, state, self.epoch) else None
+        if state is not None and not guards.is_in_line(header, state, self.epoch):
+            state = None
+        if state is not None and self._has_taken(member, state, header):
+            self.ledger.duplicates += 1
+            return DUPLICATE
+        collecting = state.round if state is not None else None
         if (
             collecting is not None
             and collecting.round == header.round
@@ -216,40 +224,41 @@ class Shard:
             return None
         if not state.seeded:
             raise NotSeeded(f"fragment {header.fragment_id} has no version yet; seed it first")
-        known = state.round.contributions.get(member.learner_id) if state.round else None
-        if known is not None and known.round == header.round:
-            return self._repeated(known, header)
+        if self._has_taken(member, state, header):
+            self.ledger.duplicates += 1
+            return DUPLICATE
+        if self._held(member, state, header) is not None:
+            raise ContributionConflict(
+                f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
+                "a contribution cannot be changed"
+            )
         if header.round <= state.version or (state.round is None and header.round == state.version + 1):
-            return self._after_the_close(member, state, header)
+            self.ledger.late += 1
+            self.ledger.tokens_late += header.tokens
+            return LATE
         guards.check_round(header, state, member.learner_id, self.settings.sync.staleness_max)
         if header.not_finite:
             raise NotFinite(f"fragment {header.fragment_id}: {member.learner_id} says that its values are not finite")
         guards.check_sizes(header, state, (self.settings.sync.push,))
         return None
 
-    def _repeated(self, known: Contribution, header: PushHeader) -> PushAnswer:
-        """The learner has contributed to this open round already."""
-        if (known.payload.header, known.tokens, known.steps) == (header.payload, header.tokens, header.steps):
-            self.ledger.duplicates += 1
-            return DUPLICATE
-        raise ContributionConflict(
-            f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
-            "a contribution cannot be changed"
-        )
+    def _has_taken(self, member: Member, state: FragmentState, header: PushHeader) -> bool:
+        """Whether this very contribution is in a round already, or in a version."""
+        if header.is_seed:
+            return False
+        held = self._held(member, state, header)
+        if held is not None:
+            return held.is_what(header)
+        # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
+        return state.merged_versions.get(member.learner_id, 0) >= header.round
 
-    def _after_the_close(self, member: Member, state: FragmentState, header: PushHeader) -> PushAnswer:
-        """The round is over, or being computed: either this contribution is in, or it came too late."""
+    def _held(self, member: Member, state: FragmentState, header: PushHeader) -> Contribution | None:
+        """What the learner has contributed to this round, while that is open or being computed."""
         computing, _ = self._closed.get(header.fragment_id, (None, 0.0))
-        taken = computing.contributions.get(member.learner_id) if computing else None
-        if taken is not None and taken.round == header.round:
-            return self._repeated(taken, header)
-        if state.merged_versions.get(member.learner_id, 0) >= header.round:
-            # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
-            self.ledger.duplicates += 1
-            return DUPLICATE
-        self.ledger.late += 1
-        self.ledger.tokens_late += header.tokens
-        return LATE
+        for collected in (state.round, computing):
+            if collected is not None and collected.round == header.round:
+                return collected.contributions.get(member.learner_id)
+        return None
 
     def _accept_seed(
         self, state: FragmentState, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]

@@ -62,7 +62,7 @@ class LearnerCore:
             if pending is not None:
                 if (pending.round, pending.shard_epoch) == (wanted.round, wanted.shard_epoch):
                     fragment.wanted = None
-                    pending.reading = pending.snapshot is None  # nobody read it where no shard was there to push to
+                    pending.read_again()  # nobody had read it where no shard was there to push to
                     taken.append(pending)
                 continue  # of an earlier round: wait until its fate is known
             if fragment.tokens_since(self.tokens) > 0:
