@@ -228,14 +228,18 @@ class ShardHost:
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
         return await self.compute("inspect", lambda: piece_norms(payload, pieces))
 
-    async def encode(self, fragment_id: int, encoding: str) -> tuple[int, Payload]:
-        """The latest version in an encoding other than the run's: encoded for this caller alone."""
+    async def until_announced(self, fragment_id: int) -> None:
+        """Wait until the values are those of the announced version, and not ahead of it."""
         state = self.shard.owned(fragment_id)
-        while state.computing:  # noqa: ASYNC110 - the values are ahead of what was announced
+        while state.computing:  # noqa: ASYNC110
             await asyncio.sleep(TICK_S)
-        values, version = state.values, state.version
+
+    async def encode(self, fragment_id: int, encoding: str) -> Payload:
+        """The values in an encoding other than the run's, for one caller alone: as they are when this is called, as
+        whatever changes them later comes later on the compute thread. Raises Draining."""
+        values = self.shard.owned(fragment_id).values
         assert values is not None
-        return version, await self.compute("encode", lambda: encode_payload(values.theta, encoding))
+        return await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic on the compute thread, in the order of the calls. Raises Draining once the shard has ended."""

@@ -267,7 +267,12 @@ class ShardLink:
         self._anchors[fragment_id] = values
         self._tokens_merged[fragment_id] = pulled.tokens_merged
         self._forget(fragment_id, pulled.version)
-        self._c.inbox.put(Arrived(fragment_id, pulled.version, pulled.epoch, values, pulled.merged_version))
+        self._c.inbox.put(
+            Arrived(
+                fragment_id, pulled.version, pulled.epoch, values, pulled.merged_version,
+                forgotten_version=pulled.forgotten_version,
+            )
+        )  # fmt: skip
 
     async def _push_contribution(self, pending: Pending, lease: Lease) -> None:
         fragment_id, round_number = pending.fragment_id, pending.round

@@ -870,6 +870,32 @@ def test_who_is_forgotten_while_its_contribution_is_merged_leaves_nothing_behind
     assert "a" not in rig.state.merged_versions
 
 
+@pytest.mark.parametrize("when", ["merged", "computed"])
+def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known(when: str) -> None:
+    """It would count what is merged as not merged, and contribute it once more."""
+    rig = Rig(shard={"max_learners": 1}).started("a")
+    rig.holds_jobs = when == "computed"
+    rig.contribute("a", 1)
+    rig.shard.leave(rig.members["a"])
+    rig.now += 1
+    rig.join("b")
+    rig.shard.leave(rig.members["b"])
+    rig.advance()
+    rig.finish_jobs()
+    rig.join("a")
+    (status,) = rig.shard.fragment_statuses("a")
+    assert (status.version, status.merged_version, status.forgotten_version) == (1, 0, 1)
+    assert rig.contribute("a", 1).outcome is DUPLICATE, "and not LATE: it would be given back"
+
+
+def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
+    rig = Rig(shard={"max_learners": 1}, sync={"quorum": 1}).started("a")
+    rig.contribute("a", 1)
+    rig.state.forgotten_version = 1
+    (status,) = rig.shard.fragment_statuses("a")
+    assert (status.merged_version, status.forgotten_version) == (1, 0)
+
+
 def test_too_many_learners_are_busy() -> None:
     rig = Rig(shard={"max_learners": 1}).started("a")
     with pytest.raises(Busy, match=r"shard\.max_learners"):

@@ -233,6 +233,17 @@ def test_a_run_that_was_over_is_over() -> None:
     assert Stop() in new.take_told("ann")
 
 
+def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_that_nothing_was_merged() -> None:
+    """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
+    took with it the knowledge that it had been replaced."""
+    old = first_life()
+    old.join("ann", instance="other process")
+    new = Rig(4, old.kept())
+    new.join("ann", held=(3, 1))
+    (status,) = new.shard.fragment_statuses("ann")
+    assert (status.merged_version, status.forgotten_version) == (0, 2)
+
+
 def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -> None:
     """P7: learner ids that are made up anew at each start must not fill the files."""
     old = first_life()

@@ -116,7 +116,7 @@ class Shard:
         others = {s.merged_by[learner_id] for s in self.fragments.values() if learner_id in s.merged_by} - {instance}
         for state in self.fragments.values():
             if state.merged_by.get(learner_id) in others:  # this process cannot have pending what another contributed
-                self._forget_merges(state, learner_id)
+                state.forget(learner_id)
         # Perhaps only an earlier life of the shard knew them: they may not come back for what is forgotten now.
         member.replaced = (*member.replaced, *sorted(others - {*member.replaced}))
         self._effects.append(LearnerJoined(learner_id, member.generation, returned=old is not None))
@@ -250,7 +250,7 @@ class Shard:
         if held is not None:
             return held.is_what(header)
         # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
-        return state.merged_versions.get(member.learner_id, 0) >= header.round
+        return state.may_hold(member.learner_id, header.round)
 
     def _held(self, member: Member, state: FragmentState, header: PushHeader) -> Contribution | None:
         """What the learner has contributed to this round, while that is open or being computed."""
@@ -316,6 +316,7 @@ class Shard:
         """What is to be kept with the version that is being computed."""
         state, (closed, _) = self.fragments[fragment_id], self._closed[fragment_id]
         merged_versions, merged_by = dict(state.merged_versions), dict(state.merged_by)
+        forgotten_version = state.forgotten_version
         norms, tokens = [*state.norms], state.tokens_merged
         for contribution in closed.contributions.values():
             tokens += contribution.tokens
@@ -325,12 +326,14 @@ class Shard:
             if member is not None and contribution.generation >= member.first_generation:
                 merged_versions[member.learner_id] = closed.round
                 merged_by[member.learner_id] = member.instance
+            else:
+                forgotten_version = closed.round
         for learner_id in self._long_gone(merged_versions):
-            del merged_versions[learner_id]
+            forgotten_version = max(forgotten_version, merged_versions.pop(learner_id))
             merged_by.pop(learner_id, None)
         return Record(
             fragment_id, self.epoch, closed.round, merged_versions, merged_by, tokens,
-            tuple(norms[-self.settings.guard.norm_window :]), state.seed_norm,
+            tuple(norms[-self.settings.guard.norm_window :]), state.seed_norm, forgotten_version,
         )  # fmt: skip
 
     def seeded(self, fragment_id: int, values: Values, published: Published) -> None:
@@ -381,7 +384,7 @@ class Shard:
             self._lose(member, refusal.code, str(refusal))
         for learner_id in self.membership.forget():
             for state in self.fragments.values():
-                self._forget_merges(state, learner_id)
+                state.forget(learner_id)
             self._effects.append(LearnerForgotten(learner_id))
         waits = any(s.round is not None and s.round.quorum_at is not None for s in self.fragments.values())
         grace_s = self.grace_s() if waits else 0.0
@@ -452,10 +455,7 @@ class Shard:
         return state.published.change
 
     def fragment_statuses(self, learner_id: str) -> list[FragmentStatus]:
-        return [
-            FragmentStatus(i, s.seeded, s.version, s.merged_versions.get(learner_id, 0), s.epoch)
-            for i, s in sorted(self.fragments.items())
-        ]
+        return [state.status(learner_id) for _, state in sorted(self.fragments.items())]
 
     def policy(self) -> LearnerPolicy:
         sync = self.settings.sync
@@ -520,10 +520,6 @@ class Shard:
             if member is not None:
                 self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
 
-    def _forget_merges(self, state: FragmentState, learner_id: str) -> None:
-        state.merged_versions.pop(learner_id, None)
-        state.merged_by.pop(learner_id, None)
-
     def _long_gone(self, merged_versions: dict[str, int]) -> list[str]:
         """Of learners that this shard does not know since it restarted, those merged longest ago, above a bound."""
         over = len(merged_versions) - 2 * self.settings.shard.max_learners
@@ -585,8 +581,8 @@ class Shard:
             self._tell(member, self._committed(state, member.learner_id, participants))
 
     def _committed(self, state: FragmentState, learner_id: str, participants: int = 0) -> Committed:
-        merged = state.merged_versions.get(learner_id, 0)
-        return Committed(state.fragment.fragment_id, state.version, participants, merged, state.epoch)
+        status = state.status(learner_id)
+        return Committed(status.fragment_id, status.version, participants, status.merged_version, status.epoch)
 
     def _has_budget(self, state: FragmentState) -> bool:
         """The fragment has merged all the tokens that the run asks for."""

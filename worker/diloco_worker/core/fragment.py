@@ -109,6 +109,10 @@ class Pending:
         """Whether it is in this version, of which the shard says so."""
         return self.round <= version and self.round == merged_version
 
+    def forgotten_in(self, version: int, forgotten_version: int) -> bool:
+        """Whether it may be in this version, of which the shard says that it no longer knows."""
+        return self.round <= min(version, forgotten_version) and self.snapshot is not None
+
     def delta(self) -> Tensor:
         """What is meant to be sent, anchor - snapshot + residual: float32 [num_elements]. Takes the snapshot."""
         delta = torch.sub(self.anchor, self._whole_snapshot())
