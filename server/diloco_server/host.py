@@ -154,12 +154,17 @@ class ShardHost:
         await self.keeper.flush(timeout_s)
 
     def close(self) -> None:
-        """End every control stream and the compute thread."""
+        """End every control stream, the compute thread, and the work that a drain has left.
+
+        A version that is still being made is not announced then: what goes into it is pushed again.
+        """
+        self._closed = True
         if self._soon is not None:
             self._soon.cancel()
+        for job in self._jobs:
+            job.cancel()
         for stream in self._streams.values():
             stream.end()
-        self._closed = True
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
         self._checkpointer.close()
@@ -278,6 +283,9 @@ class ShardHost:
                 self.observer.note(effect)
 
     def _start(self, job: Coroutine[Any, Any, None], name: str) -> None:
+        if self._closed:  # the last pushes have closed a round
+            job.close()
+            return
         task = asyncio.create_task(job, name=name)
         self._jobs.add(task)
         task.add_done_callback(self._finished)

@@ -166,6 +166,35 @@ def test_pulls_in_an_encoding_of_their_own_are_limited_and_others_are_not(serve,
     assert observer.pull(encodings=["bfloat16"])[0].version == 0
 
 
+def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, clock, monkeypatch):
+    """The next version comes while this one is encoded for its caller."""
+    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
+    joined(shard).seed(0.25)
+    host, state = shard.server.host, shard.core.fragments[0]
+    encode, named = host.encode, state.identity
+
+    async def encode_slowly(*args):
+        encoded = await encode(*args)
+        state.epoch, state.version, state.tokens_merged = state.epoch + 1, 1, 100
+        state.merged_versions["a"] = 1
+        return encoded
+
+    monkeypatch.setattr(host, "encode", encode_slowly)
+    header, _ = shard.caller("a").pull(encodings=["float32"])
+
+    assert ((header.epoch, header.version), header.merged_version, header.tokens_merged) == (named, 0, 0)
+
+
+def test_an_observer_of_a_shard_that_ends_is_told_so(serve, clock):
+    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
+    joined(shard).seed(0.25)
+    shard.loop.look(shard.server.host.close)
+
+    found = refusal(lambda: shard.caller("").pull(encodings=["float32"]))
+
+    assert (found.status, found.code) == (STATUS.UNAVAILABLE, "DRAINING")
+
+
 @pytest.mark.parametrize("step_time_s", [float("inf"), float("nan"), -1.0])
 def test_a_report_of_an_impossible_step_time_is_refused_and_widens_no_grace_window(serve, clock, step_time_s):
     shard = serve(settings_with(sync={"grace": "adaptive"}), clock)
