@@ -482,20 +482,24 @@ class Shard:
         self.fragments = {f.fragment_id: FragmentState(f, deque(maxlen=window)) for f in owned}
 
     def _look_for_losses(self, learner_id: str, held: Sequence[Held]) -> None:
-        """A learner may hold a version that did not outlive a crash: its number will be given to another one.
+        """A learner may hold a version that this shard came back without.
 
-        Then the fragment's latest version gets a name of its own, so that this learner pulls it.
+        Where the lost one has the epoch of what came back, its number will be given to another version. Then the
+        latest one gets a name of its own, so that this learner pulls it.
         """
         for theirs in held:
             state = self.fragments.get(theirs.fragment_id)
-            if state is None or state.recovered is None:
+            if state is None or theirs.epoch == self.epoch:
                 continue
-            epoch, version = state.recovered
-            if theirs.epoch != epoch or theirs.version <= max(version, state.seen_lost):
+            epoch, version = state.recovered or (None, 0)  # nothing came back: it begins anew, at version 0
+            if theirs.version <= version or (epoch is not None and theirs.epoch < epoch):
                 continue
-            state.seen_lost = theirs.version
-            self._effects.append(VersionsLost(theirs.fragment_id, epoch, version, theirs.version, learner_id))
-            if state.epoch == epoch:
+            if theirs.version > state.seen_lost:
+                state.seen_lost = theirs.version
+                self._effects.append(
+                    VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id)
+                )
+            if theirs.epoch == epoch == state.epoch:
                 state.epoch, state.before = self.epoch, None
                 self._announce(state)
                 self._ask_again(state)
