@@ -146,13 +146,15 @@ class ShardLink:
         attempt = 0
         timeline = self._c.process.timeline
         while True:
-            began = timeline.now
+            began, had_lease = timeline.now, self.generation > 0
             try:
                 if not self.generation:
                     await self._join()
                 await self._attend()
             except JOIN_AGAIN:
                 self.generation = 0
+                if had_lease:
+                    attempt = 0
             except TRY_AGAIN:
                 pass
             except (Unavailable, TimeoutError):

@@ -202,11 +202,6 @@ def keep_what_a_shard_forgot(original: Any) -> Any:
     return rejoined
 
 
-def let_the_replaced_return(original: Any) -> Any:
-    """A process whose learner id another one took joins again."""
-    return lambda self, learner_id, instance: None
-
-
 def inherit_merges(original: Any) -> Any:
     """What one process contributed is told to the next of its learner id as its own."""
     return lambda self, learner_id: None
@@ -360,7 +355,6 @@ MUTANTS: dict[str, Mutant] = {
         (LearnerFragment, "carry", count_the_snapshot_twice),
         (LearnerFragment, "_settle", forget_what_encoding_lost),
         (LearnerCore, "rejoined", keep_what_a_shard_forgot),
-        (Membership, "welcome", let_the_replaced_return),
         (FragmentState, "forget", inherit_merges),
         (Shard, "change_since", add_changes_to_anything),
         (Pending, "begin_push", push_to_any_life),
