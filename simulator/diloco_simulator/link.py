@@ -91,6 +91,7 @@ class ShardLink:
         self._manifest: Manifest | None = None
         self._announced: dict[int, tuple[int, int]] = {}
         self._fetched: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, Held] = {}
         self._anchors: dict[int, Value] = {}
         self._news = Signal()
         self._stepped = Signal()
@@ -187,7 +188,7 @@ class ShardLink:
         self._c.note("joined", self._c.instance, self.shard_index, self.generation, self.epoch)
 
     def _held(self) -> tuple[Held, ...]:
-        return tuple(Held(fragment_id, *version) for fragment_id, version in sorted(self._fetched.items()))
+        return tuple(held for _, held in sorted(self._last.items()))
 
     async def _attend(self) -> None:
         stream = self._c.network.attend(self._c.process, self._path, self.generation, self.epoch)
@@ -266,6 +267,7 @@ class ShardLink:
         if self.epoch != epoch:
             return
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._last[fragment_id] = Held(fragment_id, pulled.epoch, pulled.version)
         self._anchors[fragment_id] = values
         self._tokens_merged[fragment_id] = pulled.tokens_merged
         self._forget(fragment_id, pulled.version)
