@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, eventually, refusal, settings_with
+from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, refusal, settings_with
 
 from diloco_common import rpc
 from diloco_common.codec import Payload, decode_payload
@@ -17,6 +17,7 @@ from diloco_common.errors import BadLearnerId, ConfigError, InUse
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Committed, Drain, Evicted, Pulse, Stop
 from diloco_protos import parameter_server_pb2 as pb
+from waiting import until
 
 STATUS = grpc.StatusCode
 TOKEN = "0123456789abcdef-secret"
@@ -370,11 +371,11 @@ def test_silence_for_longer_than_the_lease_evicts(serve, clock):
     a = joined(shard)
     stream = a.attend()
     stream.say(1)
-    eventually(lambda: shard.core.membership.get("a").progress.inner_step == 1, "the report is heard")
+    until(lambda: shard.core.membership.get("a").progress.inner_step == 1, "the report is heard")
 
     clock.now += 1.9
     stream.say(2)
-    eventually(lambda: shard.core.membership.get("a").progress.inner_step == 2, "the report is heard")
+    until(lambda: shard.core.membership.get("a").progress.inner_step == 2, "the report is heard")
     clock.now += 1.9
     assert shard.member_state("a") == "alive"
     clock.now += 0.2
@@ -393,12 +394,12 @@ def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock)
     for _ in range(4):
         clock.now += 1.5
         stream.say(0)
-        eventually(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
-    eventually(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
+        until(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
+    until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
 
     clock.now += 1.5
     stream.say(0)
-    eventually(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
+    until(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
     clock.now += 1.5
 
     assert stream.hear(Evicted).code == "STALLED"
@@ -448,7 +449,7 @@ def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(serve, clock):
     rude = a.attend()
     rude.hear(Pulse)
     rude.cancel()
-    eventually(lambda: not shard.server.host._streams, "the cut stream is forgotten")
+    until(lambda: not shard.server.host._streams, "the cut stream is forgotten")
 
     assert shard.member_state("a") == "alive"
     a.attend().hear(Pulse)

@@ -18,6 +18,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.host import ShardHost
 from diloco_server.storage.store import MemoryStore
 from diloco_server.storage.version import StoredVersion
+from waiting import until_async
 
 
 class CountingClock:
@@ -40,9 +41,7 @@ def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
             for _ in range(1000):
                 host.advance_soon()
             counts.append(clock.asked - begun)
-            async with asyncio.timeout(10.0):
-                while clock.asked - begun == counts[-1]:  # noqa: ASYNC110 - the host tells nobody
-                    await asyncio.sleep(0)
+            await until_async(lambda: clock.asked - begun > counts[-1], "a decision")
             counts.append(clock.asked - begun)
         host.close()
         return counts
@@ -100,15 +99,11 @@ def test_what_a_drain_has_left_ends_without_a_word(caplog: pytest.LogCaptureFixt
         host = ShardHost(Settings(), FullDisk(), ShardMetrics(), lambda: 0.0)
         seeded(host)
         host._carry_out(SeedFragment(0, encode_payload(torch.ones(4), "float32")))
-        async with asyncio.timeout(10.0):
-            while not host.keeper.failing:  # noqa: ASYNC110 - a thread tells nobody
-                await asyncio.sleep(0)
+        await until_async(lambda: host.keeper.failing, "the disk to refuse")
         caplog.clear()
         host.close()
         host._carry_out(MergeRound(0, 1, ()))
-        async with asyncio.timeout(10.0):
-            while len(asyncio.all_tasks()) > 1:
-                await asyncio.sleep(0)
+        await until_async(lambda: len(asyncio.all_tasks()) == 1, "the work to end")
         return host
 
     host = asyncio.run(close_in_the_middle())

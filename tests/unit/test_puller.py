@@ -15,6 +15,7 @@ from diloco_common.messages import Held, LearnerPolicy
 from diloco_worker import puller as module
 from diloco_worker.puller import Puller
 from diloco_worker.session import Session
+from waiting import until_async
 
 EPOCH = 7
 MANIFEST = cut([TensorSpec("w", (4,))], 1, 1)
@@ -60,9 +61,7 @@ def pulled(shard: Shard, *announced: int) -> Puller:
         running = asyncio.create_task(puller.run(None))  # type: ignore[arg-type]
         for number, version in enumerate(announced, 1):
             puller.announce(0, EPOCH, version)
-            async with asyncio.timeout(10.0):
-                while len(inbox) < number:
-                    await asyncio.sleep(0)
+            await until_async(lambda: len(inbox) >= number, f"version {version}")  # noqa: B023
         running.cancel()
         return puller
 
