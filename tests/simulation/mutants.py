@@ -202,11 +202,6 @@ def keep_what_a_shard_forgot(original: Any) -> Any:
     return rejoined
 
 
-def inherit_merges(original: Any) -> Any:
-    """What one process contributed is told to the next of its learner id as its own."""
-    return lambda self, learner_id: None
-
-
 def add_changes_to_anything(original: Any) -> Any:
     """Whoever asks gets the change since the version before, whatever version it has."""
 
@@ -355,7 +350,6 @@ MUTANTS: dict[str, Mutant] = {
         (LearnerFragment, "carry", count_the_snapshot_twice),
         (LearnerFragment, "_settle", forget_what_encoding_lost),
         (LearnerCore, "rejoined", keep_what_a_shard_forgot),
-        (FragmentState, "forget", inherit_merges),
         (Shard, "change_since", add_changes_to_anything),
         (Pending, "begin_push", push_to_any_life),
         (FragmentState, "forget", forget_without_a_trace),

@@ -33,7 +33,6 @@ KILLED = [
     ("count_the_snapshot_twice", range(10), {"progress_is_kept"}),
     ("forget_what_encoding_lost", range(20), {"contribution_is_what_was_trained"}),
     ("keep_what_a_shard_forgot", range(20, 60), {WELL}),
-    ("inherit_merges", range(2650, 2655), {"belief_is_true"}),
     ("add_changes_to_anything", range(30), {"anchors_are_published_values"}),
     ("forget_without_a_trace", range(60), {"belief_is_true"}),
     ("push_to_any_life", range(60), {"only_current_generations_are_merged"}),
