@@ -91,7 +91,7 @@ class LearnerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class FragmentStatus:
-    """What a shard has of one fragment, as told to a learner that joins."""
+    """What a shard has of one fragment, as told to one learner."""
 
     fragment_id: int
     seeded: bool
@@ -99,6 +99,8 @@ class FragmentStatus:
     merged_version: int
     epoch: int
     """That the version was made in."""
+    forgotten_version: int = 0
+    """Of the learner's contributions up to this version the shard no longer knows which were merged; 0: it does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,11 +253,19 @@ def status_to_pb(status: FragmentStatus) -> pb.FragmentStatus:
         version=status.version,
         merged_version=status.merged_version,
         epoch=status.epoch,
+        forgotten_version=status.forgotten_version,
     )
 
 
 def status_from_pb(status: pb.FragmentStatus) -> FragmentStatus:
-    return FragmentStatus(status.fragment_id, status.seeded, status.version, status.merged_version, status.epoch)
+    return FragmentStatus(
+        status.fragment_id,
+        status.seeded,
+        status.version,
+        status.merged_version,
+        status.epoch,
+        status.forgotten_version,
+    )
 
 
 def held_to_pb(held: Iterable[Held]) -> list[pb.Held]:

@@ -87,18 +87,20 @@ class LearnerPolicy(_message.Message):
     def __init__(self, sync_every: _Optional[int] = ..., push_encoding: _Optional[str] = ..., pull_encoding: _Optional[str] = ..., on_commit: _Optional[str] = ..., blend_alpha: _Optional[float] = ..., error_feedback: bool = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "seeded", "version", "merged_version", "epoch")
+    __slots__ = ("fragment_id", "seeded", "version", "merged_version", "epoch", "forgotten_version")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SEEDED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_VERSION_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     seeded: bool
     version: int
     merged_version: int
     epoch: int
-    def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    forgotten_version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "idle_s")
@@ -269,7 +271,7 @@ class PullResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment_id", "version", "epoch", "payload", "merged_version", "tokens_merged", "base_version")
+    __slots__ = ("fragment_id", "version", "epoch", "payload", "merged_version", "tokens_merged", "base_version", "forgotten_version")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +279,7 @@ class PullHeader(_message.Message):
     MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_VERSION_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     epoch: int
@@ -284,7 +287,8 @@ class PullHeader(_message.Message):
     merged_version: int
     tokens_merged: int
     base_version: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., merged_version: _Optional[int] = ..., tokens_merged: _Optional[int] = ..., base_version: _Optional[int] = ...) -> None: ...
+    forgotten_version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., merged_version: _Optional[int] = ..., tokens_merged: _Optional[int] = ..., base_version: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ()

@@ -154,14 +154,17 @@ class ShardHost:
         await self.keeper.flush(timeout_s)
 
     def close(self) -> None:
-        """End every control stream and the compute thread."""
+        """End every control stream, the compute thread, and the work that a drain has left.
+
+        A version that is still being made is not announced then: what goes into it is pushed again.
+        """
+        self._closed = True
         if self._soon is not None:
             self._soon.cancel()
+        for job in self._jobs:
+            job.cancel()
         for stream in self._streams.values():
             stream.end()
-        self._closed = True
-        for job in self._jobs:  # a version that waits for a disk that refuses will not be announced any more
-            job.cancel()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
         self._checkpointer.close()
@@ -240,14 +243,18 @@ class ShardHost:
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
         return await self.compute("inspect", lambda: piece_norms(payload, pieces))
 
-    async def encode(self, fragment_id: int, encoding: str) -> tuple[int, Payload]:
-        """The latest version in an encoding other than the run's: encoded for this caller alone."""
+    async def until_announced(self, fragment_id: int) -> None:
+        """Wait until the values are those of the announced version, and not ahead of it."""
         state = self.shard.owned(fragment_id)
-        while state.computing:  # noqa: ASYNC110 - the values are ahead of what was announced
+        while state.computing:  # noqa: ASYNC110
             await asyncio.sleep(TICK_S)
-        values, version = state.values, state.version
+
+    async def encode(self, fragment_id: int, encoding: str) -> Payload:
+        """The values in an encoding other than the run's, for one caller alone: as they are when this is called, as
+        whatever changes them later comes later on the compute thread. Raises Draining."""
+        values = self.shard.owned(fragment_id).values
         assert values is not None
-        return version, await self.compute("encode", lambda: encode_payload(values.theta, encoding))
+        return await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic on the compute thread, in the order of the calls. Raises Draining once the shard has ended."""
@@ -286,6 +293,9 @@ class ShardHost:
                 self.observer.note(effect)
 
     def _start(self, job: Coroutine[Any, Any, None], name: str) -> None:
+        if self._closed:  # the last pushes have closed a round
+            job.close()
+            return
         task = asyncio.create_task(job, name=name)
         self._jobs.add(task)
         task.add_done_callback(self._finished)

@@ -72,11 +72,10 @@ class Observer:
                     participants=event.participants, tokens=event.tokens, round_s=round(event.round_s, 3),
                 )  # fmt: skip
             case VersionsLost():
-                lost = event.seen - event.recovered
-                self._metrics.versions_lost(lost)
+                self._metrics.versions_lost(event.seen - event.recovered)
                 self._remember(
-                    "versions lost", fragment=event.fragment_id, epoch=event.epoch, recovered=event.recovered,
-                    seen=event.seen, learner=event.learner_id,
+                    "versions lost", self._log.error, fragment=event.fragment_id, epoch=event.epoch,
+                    recovered=event.recovered, seen=event.seen, learner=event.learner_id,
                 )  # fmt: skip
             case LearnerJoined():
                 self._metrics.learner_joined()
@@ -181,6 +180,6 @@ class Observer:
             self._metrics.learner_evicted(event.code)
             self._remember("evicted", learner=learner, generation=generation, code=event.code)
 
-    def _remember(self, event: str, **facts: Any) -> None:
-        self._log.event(event, **facts)
+    def _remember(self, event: str, say: Callable[..., None] | None = None, /, **facts: Any) -> None:
+        (say or self._log.event)(event, **facts)
         self._events.append((self._clock(), {"event": event, **facts}))

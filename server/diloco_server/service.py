@@ -102,44 +102,41 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             await self._refuse(context, refusal)
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> AsyncIterator[pb.PullResponse]:
-        host = self._host
+        host, observers = self._host, 0
         try:
-            caller = self._identify(context)
-            if caller.generation:
-                host.shard.check(caller.learner_id, caller.generation, caller.epoch)
-            version, values = host.shard.published(request.fragment_id)
-            theirs = request.epoch, request.have_version if request.HasField("have_version") else None
-            has_it = theirs == host.shard.owned(request.fragment_id).identity
-            change = host.shard.change_since(request.fragment_id, *theirs)
-            made = {p.header.encoding: p for p in (change, values) if p is not None}
-            encoding = self._choose_encoding(request.encodings, made)
-            payload = made.get(encoding, values)
-            is_bespoke = not has_it and encoding not in made
-            if is_bespoke and self._observers >= OBSERVERS_AT_ONCE:
-                raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again in a moment")
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
-        self._observers += is_bespoke
-        try:
-            if is_bespoke:
-                version, payload = await host.encode(request.fragment_id, encoding)
-            state = host.shard.owned(request.fragment_id)
-            yield pb.PullResponse(
-                header=pb.PullHeader(
-                    fragment_id=request.fragment_id,
-                    version=version,
-                    epoch=state.epoch,
-                    payload=None if has_it else rpc.payload_to_pb(payload.header),
-                    merged_version=min(state.merged_versions.get(caller.learner_id, 0), version),
-                    tokens_merged=state.tokens_merged,
-                    base_version=request.have_version if payload is change else None,
-                )
-            )
-            for chunk in () if has_it else payload.chunks:
+            try:
+                caller = self._identify(context)
+                if caller.generation:
+                    host.shard.check(caller.learner_id, caller.generation, caller.epoch)
+                _, values = host.shard.published(request.fragment_id)
+                theirs = request.epoch, request.have_version if request.HasField("have_version") else None
+                change = host.shard.change_since(request.fragment_id, *theirs)
+                made = {p.header.encoding: p for p in (change, values) if p is not None}
+                encoding = self._choose_encoding(request.encodings, made)
+                header = self._pull_header(request, caller)
+                payload = made.get(encoding)
+                if theirs == (header.epoch, header.version):
+                    payload = None
+                elif payload is None:
+                    if self._observers >= OBSERVERS_AT_ONCE:
+                        raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again soon")
+                    observers = 1
+                    self._observers += observers
+                    await host.until_announced(request.fragment_id)
+                    header = self._pull_header(request, caller)  # of the very values that are read next
+                    payload = await host.encode(request.fragment_id, encoding)
+            except Refusal as refusal:
+                await self._refuse(context, refusal)
+            if payload is not None:
+                header.payload.CopyFrom(rpc.payload_to_pb(payload.header))
+                if payload is change:
+                    header.base_version = request.have_version
+            yield pb.PullResponse(header=header)
+            for chunk in payload.chunks if payload is not None else ():
                 yield pb.PullResponse(chunk=chunk)
                 host.observer.sent(len(chunk))
         finally:
-            self._observers -= is_bespoke
+            self._observers -= observers
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         try:
@@ -177,6 +174,19 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             fragments=[rpc.status_to_pb(s) for s in shard.fragment_statuses(learner_id)],
             pulse=rpc.pulse_to_pb(shard.pulse()),
             tensors=rpc.tensors_to_pb(shard.manifest.tensors) if tensors_too else [],
+        )
+
+    def _pull_header(self, request: pb.PullRequest, caller: rpc.Identity) -> pb.PullHeader:
+        """What is said of the latest version, all of it at this moment."""
+        state = self._host.shard.owned(request.fragment_id)
+        status = state.status(caller.learner_id)
+        return pb.PullHeader(
+            fragment_id=status.fragment_id,
+            version=status.version,
+            epoch=status.epoch,
+            merged_version=status.merged_version,
+            forgotten_version=status.forgotten_version,
+            tokens_merged=state.tokens_merged,
         )
 
     def _check_decodes(self, decodes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -61,7 +62,7 @@ class SimulatedLearner:
         self._carries = options.on_commit == "carry"
         self._counts_values = options.on_commit != "blend"
         self._origins: dict[int, tuple[Pending, Origin]] = {}  # by the pending contribution's identity
-        self._merged_seen = 0
+        self._fates_seen = Counter[str]()
         self._touched: set[int] = set()  # fragments that anything happened to since the last step
         self._early: dict[int, Asked] = {}
         self._thawed_at = 0.0
@@ -215,7 +216,10 @@ class SimulatedLearner:
     def _arrived(self, event: Arrived) -> None:
         fragment = self._core.fragments[event.fragment_id]
         before = (fragment.epoch, fragment.version)
-        if not self._core.arrived(event.fragment_id, event.version, event.epoch, event.values, event.merged_version):
+        if not self._core.arrived(
+            event.fragment_id, event.version, event.epoch, event.values, event.merged_version,
+            forgotten_version=event.forgotten_version,
+        ):  # fmt: skip
             return
         self._note("applied", self.instance, event.fragment_id, event.version, event.epoch)
         self._touched.add(event.fragment_id)
@@ -266,14 +270,19 @@ class SimulatedLearner:
             return
         del self.unresolved[fragment_id]
         self._touched.add(fragment_id)
-        merged = core.contributions["merged"]
-        origin.belief = "merged" if merged > self._merged_seen else "carried"
-        self._merged_seen = merged
+        fates = core.contributions
+        origin.belief = next((f for f in ("merged", "forgotten") if fates[f] > self._fates_seen[f]), "carried")
+        self._fates_seen = fates.copy()
         self._note(origin.belief, self.instance, fragment_id, origin.round, origin.epoch)
         self._truth.counts[f"learned that {origin.belief}"] += 1
         fragment = core.fragments[fragment_id]
         version = self._truth.versions[fragment_id, (fragment.epoch, fragment.version)]
         invariants.belief_is_true(self._truth, origin, version)
-        if origin.belief == "merged" and core.policy.error_feedback:
+        if origin.belief == "forgotten":  # the learner's count goes on from there, whether it is in or not
+            merged = version.merged.get(self.instance, ())
+            self._truth.entries[self.instance, fragment_id] = (len(merged), self._base(fragment))
+            if origin not in merged:
+                self._truth.counts["tokens forgotten and lost"] += origin.end - origin.start
+        if origin.belief != "carried" and core.policy.error_feedback:
             assert origin.payload is not None
             self._truth.residuals[self.instance, fragment_id] = self._arithmetic.lost(origin.meant, origin.payload)

@@ -44,8 +44,8 @@ from diloco_simulator.timeline import Alarm, Future, Process, Signal, Task
 from diloco_worker.core.dialing import JOIN_AGAIN, SILENCE_HEARTBEATS, STEADY_S, TRY_AGAIN, backoff_s
 from diloco_worker.core.events import Answered, Arrived, Asked, EventQueue, Failed, Joined, Stopped
 from diloco_worker.core.fragment import Pending
+from diloco_worker.core.pushes import Lease
 
-Lease = tuple[int, int]
 SEED_ENCODING = "float32"
 CODEC_S = 0.01
 """Mean of what encoding or decoding takes."""
@@ -91,6 +91,7 @@ class ShardLink:
         self._manifest: Manifest | None = None
         self._announced: dict[int, tuple[int, int]] = {}
         self._fetched: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, Held] = {}
         self._anchors: dict[int, Value] = {}
         self._news = Signal()
         self._stream: Stream | None = None
@@ -122,9 +123,7 @@ class ShardLink:
 
     def push(self, pending: Pending) -> None:
         self._pushes = [task for task in self._pushes if not task.done]
-        if pending.shard_epoch != self.epoch:
-            pending.reading = False
-        elif pending.pushes.begin(self._lease):
+        if pending.begin_push(self._lease):
             name = f"push {pending.fragment_id} of round {pending.round}"
             self._pushes.append(self._c.process.spawn(self._push_contribution(pending, self._lease), name))
 
@@ -150,13 +149,15 @@ class ShardLink:
         attempt = 0
         timeline = self._c.process.timeline
         while True:
-            began = timeline.now
+            began, had_lease = timeline.now, self.generation > 0
             try:
                 if not self.generation:
                     await self._join()
                 await self._attend()
             except JOIN_AGAIN:
                 self.generation = 0
+                if had_lease:
+                    attempt = 0
             except TRY_AGAIN:
                 pass
             except (Unavailable, TimeoutError):
@@ -189,7 +190,7 @@ class ShardLink:
         self._c.note("joined", self._c.instance, self.shard_index, self.generation, self.epoch)
 
     def _held(self) -> tuple[Held, ...]:
-        return tuple(Held(fragment_id, *version) for fragment_id, version in sorted(self._fetched.items()))
+        return tuple(held for _, held in sorted(self._last.items()))
 
     async def _attend(self) -> None:
         process, silence_s = self._c.process, SILENCE_HEARTBEATS * self._heartbeat_s
@@ -267,10 +268,16 @@ class ShardLink:
         if self.epoch != epoch:
             return
         self._fetched[fragment_id] = (pulled.epoch, pulled.version)
+        self._last[fragment_id] = Held(fragment_id, pulled.epoch, pulled.version)
         self._anchors[fragment_id] = values
         self._tokens_merged[fragment_id] = pulled.tokens_merged
         self._forget(fragment_id, pulled.version)
-        self._c.inbox.put(Arrived(fragment_id, pulled.version, pulled.epoch, values, pulled.merged_version))
+        self._c.inbox.put(
+            Arrived(
+                fragment_id, pulled.version, pulled.epoch, values, pulled.merged_version,
+                forgotten_version=pulled.forgotten_version,
+            )
+        )  # fmt: skip
 
     async def _push_contribution(self, pending: Pending, lease: Lease) -> None:
         fragment_id, round_number = pending.fragment_id, pending.round
@@ -279,9 +286,9 @@ class ShardLink:
             fragment_id, round_number, pending.base_version, pending.tokens, pending.steps, payload, 0, pending.epoch
         )
         answer = await self._push_until_answered(header, payload, lease)
-        holds = pending.pushes.ended(lease, answer)
-        if holds is not None:
-            self._c.inbox.put(Answered(fragment_id, round_number, holds))
+        pending.pushes.ended(lease, answer)
+        if answer is not None:
+            self._c.inbox.put(Answered(fragment_id, round_number, answer))
 
     def _forget(self, fragment_id: int, version: int) -> None:
         known = self._encoded.get(fragment_id)
@@ -346,7 +353,7 @@ class ShardLink:
 
     @property
     def _lease(self) -> Lease:
-        return self.epoch, self.generation
+        return Lease(self.epoch, self.generation)
 
 
 def _arguments(directive: Evicted) -> tuple[Any, ...]:

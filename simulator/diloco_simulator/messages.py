@@ -49,6 +49,7 @@ class PullAnswer:
     epoch: int
     payload: Payload
     merged_version: int
+    forgotten_version: int
     tokens_merged: int
     base_version: int | None
     """The payload is the change since this version; None: the values themselves."""

@@ -35,6 +35,7 @@ def write_version(
     r, anchor, theta = stored.record, stored.anchor, _number(stored.values.theta)
     record = (
         r.fragment_id, r.epoch, r.version, r.merged_versions, r.merged_by, r.tokens_merged, r.norms, r.seed_norm,
+        r.forgotten_version,
     )  # fmt: skip
     origin_tuple, num_tensors = _origin_tuple(origin), len(manifest.tensors)
     held = None if anchor is None else carried(anchor)

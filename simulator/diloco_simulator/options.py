@@ -84,6 +84,8 @@ class Options:
     starts_s: float = 2.0
     """Within this time all learners are started."""
     heartbeat_s: float = 1.0
+    forgets: bool = False
+    """Whether shards forget at once who has no lease, as they would where far too many came and went."""
     look_every_s: float = 1.0
     """How often it is looked whether a cluster is well, and what ended is started again."""
 

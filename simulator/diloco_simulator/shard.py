@@ -42,6 +42,8 @@ class SimulatedShard:
         self.process = process
         self.settings = options.settings[index]
         self.core = Shard(self.settings, epoch)
+        if options.forgets:
+            self.core.membership.max_gone = 0
         self._options = options
         self._truth = truth
         self._note = note
@@ -333,18 +335,21 @@ class SimulatedShard:
     def _pull(self, request: PullRequest) -> PullAnswer | None:
         shard = self.core
         shard.check(request.learner_id, request.generation, request.epoch)
-        version, payload = shard.published(request.fragment_id)
+        _, payload = shard.published(request.fragment_id)
         state = shard.owned(request.fragment_id)
-        merged_version = min(state.merged_versions.get(request.learner_id, 0), version)
+        status = state.status(request.learner_id)
         invariants.served_versions_are_published(
-            self._truth, request.fragment_id, state.identity, payload, merged_version
+            self._truth, request.fragment_id, state.identity, payload, status.merged_version
         )
         if request.have == state.identity:
             return None
         change = shard.change_since(request.fragment_id, *request.have) if request.have is not None else None
         base_version = None if change is None or request.have is None else request.have[1]
         self._truth.counts["pulled as values" if change is None else "pulled as changes"] += 1
-        return PullAnswer(version, state.epoch, change or payload, merged_version, state.tokens_merged, base_version)
+        return PullAnswer(
+            status.version, status.epoch, change or payload, status.merged_version, status.forgotten_version,
+            state.tokens_merged, base_version,
+        )  # fmt: skip
 
     def _push(self, request: PushRequest, respond: Respond) -> None:
         """The header is looked at, then the bytes come and are inspected, then the core decides again."""

@@ -39,7 +39,7 @@ class Origin:
     merged: bool = False
     """In some version, perhaps one that was lost."""
     belief: str = ""
-    """What its learner thinks: "" (not known yet), "merged" or "carried"."""
+    """What its learner thinks: "" (not known yet), "merged", "carried", or "forgotten": its shard no longer knows."""
 
 
 @dataclass(eq=False)

@@ -24,23 +24,14 @@ from diloco_common.settings import Settings
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_server.server import ShardServer
+from waiting import DEADLINE_S, until
 
-DEADLINE_S = 20.0
-"""What takes longer than this hangs."""
 CHUNK_ELEMENTS = 256
 TENSORS = (TensorSpec("layer.bias", (5,)), TensorSpec("layer.weight", (60, 10)))
 NUM_ELEMENTS = 605
 """Of the one fragment that TENSORS make: three chunks of CHUNK_ELEMENTS."""
 
 T = TypeVar("T")
-
-
-def eventually(true: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Wait until something is true."""
-    until = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < until, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.005)
 
 
 class LoopThread:
@@ -324,7 +315,7 @@ class Caller:
             payload = encode_payload(torch.full((fragment.num_elements,), value), "float32")
             header = self.header(payload, fragment_id=fragment.fragment_id, round=0, tokens=0, steps=0)
             assert self.push(header, payload).outcome in (pb.PushResponse.ACCEPTED, pb.PushResponse.DUPLICATE)
-        eventually(lambda: self.shard.core.all_seeded, "all fragments are seeded")
+        until(lambda: self.shard.core.all_seeded, "all fragments are seeded")
 
     def header(self, payload: Payload, **changes: Any) -> PushHeader:
         """The right header of a contribution, unless a change is asked for."""

@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, eventually, refusal, settings_with
+from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, refusal, settings_with
 
 from diloco_common import rpc
 from diloco_common.codec import Payload, decode_payload
@@ -17,6 +17,7 @@ from diloco_common.errors import BadLearnerId, ConfigError, InUse
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Committed, Drain, Evicted, Pulse, Stop
 from diloco_protos import parameter_server_pb2 as pb
+from waiting import until
 
 STATUS = grpc.StatusCode
 TOKEN = "0123456789abcdef-secret"
@@ -164,6 +165,35 @@ def test_pulls_in_an_encoding_of_their_own_are_limited_and_others_are_not(serve,
 
     assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")
     assert observer.pull(encodings=["bfloat16"])[0].version == 0
+
+
+def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, clock, monkeypatch):
+    """The next version comes while this one is encoded for its caller."""
+    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
+    joined(shard).seed(0.25)
+    host, state = shard.server.host, shard.core.fragments[0]
+    encode, named = host.encode, state.identity
+
+    async def encode_slowly(*args):
+        encoded = await encode(*args)
+        state.epoch, state.version, state.tokens_merged = state.epoch + 1, 1, 100
+        state.merged_versions["a"] = 1
+        return encoded
+
+    monkeypatch.setattr(host, "encode", encode_slowly)
+    header, _ = shard.caller("a").pull(encodings=["float32"])
+
+    assert ((header.epoch, header.version), header.merged_version, header.tokens_merged) == (named, 0, 0)
+
+
+def test_an_observer_of_a_shard_that_ends_is_told_so(serve, clock):
+    shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
+    joined(shard).seed(0.25)
+    shard.loop.look(shard.server.host.close)
+
+    found = refusal(lambda: shard.caller("").pull(encodings=["float32"]))
+
+    assert (found.status, found.code) == (STATUS.UNAVAILABLE, "DRAINING")
 
 
 @pytest.mark.parametrize("step_time_s", [float("inf"), float("nan"), -1.0])
@@ -341,11 +371,11 @@ def test_silence_for_longer_than_the_lease_evicts(serve, clock):
     a = joined(shard)
     stream = a.attend()
     stream.say(1)
-    eventually(lambda: shard.core.membership.get("a").progress.inner_step == 1, "the report is heard")
+    until(lambda: shard.core.membership.get("a").progress.inner_step == 1, "the report is heard")
 
     clock.now += 1.9
     stream.say(2)
-    eventually(lambda: shard.core.membership.get("a").progress.inner_step == 2, "the report is heard")
+    until(lambda: shard.core.membership.get("a").progress.inner_step == 2, "the report is heard")
     clock.now += 1.9
     assert shard.member_state("a") == "alive"
     clock.now += 0.2
@@ -364,12 +394,12 @@ def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock)
     for _ in range(4):
         clock.now += 1.5
         stream.say(0)
-        eventually(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
-    eventually(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
+        until(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
+    until(lambda: shard.member_state("a") == "stalled", "a is stalled, not dead")
 
     clock.now += 1.5
     stream.say(0)
-    eventually(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
+    until(lambda: shard.core.membership.get("a").last_heard == clock.now, "the heartbeat is heard")
     clock.now += 1.5
 
     assert stream.hear(Evicted).code == "STALLED"
@@ -419,7 +449,7 @@ def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(serve, clock):
     rude = a.attend()
     rude.hear(Pulse)
     rude.cancel()
-    eventually(lambda: not shard.server.host._streams, "the cut stream is forgotten")
+    until(lambda: not shard.server.host._streams, "the cut stream is forgotten")
 
     assert shard.member_state("a") == "alive"
     a.attend().hear(Pulse)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from front import Front
-from in_process import NUM_ELEMENTS, Caller, InProcessShard, contribution, eventually, refusal, settings_with
+from in_process import NUM_ELEMENTS, Caller, InProcessShard, contribution, refusal, settings_with
 from torch import Tensor
 
 from diloco_common import rpc
@@ -19,6 +19,7 @@ from diloco_common.codec.change import decode_version
 from diloco_common.messages import Collect, Committed
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.observer import pull_global_model
+from waiting import until
 
 
 def made_version(shard: InProcessShard, callers: list[Caller], version: int, value: float = 0.01) -> None:
@@ -198,7 +199,7 @@ def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, wat
                 note_anchors(training, seen)
             return all(f.version >= version for f in who.learner.core.fragments.values())
 
-        eventually(reached, f"version {version}")
+        until(reached, f"version {version}")
 
     for pause in (6, 12, 18):
         lagging.holds = True
@@ -209,7 +210,7 @@ def test_learners_hold_the_same_anchors_whatever_way_they_came(serve, train, wat
     learners[c] = {}
     reach(24, who=c)
 
-    eventually(lambda: all(has_what_is_published(t, shard) for t in learners), "everybody has the latest version")
+    until(lambda: all(has_what_is_published(t, shard) for t in learners), "everybody has the latest version")
 
     for seen in learners.values():
         assert all(anchor == learners[a].get(key, anchor) for key, anchor in seen.items())
@@ -229,7 +230,7 @@ def test_a_change_since_another_version_is_not_taken_and_the_values_are_asked_fo
     front.lies, said = 1, len(front.came)
     a.until(lambda: not front.lies and a.learner.core.fragments[0].version > shard.version() - 1, "it goes on")
 
-    eventually(lambda: has_what_is_published(a, shard), "the latest version is there")
+    until(lambda: has_what_is_published(a, shard), "the latest version is there")
     assert "bfloat16" in front.came[said:]
 
 
@@ -238,7 +239,7 @@ def test_an_observer_gets_the_model_in_float32_whatever_learners_pull(serve, tra
     a = train(shard.address, "a")
     a.until(lambda: shard.version() >= 2, "two versions")
     a.learner.close()
-    eventually(lambda: not (shard.core.fragments[0].round or shard.core.fragments[0].computing), "rest")
+    until(lambda: not (shard.core.fragments[0].round or shard.core.fragments[0].computing), "rest")
 
     model = pull_global_model([shard.address])
 

@@ -9,11 +9,12 @@ import struct
 import time
 
 import pytest
-from in_process import TENSORS, InProcessShard, eventually, settings_with
+from in_process import TENSORS, InProcessShard, settings_with
 
 from diloco_common import rpc
 from diloco_common.messages import Committed, Pulse
 from diloco_protos import parameter_server_pb2 as pb
+from waiting import until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS = 0, 1, 4
@@ -127,7 +128,7 @@ def test_garbage_on_the_port_changes_nothing(serve, clock, sent):
     with connect(shard) as connection:
         connection.sendall(sent)
         stream.say(1)
-        eventually(lambda: shard.core.membership.get("a").progress.inner_step == 1, "a is heard meanwhile")
+        until(lambda: shard.core.membership.get("a").progress.inner_step == 1, "a is heard meanwhile")
 
     assert shard.state() == before
     assert [m.learner_id for m in shard.core.membership.all()] == ["a"]

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from in_process import InProcessShard, eventually, settings_with
+from in_process import InProcessShard, settings_with
 from torch import nn
 from training import Training, tiny_model
 
@@ -26,6 +26,7 @@ from diloco_common.errors import (
 )
 from diloco_worker.core.dialing import FIRST_S, GROWTH
 from diloco_worker.learner import AWAY_S
+from waiting import until
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
 
@@ -109,7 +110,7 @@ def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, tr
     step_before = a.learner.core.inner_step
     for _ in range(50):
         a.step()
-    eventually(lambda: not a.link.connected, "the loss is noticed")
+    until(lambda: not a.link.connected, "the loss is noticed")
     assert a.learner.core.inner_step == step_before + 50
 
     second = serve(settings_with(sync=exact(), shard={"listen": address}))
@@ -135,7 +136,7 @@ def test_a_learner_that_comes_back_keeps_its_progress(serve, train):
         a.learner.step(tokens=1)  # a boundary without training
         return all(f.epoch == second.core.epoch for f in a.learner.core.fragments.values())
 
-    eventually(arrived, "version 0 of the second life is applied")
+    until(arrived, "version 0 of the second life is applied")
     assert torch.allclose(a.values(), trained, atol=1e-6)
     assert not torch.allclose(a.values(), global_values(second), atol=1e-4)
 
@@ -169,7 +170,7 @@ def test_a_lost_ack_is_repeated_and_counts_once(serve, front, train):
 
     between.acks_to_lose = 2
     a.until(lambda: between.acks_to_lose < 2, "an ack is lost")
-    eventually(lambda: shard.ledger.duplicates >= 2, "the push is repeated until its ack comes through")
+    until(lambda: shard.ledger.duplicates >= 2, "the push is repeated until its ack comes through")
     between.acks_to_lose = 5
     a.until(lambda: between.acks_to_lose == 0, "acks are lost while training goes on")
     version = shard.version()
@@ -304,7 +305,7 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
         joining = threading.Thread(target=_join_in_vain, args=(between.address,))
         joining.start()
 
-    eventually(lambda: len(calls) >= 5, "five attempts")
+    until(lambda: len(calls) >= 5, "five attempts")
     between.refuse_join = between.cut_attend = False
 
     gaps = [later - earlier for earlier, later in itertools.pairwise(calls[:5])]
@@ -431,7 +432,7 @@ def test_workers_may_come_before_their_shard(serve, train, written):
     joined: list[Training] = []
     waiting = threading.Thread(target=lambda: joined.append(train(address, "early")))
     waiting.start()
-    eventually(lambda: "no connection, trying again" in written.getvalue(), "the learner waits, and says so")
+    until(lambda: "no connection, trying again" in written.getvalue(), "the learner waits, and says so")
 
     shard = serve(settings_with(shard={"listen": address}))
 
@@ -456,7 +457,7 @@ def test_close_leaves_the_run_and_no_thread_and_may_be_repeated(serve, train):
     for _ in range(3):
         a.learner.close()
 
-    eventually(lambda: _threads() == [], "all threads end")
+    until(lambda: _threads() == [], "all threads end")
     assert shard.member_state("a") == "left"
     assert a.learner.state == "stopped"
     assert shard.ledger.evictions == {}
@@ -470,11 +471,11 @@ def test_close_ends_without_a_shard_to_leave(serve, train):
 
     a.learner.close()
 
-    eventually(lambda: _threads() == [], "all threads end")
+    until(lambda: _threads() == [], "all threads end")
 
 
 def test_a_failed_join_leaves_no_thread(serve):
     shard = serve()
     with pytest.raises(DilocoError):
         diloco_worker.join(shard.address, tiny_model(), run="other", learner_id="a", wait_s=20)
-    eventually(lambda: _threads() == [], "all threads end")
+    until(lambda: _threads() == [], "all threads end")

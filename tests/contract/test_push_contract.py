@@ -21,7 +21,6 @@ from in_process import (
     InProcessShard,
     Refused,
     contribution,
-    eventually,
     refusal,
     settings_with,
 )
@@ -30,6 +29,7 @@ from diloco_common import rpc
 from diloco_common.codec import Payload, PayloadHeader, encode_payload
 from diloco_common.messages import Collect, Committed, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
+from waiting import until
 
 ACCEPTED, DUPLICATE = pb.PushResponse.ACCEPTED, pb.PushResponse.DUPLICATE
 LATE, REJECTED = pb.PushResponse.LATE, pb.PushResponse.REJECTED
@@ -49,7 +49,7 @@ class OpenRound:
         for stream in self.streams:  # "all" are those that have reported
             stream.say(0)
         members = shard.core.membership
-        eventually(lambda: shard.loop.look(lambda: all(m.first_step is not None for m in members.all())), "reports")
+        until(lambda: shard.loop.look(lambda: all(m.first_step is not None for m in members.all())), "reports")
         self.reach(1)
 
     def reach(self, round_number: int) -> None:
@@ -103,7 +103,7 @@ def test_a_repeated_push_counts_once_in_an_open_round_and_after_it(opened):
     assert opened.shard.state().contributions == {0: ("a",)}
 
     opened.push(opened.b)
-    eventually(lambda: opened.shard.version() == 1, "version 1")
+    until(lambda: opened.shard.version() == 1, "version 1")
     before = opened.shard.state()
     assert opened.push(opened.a).outcome == DUPLICATE
     assert opened.shard.state() == before
@@ -127,7 +127,7 @@ def test_the_same_round_with_other_bytes_is_refused(opened):
 def test_a_contribution_to_a_closed_round_is_late_and_changes_nothing(serve, clock):
     opened = OpenRound(serve(settings_with(sync={"quorum": 1, "grace": 0.0}), clock))
     opened.push(opened.a)
-    eventually(lambda: opened.shard.version() == 1, "version 1 without b")
+    until(lambda: opened.shard.version() == 1, "version 1 without b")
     before = opened.shard.state()
 
     answer = opened.push(opened.b, tokens=70)
@@ -142,7 +142,7 @@ def test_a_contribution_relative_to_a_version_too_old_is_refused(serve, clock):
     opened = OpenRound(serve(settings_with(sync={"staleness_max": 0}), clock))
     opened.push(opened.a)
     opened.push(opened.b)
-    eventually(lambda: opened.shard.version() == 1, "version 1")
+    until(lambda: opened.shard.version() == 1, "version 1")
     opened.reach(2)
     before = opened.shard.state()
 
@@ -287,7 +287,7 @@ def test_zeros_and_constants_are_merged_like_anything_else(serve, clock, value, 
 
     for learner in (opened.a, opened.b):
         assert opened.push(learner, contribution(value, "float32")).outcome == ACCEPTED
-    eventually(lambda: opened.shard.version() == 1, "version 1")
+    until(lambda: opened.shard.version() == 1, "version 1")
 
     after = torch.frombuffer(bytearray(opened.shard.state().theta[0]), dtype=torch.float32)
     assert torch.allclose((after - before).abs(), torch.full_like(after, moved), atol=1e-6)
@@ -302,7 +302,7 @@ def test_a_norm_is_judged_by_the_running_median_of_merged_ones(serve, clock):
                 learner, contribution(1e-2, "float32"), round=round_number, base_version=round_number - 1
             )
             assert answer.outcome == ACCEPTED
-        eventually(lambda n=round_number: opened.shard.version() == n, f"version {round_number}")
+        until(lambda n=round_number: opened.shard.version() == n, f"version {round_number}")
         opened.reach(round_number + 1)
     before = opened.shard.state()
 
@@ -337,7 +337,7 @@ def _lease_over(shard: InProcessShard, clock: Clock) -> Caller:
     silent = shard.caller("c")
     silent.join()
     clock.now += shard.settings.lease.lease_s + 1
-    eventually(lambda: shard.member_state("c") == "evicted", "c is evicted")
+    until(lambda: shard.member_state("c") == "evicted", "c is evicted")
     return silent
 
 
@@ -524,7 +524,7 @@ def test_more_pushes_at_once_than_allowed_are_told_to_come_again(serve, clock):
         except grpc.aio.AioRpcError:
             return False  # the place of the first is not free yet
 
-    eventually(second_goes_through, "a place is free again")
+    until(second_goes_through, "a place is free again")
 
 
 def test_a_message_above_the_limit_is_refused_with_the_limit_named(opened):
@@ -596,7 +596,7 @@ def test_a_contribution_before_there_is_a_version_is_refused(serve, clock):
 def test_a_shard_that_ends_waits_for_the_contributions_that_it_asked_for(opened):
     opened.push(opened.a)
     ending = opened.shard.loop.begin(opened.shard.server.host.drain(DEADLINE_S))
-    eventually(lambda: opened.shard.loop.look(lambda: opened.shard.core.draining), "the drain")
+    until(lambda: opened.shard.loop.look(lambda: opened.shard.core.draining), "the drain")
     assert not ending.done()
 
     assert opened.push(opened.b).outcome == ACCEPTED

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import torch
-from in_process import CHUNK_ELEMENTS, Caller, InProcessShard, eventually, refusal, settings_with
+from in_process import CHUNK_ELEMENTS, Caller, InProcessShard, refusal, settings_with
 
 from diloco_common import rpc
 from diloco_common.codec import encode_payload
@@ -15,6 +15,7 @@ from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.service import SEEDS_AT_ONCE
+from waiting import until
 
 FRAGMENTS = SEEDS_AT_ONCE + 1
 MODEL = (TensorSpec("weight", (FRAGMENTS, 5 * CHUNK_ELEMENTS)),)
@@ -50,7 +51,7 @@ def begin(caller: Caller, fragment_id: int) -> Any:
         return call
 
     call = caller.loop.run(open_push())
-    eventually(lambda: observer.bytes_pushed > before, "the first chunk")
+    until(lambda: observer.bytes_pushed > before, "the first chunk")
     return call
 
 
@@ -70,8 +71,8 @@ def test_a_fragment_is_taken_from_one_learner_at_a_time_and_from_the_next_if_tha
     a.loop.look(slow.cancel)
 
     _, messages = seed_of(b, 0)
-    eventually(lambda: accepted(b, messages), "b's seed to be taken")
-    eventually(lambda: shard.core.fragments[0].seeded, "version 0")
+    until(lambda: accepted(b, messages), "b's seed to be taken")
+    until(lambda: shard.core.fragments[0].seeded, "version 0")
 
 
 def test_only_a_few_seeds_come_in_at_once(serve) -> None:
@@ -84,7 +85,7 @@ def test_only_a_few_seeds_come_in_at_once(serve) -> None:
     for call in begun:
         a.loop.look(call.cancel)
     _, messages = seed_of(b, SEEDS_AT_ONCE)
-    eventually(lambda: accepted(b, messages), "a place to be free")
+    until(lambda: accepted(b, messages), "a place to be free")
 
 
 def accepted(caller: Caller, messages: list[pb.PushRequest]) -> bool:

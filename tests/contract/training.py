@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from in_process import eventually
 from torch import Tensor, nn
 
 import diloco_worker
+from waiting import until
 
 
 def tiny_model(seed: int = 0, width: int = 6) -> nn.Module:
@@ -42,7 +42,7 @@ class Training:
             self.step()
             return true()
 
-        eventually(stepped, what)
+        until(stepped, what)
 
     def values(self) -> Tensor:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import processes
+import waiting
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache"
@@ -36,8 +36,8 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S) -> T:
-    """The value of the condition once it is true; containers are slower, and asking them costs more."""
-    return processes.until(condition, what, seconds, LOOK_EVERY_S)
+    """The value of the condition once it is true; containers are slower still."""
+    return waiting.until(condition, what, seconds, LOOK_EVERY_S)
 
 
 def installed() -> list[str]:

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import waiting
 from diloco_common.endpoints import Endpoints, read_address
 
 Status = dict[str, Any]
@@ -49,13 +49,9 @@ TINY: dict[str, Any] = {
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S, every_s: float = LOOK_EVERY_S) -> T:
-    """The value of the condition once it is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(every_s)
-    return value
+def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S) -> T:
+    """The value of the condition once it is true; processes are slower, and asking them costs more."""
+    return waiting.until(condition, what, seconds, LOOK_EVERY_S)
 
 
 def sets(settings: Mapping[str, object]) -> list[str]:

@@ -20,7 +20,7 @@ from diloco_simulator import number_file
 from diloco_simulator.disk import FakeDisk, FakeFile
 from diloco_simulator.link import ShardLink
 from diloco_simulator.shard import SimulatedShard
-from diloco_worker.core.fragment import LearnerFragment
+from diloco_worker.core.fragment import LearnerFragment, Pending
 from diloco_worker.core.learner import LearnerCore
 
 
@@ -132,8 +132,10 @@ def stop_whoever_joins_again(original: Any) -> Any:
 def carry_although_merged(original: Any) -> Any:
     """The learner never believes that it was merged."""
 
-    def resolve(self: LearnerCore, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
-        return bool(original(self, fragment, version, epoch, 0))
+    def resolve(
+        self: LearnerCore, fragment: LearnerFragment, version: int, merged_version: int, *forgotten: int
+    ) -> bool:
+        return bool(original(self, fragment, version, 0, *forgotten))
 
     return resolve
 
@@ -141,9 +143,11 @@ def carry_although_merged(original: Any) -> Any:
 def ignore_merged_version(original: Any) -> Any:
     """The learner always believes that it was merged."""
 
-    def resolve(self: LearnerCore, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
+    def resolve(
+        self: LearnerCore, fragment: LearnerFragment, version: int, merged_version: int, *forgotten: int
+    ) -> bool:
         round_number = fragment.pending.round if fragment.pending is not None else 0
-        return bool(original(self, fragment, version, epoch, round_number))
+        return bool(original(self, fragment, version, round_number, *forgotten))
 
     return resolve
 
@@ -198,16 +202,6 @@ def keep_what_a_shard_forgot(original: Any) -> Any:
     return rejoined
 
 
-def let_the_replaced_return(original: Any) -> Any:
-    """A process whose learner id another one took joins again."""
-    return lambda self, learner_id, instance: None
-
-
-def inherit_merges(original: Any) -> Any:
-    """What one process contributed is told to the next of its learner id as its own."""
-    return lambda self, state, learner_id: None
-
-
 def add_changes_to_anything(original: Any) -> Any:
     """Whoever asks gets the change since the version before, whatever version it has."""
 
@@ -219,6 +213,22 @@ def add_changes_to_anything(original: Any) -> Any:
         )
 
     return change_since
+
+
+def push_to_any_life(original: Any) -> Any:
+    """What was taken for one life of a shard is pushed to the next one as well."""
+    return lambda self, lease: self.pushes.begin(lease)
+
+
+def forget_without_a_trace(original: Any) -> Any:
+    """A learner that was forgotten hears that nothing of it was merged."""
+
+    def forget(self: FragmentState, learner_id: str) -> None:
+        before = self.forgotten_version
+        original(self, learner_id)
+        self.forgotten_version = before
+
+    return forget
 
 
 # ------------------------------------------------------------ the disk
@@ -340,9 +350,9 @@ MUTANTS: dict[str, Mutant] = {
         (LearnerFragment, "carry", count_the_snapshot_twice),
         (LearnerFragment, "_settle", forget_what_encoding_lost),
         (LearnerCore, "rejoined", keep_what_a_shard_forgot),
-        (Membership, "welcome", let_the_replaced_return),
-        (Shard, "_forget_merges", inherit_merges),
         (Shard, "change_since", add_changes_to_anything),
+        (Pending, "begin_push", push_to_any_life),
+        (FragmentState, "forget", forget_without_a_trace),
         (SimulatedShard, "_keep", announce_before_saving),
         (FakeFile, "sync", skip_the_sync_of_files),
         (FakeDisk, "sync_names", skip_the_sync_of_names),

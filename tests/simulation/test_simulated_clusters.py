@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def test_every_invariant_holds_in_every_short_schedule(first: int) -> None:
 
     assert not tally.failures, next(iter(tally.failures.values()))
     assert tally.counts["versions"] > 6 * CHUNK, "two versions of each of three fragments, in the mean"
+
+
+def test_a_learner_that_its_shard_forgot_counts_nothing_twice() -> None:
+    schedules = (replace(draw_short(seed), forgets=True, budget=0) for seed in range(CHUNK))
+
+    assert sum(run_schedule(options).counts.get("forgotten", 0) for options in schedules) > 0
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)

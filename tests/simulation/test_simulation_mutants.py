@@ -33,14 +33,14 @@ KILLED = [
     ("count_the_snapshot_twice", range(10), {"progress_is_kept"}),
     ("forget_what_encoding_lost", range(20), {"contribution_is_what_was_trained"}),
     ("keep_what_a_shard_forgot", range(20, 60), {WELL}),
-    ("let_the_replaced_return", range(500, 520), {"belief_is_true"}),
-    ("inherit_merges", range(2650, 2655), {"belief_is_true"}),
     ("add_changes_to_anything", range(30), {"anchors_are_published_values"}),
-    ("announce_before_saving", range(30), {"announced_versions_survive"}),
+    ("forget_without_a_trace", range(60), {"belief_is_true"}),
+    ("push_to_any_life", range(60), {"only_current_generations_are_merged"}),
+    ("announce_before_saving", range(30), {"announced_versions_survive", "recovered_versions_are_what_they_were"}),
     ("skip_the_sync_of_files", range(30), {"announced_versions_survive", "damage_has_a_cause"}),
     ("skip_the_sync_of_names", range(30), {"announced_versions_survive", "names_are_given_once"}),
     ("rename_before_sync", range(100), {"damage_has_a_cause"}),
-    ("reuse_an_epoch", range(30), {"names_are_given_once", "only_current_generations_are_merged"}),
+    ("reuse_an_epoch", range(30), {"names_are_given_once", "only_current_generations_are_merged", WELL}),
     ("forget_what_was_merged", range(60), {"belief_is_true"}),
     ("accept_damaged_files", range(60), {"recovered_versions_are_what_they_were", "damage_is_recognised"}),
     ("accept_damaged_tensors", range(60), {"recovered_versions_are_what_they_were", "damage_is_recognised"}),
@@ -66,10 +66,17 @@ def hard_on_disks(seed: int, **changes: object) -> Options:
     )
 
 
+def forgetful(seed: int) -> Options:
+    """A short schedule in which shards forget at once who has no lease."""
+    return replace(draw_short(seed), forgets=True, budget=0)
+
+
 DISKS = dict.fromkeys([name for name, *_ in KILLED][-10:], hard_on_disks) | {
     "rename_before_sync": partial(hard_on_disks, faults=("crash shard",), save_s=0.3, fault_every_s=0.2),
     "accept_damaged_tensors": partial(hard_on_disks, arithmetic="tensors"),
     "forget_what_is_held": partial(hard_on_disks, interval_s=1.0, quorum="all"),
+    "forget_without_a_trace": forgetful,
+    "push_to_any_life": partial(hard_on_disks, faults=("crash shard", "hang learner"), fragments=6, fault_every_s=0.15),
 }
 
 

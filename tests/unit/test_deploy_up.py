@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from diloco_common.settings_loader import load
 from diloco_deploy.children import Programs, nth_port
 from diloco_deploy.folder import Files, Outputs
 from diloco_deploy.up import bring_up, check_cluster
+from waiting import until
 
 FAKES = Path(__file__).parent / "fakes"
 PROGRAMS = Programs("fake_server", "fake_worker")
@@ -49,15 +49,6 @@ def settings_for(folder: Path, *overrides: str) -> Settings:
     return load(None, {}, [*cluster, *overrides]).settings
 
 
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """The value of the condition once it is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-    return value
-
-
 class Command:
     """`diloco up` as a process of its own."""
 
@@ -74,7 +65,7 @@ class Command:
     def children(self) -> list[psutil.Process]:
         """Shards and workers, once all of them are up."""
         files = [self.folder / "run" / f"{name}-{i}.json" for name in ("shard", "worker") for i in range(2)]
-        until(lambda: all(file.exists() for file in files))
+        until(lambda: all(file.exists() for file in files), "what the processes write")
         return [psutil.Process(json.loads(file.read_text())["pid"]) for file in files]
 
     def end(self) -> tuple[int, str]:
@@ -206,7 +197,7 @@ def test_a_second_ctrl_c_kills_who_does_not_listen(
     children = up.children()
     up.process.send_signal(signal.SIGINT)
     assert up.process.stdout is not None
-    until(lambda: "once more ends them" in up.process.stdout.readline())
+    until(lambda: "once more ends them" in up.process.stdout.readline(), "the word that it ends")
     up.process.send_signal(signal.SIGINT)
     code, said = up.end()
     assert code == 130
@@ -221,7 +212,7 @@ def test_children_end_when_the_command_is_killed(
     up = command()
     children = up.children()
     up.process.kill()
-    until(lambda: gone(children))
+    until(lambda: gone(children), "its children to end", 30.0)
 
 
 def test_a_killed_shard_comes_back_on_the_same_ports(
@@ -238,7 +229,7 @@ def test_a_killed_shard_comes_back_on_the_same_ports(
         found = json.loads(file.read_text()) if file.exists() else before
         return found if found["pid"] != before["pid"] else None
 
-    after = until(again)
+    after = until(again, "the next start", 30.0)
     assert (after["grpc"], after["http"]) == (before["grpc"], before["http"])
 
 

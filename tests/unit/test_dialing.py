@@ -11,7 +11,7 @@ from diloco_worker.core.dialing import FIRST_S, LONGEST_S, backoff_s
 
 @pytest.mark.parametrize(
     ("attempt", "jitter", "seconds"),
-    [(0, 0.0, 0.1), (0, 1.0, 0.2), (1, 1.0, 0.26), (8, 0.0, 0.82), (11, 1.0, 3.0), (11, 0.0, 1.5), (10**6, 0.5, 2.25)],
+    [(0, 0.0, 0.1), (0, 1.0, 0.2), (1, 1.0, 0.26), (8, 0.0, 0.82), (9, 1.0, 2.0), (9, 0.0, 1.0), (10**6, 0.5, 1.5)],
 )
 def test_the_wait_grows_to_a_bound_and_half_of_it_is_chance(attempt: int, jitter: float, seconds: float) -> None:
     assert backoff_s(attempt, jitter) == pytest.approx(seconds, rel=1e-2)
@@ -25,9 +25,9 @@ def test_waits_never_shrink_and_stay_within_their_bounds() -> None:
         assert waits[-1] <= LONGEST_S
 
 
-def test_after_ten_seconds_of_failures_there_is_less_than_one_attempt_per_second() -> None:
+def test_after_ten_seconds_of_failures_there_is_at_most_one_attempt_per_second() -> None:
     spent_s, attempt = 0.0, 0
     while spent_s < 10.0:
         spent_s += backoff_s(attempt, jitter=0.0)
         attempt += 1
-    assert backoff_s(attempt, jitter=0.0) > 1.0
+    assert backoff_s(attempt, jitter=0.0) >= 1.0

@@ -7,15 +7,18 @@ import asyncio
 import pytest
 import torch
 
+from diloco_common.codec import encode_payload
 from diloco_common.errors import NotFinite
-from diloco_common.manifest import TensorSpec
+from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import Settings
 from diloco_server.core import fragment as arithmetic
-from diloco_server.core.effects import MergeRound
+from diloco_server.core.effects import MergeRound, SeedFragment
 from diloco_server.core.fragment import FragmentState
 from diloco_server.host import ShardHost
 from diloco_server.storage.store import MemoryStore
+from diloco_server.storage.version import StoredVersion
+from waiting import until_async
 
 
 class CountingClock:
@@ -38,9 +41,7 @@ def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
             for _ in range(1000):
                 host.advance_soon()
             counts.append(clock.asked - begun)
-            async with asyncio.timeout(10.0):
-                while clock.asked - begun == counts[-1]:  # noqa: ASYNC110 - the host tells nobody
-                    await asyncio.sleep(0)
+            await until_async(lambda: clock.asked - begun > counts[-1], "a decision")
             counts.append(clock.asked - begun)
         host.close()
         return counts
@@ -84,6 +85,30 @@ def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPa
     ready, why = asyncio.run(ready_after_it())
     assert not ready
     assert why == "version 1 of fragment 0 cannot be made: element 0 of 4 is inf"
+
+
+class FullDisk(MemoryStore):
+    def save(self, version: StoredVersion, manifest: Manifest) -> int:
+        raise OSError("no space left on device")
+
+
+def test_what_a_drain_has_left_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """One version waits for a disk that is full; a round closes after the end. Their learners push again."""
+
+    async def close_in_the_middle() -> ShardHost:
+        host = ShardHost(Settings(), FullDisk(), ShardMetrics(), lambda: 0.0)
+        seeded(host)
+        host._carry_out(SeedFragment(0, encode_payload(torch.ones(4), "float32")))
+        await until_async(lambda: host.keeper.failing, "the disk to refuse")
+        caplog.clear()
+        host.close()
+        host._carry_out(MergeRound(0, 1, ()))
+        await until_async(lambda: len(asyncio.all_tasks()) == 1, "the work to end")
+        return host
+
+    host = asyncio.run(close_in_the_middle())
+    assert [record.message for record in caplog.records] == []
+    assert not host.broken.is_set()
 
 
 def seeded(host: ShardHost) -> FragmentState:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from diloco_server.keeper import Keeper
 from diloco_server.storage.store import Recovered
 from diloco_server.storage.version import StoredVersion
 from stores import MANIFEST, make_version
+from waiting import until_async
 
 
 class SlowStore:
@@ -44,12 +44,6 @@ class SlowStore:
             raise self.error
         self.saved.append((record.fragment_id, record.version))
         return 100
-
-
-async def eventually(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20.0):
-        while not true():  # noqa: ASYNC110 - a thread tells nobody
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +80,7 @@ def test_a_disk_that_refuses_is_told_and_tried_until_it_works() -> None:
         keeper, metrics = make_keeper(store)
         keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
         failures = "diloco_shard_save_failures_total"
-        await eventually(lambda: (metrics.registry.get_sample_value(failures) or 0) > 3)
+        await until_async(lambda: (metrics.registry.get_sample_value(failures) or 0) > 3, "failures")
         assert keeper.failing == "[Errno 28] No space left on device"
         assert not keeping.done()
         store.error = None
@@ -121,7 +115,7 @@ def test_by_interval_values_do_not_change_while_they_are_written() -> None:
             await keeper.keep(make_version(0, fragment_id=fragment_id), MANIFEST)
         store.gates[0] = threading.Event()
         await keeper.keep(make_version(1), MANIFEST)
-        await eventually(keeper.hold(0).locked)
+        await until_async(keeper.hold(0).locked, "the write")
         assert not keeper.hold(1).locked()
         store.gates[0].set()
         await asyncio.wait_for(keeper.hold(0).acquire(), 20.0)
@@ -142,7 +136,7 @@ def test_by_interval_values_that_a_merge_left_half_way_are_not_written() -> None
         async with keeper.hold(0):
             await keeper.keep(make_version(1), MANIFEST)
             keeper.drop(0)
-        await eventually(lambda: not keeper._writing)
+        await until_async(lambda: not keeper._writing, "the last write")
         assert store.saved == [(0, 0)]
         keeper.close()
 
@@ -158,10 +152,10 @@ def test_by_interval_a_disk_that_refuses_holds_up_no_merge() -> None:
         for version in (1, 2, 3):
             async with asyncio.timeout(20.0), keeper.hold(0):
                 await keeper.keep(make_version(version), MANIFEST)
-        await eventually(lambda: keeper.failing)
+        await until_async(lambda: keeper.failing, "the disk to refuse")
         store.error = None
-        await eventually(lambda: store.saved[-1] == (0, 3))
-        await eventually(lambda: not keeper.failing)
+        await until_async(lambda: store.saved[-1] == (0, 3), "version 3 on disk")
+        await until_async(lambda: not keeper.failing, "the disk to take it")
         keeper.close()
 
     asyncio.run(run())
@@ -176,11 +170,11 @@ def test_versions_that_wait_for_the_disk_are_counted(durability: str) -> None:
         store.gates[0] = threading.Event()
         counts = [keeper.not_durable]
         keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-        await eventually(lambda: keeper.not_durable)
+        await until_async(lambda: keeper.not_durable, "a version that waits")
         counts.append(keeper.not_durable)
         store.gates[0].set()
         await asyncio.wait_for(keeping, 20.0)
-        await eventually(lambda: not keeper.not_durable)
+        await until_async(lambda: not keeper.not_durable, "the write of it")
         keeper.close()
         return counts
 
@@ -195,7 +189,7 @@ def test_every_attempt_to_write_tells_how_much_room_is_left(tmp_path: Path, erro
         store.error = error
         keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
         free = lambda: metrics.registry.get_sample_value("diloco_shard_disk_free_bytes") or 0.0  # noqa: E731
-        await eventually(lambda: free() > 0)
+        await until_async(lambda: free() > 0, "a look at the disk")
         keeping.cancel()
         keeper.close()
         return free()

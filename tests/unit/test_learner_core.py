@@ -55,9 +55,10 @@ class Rig:
             self.model.w.add_(by)
         self.core.stepped(tokens)
 
-    def arrives(self, version: int, value: float, merged: int = 0, epoch: int = EPOCH) -> bool:
+    def arrives(self, version: int, value: float, merged: int = 0, epoch: int = EPOCH, forgotten: int = 0) -> bool:
         with torch.no_grad():
-            return self.core.arrived(0, version, epoch, torch.full((2,), value), merged)
+            values = torch.full((2,), value)
+            return self.core.arrived(0, version, epoch, values, merged, forgotten_version=forgotten)
 
     def asked(self, round_number: int, epoch: int = EPOCH) -> list[Pending]:
         """What the learner contributes, with its snapshots."""
@@ -591,6 +592,42 @@ def test_a_round_of_the_old_epoch_is_forgotten() -> None:
     rig.trains(by=1.0)
     rig.arrives(3, 10.0, epoch=EPOCH + 1)
     assert rig.core.snapshots() == []
+
+
+# ------------------------------------------------------------------ a shard that has forgotten this learner
+
+
+def test_what_a_shard_has_forgotten_counts_as_merged_and_is_not_pushed_again() -> None:
+    rig = Rig(version=3)
+    rig.trains(by=2.0)
+    rig.asked(4)
+    rig.trains(by=1.0)
+    assert rig.arrives(6, 20.0, merged=0, forgotten=4)
+    assert rig.theta == 21.0, "what was trained since goes on"
+    assert rig.fragment.tokens_since(rig.core.tokens) == 5
+    assert (rig.core.contributions["forgotten"], rig.core.contributions["carried"], rig.core.unmerged) == (1, 0, 0)
+
+
+def test_what_a_shard_has_forgotten_stays_pending_through_its_restart() -> None:
+    rig = Rig(version=3)
+    rig.trains(by=2.0)
+    rig.asked(4)
+    rig.core.rejoined([FragmentStatus(0, True, 6, 0, EPOCH, 4)], EPOCH + 1)
+    assert rig.core.unmerged == 1, "the next version tells"
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "version", "pushed"), [(3, 6, True), (5, 3, True), (4, 6, False)],
+    ids=["an earlier one is forgotten", "the version is before it", "never pushed"],
+)  # fmt: skip
+def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: int, pushed: bool) -> None:
+    rig = Rig(version=3)
+    rig.trains(by=2.0)
+    (pending,) = rig.asked(4)
+    if not pushed:
+        pending.snapshot = None
+    rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
+    assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
 
 
 # ------------------------------------------------------------------ many fragments

@@ -139,8 +139,9 @@ def test_the_end_is_heard_even_while_a_version_waits(learner):
         learner.step(1)
 
 
-def test_a_step_wakes_the_network_thread_once(learner):
+def test_a_step_wakes_the_network_thread_once(learner, monkeypatch):
     """However much happened in it: contributions, applied versions, progress."""
+    monkeypatch.setattr("diloco_worker.learner.APPLY_S", float("inf"))  # a busy machine applies one version per step
     handed: list[int] = []
     learner.network.soon = lambda *acts: handed.append(len(acts))
     learner._inbox.put(Asked(Collect(2, 1, EPOCH), EPOCH))

@@ -1,50 +1,62 @@
-"""What the answers to several pushes of one contribution say about it."""
+"""When a contribution is pushed, and what an answer to one of several pushes says about it."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from diloco_common.errors import BadChecksum, NormTooLarge, WrongRound
+from diloco_common.errors import BadChecksum, NormTooLarge
 from diloco_common.messages import Outcome, PushAnswer
-from diloco_worker.core.pushes import Pushes
+from diloco_worker.core.fragment import Pending
+from diloco_worker.core.pushes import Lease, Pushes
 
-ACCEPTED, DUPLICATE, LATE = (PushAnswer(o) for o in (Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE))
-FIRST, SECOND = (1, 1), (1, 2)
-
-
-def rejected(code: str) -> PushAnswer:
-    return PushAnswer(Outcome.REJECTED, code, "words")
+TAKEN = [PushAnswer(Outcome.ACCEPTED), PushAnswer(Outcome.DUPLICATE)]
+REFUSED = [PushAnswer(Outcome.LATE)] + [PushAnswer(Outcome.REJECTED, e.code) for e in (BadChecksum, NormTooLarge)]
+FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 
-def test_a_round_that_asks_again_under_the_same_lease_starts_no_second_push() -> None:
+def contribution(shard_epoch: int) -> Pending:
+    anchor = torch.zeros(2)
+    return Pending(0, 4, shard_epoch, 1, 3, 10, 1, anchor, None, False, read=lambda out: None)
+
+
+@pytest.mark.parametrize("answer", [*TAKEN, None])
+def test_a_round_that_asks_again_starts_a_second_push_only_once_the_first_has_ended(answer: PushAnswer | None) -> None:
     pushes = Pushes()
     assert pushes.begin(FIRST)
     assert not pushes.begin(FIRST)
-    refused = rejected(NormTooLarge.code)
-    assert pushes.ended(FIRST, refused) is refused, "the one push is all there is: the work goes into the next one"
-    assert pushes.begin(FIRST), "and may be tried again"
-
-
-@pytest.mark.parametrize("taken", [ACCEPTED, DUPLICATE, None], ids=["accepted", "duplicate", "never answered"])
-@pytest.mark.parametrize("refused", [LATE, rejected(BadChecksum.code), rejected(WrongRound.code)])
-@pytest.mark.parametrize("refused_first", [True, False])
-def test_a_refused_push_tells_nothing_where_another_may_have_been_accepted(
-    taken: PushAnswer | None, refused: PushAnswer, refused_first: bool
-) -> None:
-    pushes = Pushes()
+    assert pushes.begin(SECOND), "the shard has fenced off what comes under the lease before"
+    pushes.ended(FIRST, answer)
     assert pushes.begin(FIRST)
-    assert pushes.begin(SECOND)
-    if refused_first:
-        assert pushes.ended(FIRST, refused) is None
-        assert pushes.ended(SECOND, taken) is taken
-    else:
-        assert pushes.ended(FIRST, taken) is taken
-        assert pushes.ended(SECOND, refused) is None
 
 
-def test_two_refused_pushes_tell_it_once() -> None:
+@pytest.mark.parametrize("answer", REFUSED)
+@pytest.mark.parametrize("earlier", [*TAKEN, None])
+def test_what_was_refused_is_never_pushed_again_whatever_became_of_earlier_pushes(
+    answer: PushAnswer, earlier: PushAnswer | None
+) -> None:
+    """Its learner gives it back. A lone learner would else push the same bytes for ever, and be refused for ever."""
     pushes = Pushes()
     pushes.begin(FIRST)
+    pushes.ended(FIRST, earlier)
     pushes.begin(SECOND)
-    assert pushes.ended(FIRST, rejected(NormTooLarge.code)) is None
-    assert pushes.ended(SECOND, LATE) is LATE
+    pushes.ended(SECOND, answer)
+    assert not pushes.begin(SECOND)
+
+
+def test_a_contribution_is_pushed_only_to_the_life_of_the_shard_that_it_was_taken_for() -> None:
+    """It is given back when the learner hears of the next life, and would count twice if that had it, too."""
+    pending = contribution(shard_epoch=7)
+    assert not pending.begin_push(Lease(8, 1))
+    assert not pending.reading, "and no version waits for a snapshot that nobody takes"
+    assert pending.begin_push(Lease(7, 3))
+
+
+def test_versions_wait_for_the_snapshot_again_once_a_round_asks_again() -> None:
+    pending = contribution(shard_epoch=7)
+    pending.leave_unread()
+    pending.read_again()
+    assert pending.reading
+    pending.take_snapshot()
+    pending.read_again()
+    assert not pending.reading, "it is taken"

@@ -14,6 +14,7 @@ from torch import Tensor
 from builders import decoded, make_settings, random_values
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.errors import (
+    BadChecksum,
     Busy,
     Draining,
     LeaseExpired,
@@ -477,6 +478,32 @@ def test_two_copies_whose_bytes_come_at_the_same_time_count_once() -> None:
     rig.assert_accounts_balance()
 
 
+@pytest.mark.parametrize("taken", ["in the round", "computed", "merged"])
+def test_bad_bytes_of_a_copy_are_no_refusal_of_what_was_taken(taken: str) -> None:
+    """Both copies were let in by their headers. The learner would give back what is going to be merged."""
+    rig = Rig(sync={"quorum": "all" if taken == "in the round" else 1}).started("a", "b")
+    payload = encode_payload(torch.ones(SIZE), "float32")
+    header, member = rig.header(1, payload), rig.members["a"]
+    assert rig.shard.admit(member, header) is None
+    rig.holds_jobs = taken == "computed"
+    assert rig.contribute("a", 1).outcome is ACCEPTED
+    answer = rig.shard.reject(member, header, BadChecksum("the bytes of this copy are damaged"))
+    assert answer.outcome is DUPLICATE
+    assert not rig.shard.ledger.rejected
+    assert not rig.members["a"].missed
+
+
+def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one_before() -> None:
+    """So a refusal says all: what was accepted under the first lease is fenced off by the second."""
+    rig = Rig().started("a", "b")
+    assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
+    rig.join("a")
+    answer = rig.contribute("a", 1, 1.0)
+    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND"), "the round asked the lease before"
+    rig.contribute("b", 1, 3.0)
+    assert (rig.state.version, rig.theta, rig.state.merged_versions) == (1, [-3.0], {"b": 1})
+
+
 @pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}, {"steps": 5}])
 @pytest.mark.parametrize("computing", [False, True])
 def test_the_same_push_with_other_content_is_a_conflict(changes: dict[str, Any], computing: bool) -> None:
@@ -841,6 +868,32 @@ def test_who_is_forgotten_while_its_contribution_is_merged_leaves_nothing_behind
     rig.finish_jobs()
     assert rig.state.version == 1
     assert "a" not in rig.state.merged_versions
+
+
+@pytest.mark.parametrize("when", ["merged", "computed"])
+def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known(when: str) -> None:
+    """It would count what is merged as not merged, and contribute it once more."""
+    rig = Rig(shard={"max_learners": 1}).started("a")
+    rig.holds_jobs = when == "computed"
+    rig.contribute("a", 1)
+    rig.shard.leave(rig.members["a"])
+    rig.now += 1
+    rig.join("b")
+    rig.shard.leave(rig.members["b"])
+    rig.advance()
+    rig.finish_jobs()
+    rig.join("a")
+    (status,) = rig.shard.fragment_statuses("a")
+    assert (status.version, status.merged_version, status.forgotten_version) == (1, 0, 1)
+    assert rig.contribute("a", 1).outcome is DUPLICATE, "and not LATE: it would be given back"
+
+
+def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
+    rig = Rig(shard={"max_learners": 1}, sync={"quorum": 1}).started("a")
+    rig.contribute("a", 1)
+    rig.state.forgotten_version = 1
+    (status,) = rig.shard.fragment_statuses("a")
+    assert (status.merged_version, status.forgotten_version) == (1, 0)
 
 
 def test_too_many_learners_are_busy() -> None:

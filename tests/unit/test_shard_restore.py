@@ -193,6 +193,33 @@ def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() ->
     assert Committed(0, 1, 0, 0, 4) in new.take_told("ben"), "everybody is told the new name"
 
 
+def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
+    """Its file was taken away, or the shard keeps nothing: a learner brings it again, and version 3 is gone."""
+    new = Rig(4)
+    new.join("ann", held=(3, 2))
+    new.join("ben", held=(3, 3))
+    new.join("cat", held=(3, 1))
+    new.join("dan")
+    lost = [e for e in new.events if isinstance(e, VersionsLost)]
+    assert lost == [VersionsLost(0, 3, 0, 2, "ann"), VersionsLost(0, 3, 0, 3, "ben")]
+
+
+def test_a_version_of_a_later_life_than_the_one_that_came_back_is_a_loss_that_needs_no_new_name() -> None:
+    """(4, 3) and the files of that life are gone; no other version will ever be called that."""
+    new = Rig(5, first_life(2).kept())
+    new.join("ann", held=(4, 3))
+    assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 4, 2, 3, "ann")]
+    assert new.identity == (3, 2)
+    new.join("ben", held=(3, 3))
+    assert new.identity == (5, 2), "(3, 3) is another matter: ben would not pull (3, 2)"
+
+
+def test_what_this_life_has_made_is_no_loss() -> None:
+    new = Rig(4).seeded().trained(2)
+    new.join("ann", held=(4, 2))
+    assert not [e for e in new.events if isinstance(e, VersionsLost)]
+
+
 def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -> None:
     """The bytes are the same, so ben's contribution to the open round is good; ann's, to a lost version, is not."""
     new = Rig(4, first_life(1).kept())
@@ -231,6 +258,17 @@ def test_a_run_that_was_over_is_over() -> None:
     assert new.shard.done
     new.join("ann", held=(3, 2))
     assert Stop() in new.take_told("ann")
+
+
+def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_that_nothing_was_merged() -> None:
+    """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
+    took with it the knowledge that it had been replaced."""
+    old = first_life()
+    old.join("ann", instance="other process")
+    new = Rig(4, old.kept())
+    new.join("ann", held=(3, 1))
+    (status,) = new.shard.fragment_statuses("ann")
+    assert (status.merged_version, status.forgotten_version) == (0, 2)
 
 
 def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -> None:

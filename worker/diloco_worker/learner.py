@@ -413,13 +413,21 @@ class Learner:
         before, fragment = self._core.tokens_carried, self._core.fragments[event.fragment_id]
         pending, merges = fragment.pending, self._core.contributions["merged"]
         replaced = fragment.anchor, pending, event.shift
+        forgotten = self._core.contributions["forgotten"]
         if self._core.arrived(
-            event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.shift
-        ):
+            event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.shift,
+            event.forgotten_version,
+        ):  # fmt: skip
             seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
             if self._history is not None:
                 is_merged = pending is not None and self._core.contributions["merged"] > merges
                 self._history.applied(event, merged=pending.round if pending and is_merged else None)
+            if self._core.contributions["forgotten"] > forgotten:
+                assert pending is not None
+                self.log.warning(
+                    "the shard has forgotten whether a contribution was merged: it is not pushed again",
+                    fragment=event.fragment_id, round=pending.round, tokens=pending.tokens,
+                )  # fmt: skip
             carried = (self._core.tokens_carried - before) / len(self._core.fragments)
             applied = partial(self._applied, event.fragment_id, event.version, seconds, cpu_seconds, carried, replaced)
             self._acts.append(applied)
@@ -430,7 +438,7 @@ class Learner:
         for pending in taken:
             link = self.network.link_to(self._core.manifest.fragments[pending.fragment_id].shard_index)
             if link is None:  # its shard came back as another one: the work waits for the one that owns the fragment
-                pending.reading = False
+                pending.leave_unread()
             else:
                 link.push(pending)
 

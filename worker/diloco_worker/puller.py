@@ -94,8 +94,11 @@ class Puller:
         session.tokens_merged[fragment_id] = pulled.tokens_merged
         self._pulled(fragment_id, pulled.version)
         session.context.inbox.put(
-            Arrived(fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version, pulled.shift)
-        )
+            Arrived(
+                fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version, pulled.shift,
+                pulled.forgotten_version,
+            )
+        )  # fmt: skip
 
     def _forget(self, fragment_id: int) -> None:
         self._fetched.pop(fragment_id, None)

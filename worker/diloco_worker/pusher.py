@@ -19,7 +19,8 @@ from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.dialing import TRY_AGAIN, backoff_s
 from diloco_worker.core.events import Answered, Failed
 from diloco_worker.core.fragment import Pending
-from diloco_worker.session import Lease, Session
+from diloco_worker.core.pushes import Lease
+from diloco_worker.session import Session
 
 SEED_ENCODING = "float32"
 SEEDS_AT_ONCE = 2
@@ -45,9 +46,7 @@ class Pusher:
     def push(self, pending: Pending) -> None:
         """Encode and push a contribution in the background."""
         lease = self._session.lease
-        if pending.shard_epoch != self._session.epoch:  # taken before the learner heard that the shard has a new life
-            pending.reading = False
-        elif pending.pushes.begin(lease):
+        if pending.begin_push(lease):
             name = f"push {pending.fragment_id} of round {pending.round}"
             self._start(self._push_contribution(pending, lease), name)
 
@@ -82,9 +81,9 @@ class Pusher:
             header, payload = await self._message(pending)
             answer = await self._push_until_answered(header, payload, lease)
         finally:
-            holds = pending.pushes.ended(lease, answer)
-        if holds is not None:
-            self._session.context.inbox.put(Answered(pending.fragment_id, pending.round, holds))
+            pending.pushes.ended(lease, answer)
+        if answer is not None:
+            self._session.context.inbox.put(Answered(pending.fragment_id, pending.round, answer))
 
     async def _message(self, pending: Pending) -> tuple[PushHeader, Payload]:
         """The encoded contribution; where it is not finite, word of that."""

@@ -10,11 +10,9 @@ from diloco_common.logs import Log
 from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.messages import LearnerPolicy, Progress
 from diloco_common.metrics import WorkerMetrics
+from diloco_worker.core.pushes import Lease
 from diloco_worker.inbox import Inbox
 from diloco_worker.transfer import Transfer
-
-Lease = tuple[int, int]
-"""Epoch and generation: generations count anew in each epoch."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Session:
 
     @property
     def lease(self) -> Lease:
-        return self.epoch, self.generation
+        return Lease(self.epoch, self.generation)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Identity under the current lease, for a call."""

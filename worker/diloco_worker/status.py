@@ -13,7 +13,7 @@ def learner_status(learner: Learner) -> dict[str, Any]:
     """JSON of one learner: counts, bytes, and seconds. Holds no secret."""
     core = learner.core
     fates = core.contributions if core is not None else {}
-    rejected = sum(n for fate, n in fates.items() if fate not in ("taken", "merged", "carried"))
+    rejected = sum(n for fate, n in fates.items() if fate not in ("taken", "merged", "carried", "forgotten"))
     tokens = core.tokens if core is not None else 0
     step_time_s = learner.step_time_s
     tokens_per_step = tokens / core.inner_step if core is not None and core.inner_step else 0.0
@@ -48,6 +48,7 @@ def learner_status(learner: Learner) -> dict[str, Any]:
             "sent": fates.get("taken", 0),
             "merged": fates.get("merged", 0),
             "carried": fates.get("carried", 0),
+            "forgotten": fates.get("forgotten", 0),
             "late": max(0, fates.get("carried", 0) - rejected),
             "rejected": rejected,
             "unmerged": core.unmerged if core is not None else 0,

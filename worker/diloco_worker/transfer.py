@@ -156,6 +156,7 @@ class Pulled:
         self.version: int = header.version
         self.epoch: int = header.epoch
         self.merged_version: int = header.merged_version
+        self.forgotten_version: int = header.forgotten_version
         self.tokens_merged: int = header.tokens_merged
         self.values = values
         self.shift = shift

@@ -78,7 +78,9 @@ class VersionsLost:
 
     fragment_id: int
     epoch: int
+    """That the lost version was made in."""
     recovered: int
+    """0 also where nothing came back, and a learner brings the fragment again."""
     seen: int
     learner_id: str
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
+from diloco_common.messages import FragmentStatus
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.core.rounds import Contribution, Round
@@ -61,6 +62,8 @@ class Record:
     norms: tuple[float, ...]
     """Of the contributions merged last, oldest first."""
     seed_norm: float
+    forgotten_version: int = 0
+    """The latest version that held a contribution of a learner that is in `merged_versions` no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class FragmentState:
     """Learner -> the last version that its contribution was merged into. Makes every merge visible exactly once."""
     merged_by: dict[str, str] = field(default_factory=dict)
     """Learner -> the process that contributed it: another one under the same id has nothing to do with it."""
+    forgotten_version: int = 0
+    """The latest version that held a contribution of somebody who is in `merged_versions` no longer. Grows."""
     tokens_merged: int = 0
     """Grows; never reset within an epoch."""
     values: Values | None = None
@@ -123,7 +128,7 @@ class FragmentState:
         """What is to be kept with the values."""
         return Record(
             self.fragment.fragment_id, self.epoch, self.version, dict(self.merged_versions), dict(self.merged_by),
-            self.tokens_merged, tuple(self.norms), self.seed_norm,
+            self.tokens_merged, tuple(self.norms), self.seed_norm, self.forgotten_version,
         )  # fmt: skip
 
     def take(self, record: Record) -> None:
@@ -132,6 +137,24 @@ class FragmentState:
         self.merged_versions, self.merged_by = dict(record.merged_versions), dict(record.merged_by)
         self.tokens_merged, self.seed_norm = record.tokens_merged, record.seed_norm
         self.norms = deque(record.norms, self.norms.maxlen)
+        self.forgotten_version = record.forgotten_version
+
+    def forget(self, learner_id: str) -> None:
+        """Nobody comes back under this id for what was merged; if somebody does, it hears that this is not known."""
+        self.forgotten_version = max(self.forgotten_version, self.merged_versions.pop(learner_id, 0))
+        self.merged_by.pop(learner_id, None)
+
+    def status(self, learner_id: str) -> FragmentStatus:
+        """All that one learner is told of the fragment, at one moment."""
+        merged = self.merged_versions.get(learner_id)
+        return FragmentStatus(
+            self.fragment.fragment_id, self.seeded, self.version, merged or 0, self.epoch,
+            self.forgotten_version if merged is None else 0,
+        )  # fmt: skip
+
+    def may_hold(self, learner_id: str, round_number: int) -> bool:
+        """Whether what the learner contributed to this round is in a version, or may be."""
+        return self.merged_versions.get(learner_id, self.forgotten_version) >= round_number
 
     def typical_norm(self) -> float:
         """Running median of merged norms, unless it is tiny; the norm of version 0 until there are enough of them."""

@@ -66,6 +66,8 @@ class Membership:
     def __init__(self, settings: LeaseSettings, max_learners: int) -> None:
         self._settings = settings
         self._max_learners = max_learners
+        self.max_gone = max_learners
+        """Of those without a lease, so many are remembered."""
         self._members: dict[str, Member] = {}
         self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
         self._generations = 0  # grows; never reset within an epoch
@@ -169,10 +171,10 @@ class Membership:
 
     def forget(self) -> list[str]:
         """Drop the longest-gone members above the bound; returns their ids."""
-        if len(self._members) <= self._max_learners:
+        if len(self._members) - len(self.live()) <= self.max_gone:
             return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
-        dropped = [m.learner_id for m in gone[: max(0, len(gone) - self._max_learners)]]
+        dropped = [m.learner_id for m in gone[: max(0, len(gone) - self.max_gone)]]
         for learner_id in dropped:
             del self._members[learner_id]
         return dropped

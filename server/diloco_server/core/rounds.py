@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_common.codec import Payload
+from diloco_common.messages import PushHeader
 from diloco_server.core.cadence import Quorum, needed
 
 
@@ -22,6 +23,10 @@ class Contribution:
     payload: Payload
     piece_norms: tuple[float, ...]
     """L2 norm of each piece of the fragment, in order."""
+
+    def is_what(self, header: PushHeader) -> bool:
+        """Whether a push that begins with this header, of the same learner and round, is this contribution again."""
+        return (self.payload.header, self.tokens, self.steps) == (header.payload, header.tokens, header.steps)
 
     @property
     def weight(self) -> float:

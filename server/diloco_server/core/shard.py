@@ -116,7 +116,7 @@ class Shard:
         others = {s.merged_by[learner_id] for s in self.fragments.values() if learner_id in s.merged_by} - {instance}
         for state in self.fragments.values():
             if state.merged_by.get(learner_id) in others:  # this process cannot have pending what another contributed
-                self._forget_merges(state, learner_id)
+                state.forget(learner_id)
         # Perhaps only an earlier life of the shard knew them: they may not come back for what is forgotten now.
         member.replaced = (*member.replaced, *sorted(others - {*member.replaced}))
         self._effects.append(LearnerJoined(learner_id, member.generation, returned=old is not None))
@@ -190,9 +190,17 @@ class Shard:
         return self._accept(member, state, header, payload, piece_norms, now)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        """Count a refused push. Its round goes on without it, or one learner that diverged would hold up all."""
+        """Count a refused push. Its round goes on without it, or one learner that diverged would hold up all.
+
+        A learner gives back what was refused: another copy of it must not have been taken.
+        """
         state = self.fragments.get(header.fragment_id)
-        collecting = state.round if state is not None and guards.is_in_line(header, state, self.epoch) else None
+        if state is not None and not guards.is_in_line(header, state, self.epoch):
+            state = None
+        if state is not None and self._has_taken(member, state, header):
+            self.ledger.duplicates += 1
+            return DUPLICATE
+        collecting = state.round if state is not None else None
         if (
             collecting is not None
             and collecting.round == header.round
@@ -216,40 +224,41 @@ class Shard:
             return None
         if not state.seeded:
             raise NotSeeded(f"fragment {header.fragment_id} has no version yet; seed it first")
-        known = state.round.contributions.get(member.learner_id) if state.round else None
-        if known is not None and known.round == header.round:
-            return self._repeated(known, header)
+        if self._has_taken(member, state, header):
+            self.ledger.duplicates += 1
+            return DUPLICATE
+        if self._held(member, state, header) is not None:
+            raise ContributionConflict(
+                f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
+                "a contribution cannot be changed"
+            )
         if header.round <= state.version or (state.round is None and header.round == state.version + 1):
-            return self._after_the_close(member, state, header)
+            self.ledger.late += 1
+            self.ledger.tokens_late += header.tokens
+            return LATE
         guards.check_round(header, state, member.learner_id, self.settings.sync.staleness_max)
         if header.not_finite:
             raise NotFinite(f"fragment {header.fragment_id}: {member.learner_id} says that its values are not finite")
         guards.check_sizes(header, state, (self.settings.sync.push,))
         return None
 
-    def _repeated(self, known: Contribution, header: PushHeader) -> PushAnswer:
-        """The learner has contributed to this open round already."""
-        if (known.payload.header, known.tokens, known.steps) == (header.payload, header.tokens, header.steps):
-            self.ledger.duplicates += 1
-            return DUPLICATE
-        raise ContributionConflict(
-            f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
-            "a contribution cannot be changed"
-        )
+    def _has_taken(self, member: Member, state: FragmentState, header: PushHeader) -> bool:
+        """Whether this very contribution is in a round already, or in a version."""
+        if header.is_seed:
+            return False
+        held = self._held(member, state, header)
+        if held is not None:
+            return held.is_what(header)
+        # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
+        return state.may_hold(member.learner_id, header.round)
 
-    def _after_the_close(self, member: Member, state: FragmentState, header: PushHeader) -> PushAnswer:
-        """The round is over, or being computed: either this contribution is in, or it came too late."""
+    def _held(self, member: Member, state: FragmentState, header: PushHeader) -> Contribution | None:
+        """What the learner has contributed to this round, while that is open or being computed."""
         computing, _ = self._closed.get(header.fragment_id, (None, 0.0))
-        taken = computing.contributions.get(member.learner_id) if computing else None
-        if taken is not None and taken.round == header.round:
-            return self._repeated(taken, header)
-        if state.merged_versions.get(member.learner_id, 0) >= header.round:
-            # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
-            self.ledger.duplicates += 1
-            return DUPLICATE
-        self.ledger.late += 1
-        self.ledger.tokens_late += header.tokens
-        return LATE
+        for collected in (state.round, computing):
+            if collected is not None and collected.round == header.round:
+                return collected.contributions.get(member.learner_id)
+        return None
 
     def _accept_seed(
         self, state: FragmentState, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]
@@ -307,6 +316,7 @@ class Shard:
         """What is to be kept with the version that is being computed."""
         state, (closed, _) = self.fragments[fragment_id], self._closed[fragment_id]
         merged_versions, merged_by = dict(state.merged_versions), dict(state.merged_by)
+        forgotten_version = state.forgotten_version
         norms, tokens = [*state.norms], state.tokens_merged
         for contribution in closed.contributions.values():
             tokens += contribution.tokens
@@ -316,12 +326,14 @@ class Shard:
             if member is not None and contribution.generation >= member.first_generation:
                 merged_versions[member.learner_id] = closed.round
                 merged_by[member.learner_id] = member.instance
+            else:
+                forgotten_version = closed.round
         for learner_id in self._long_gone(merged_versions):
-            del merged_versions[learner_id]
+            forgotten_version = max(forgotten_version, merged_versions.pop(learner_id))
             merged_by.pop(learner_id, None)
         return Record(
             fragment_id, self.epoch, closed.round, merged_versions, merged_by, tokens,
-            tuple(norms[-self.settings.guard.norm_window :]), state.seed_norm,
+            tuple(norms[-self.settings.guard.norm_window :]), state.seed_norm, forgotten_version,
         )  # fmt: skip
 
     def seeded(self, fragment_id: int, values: Values, published: Published) -> None:
@@ -372,7 +384,7 @@ class Shard:
             self._lose(member, refusal.code, str(refusal))
         for learner_id in self.membership.forget():
             for state in self.fragments.values():
-                self._forget_merges(state, learner_id)
+                state.forget(learner_id)
             self._effects.append(LearnerForgotten(learner_id))
         live = [m for m in self.membership.live() if m.first_step is not None]
         grace_s: float | None = None  # once, and only where a round has its quorum
@@ -444,10 +456,7 @@ class Shard:
         return state.published.change
 
     def fragment_statuses(self, learner_id: str) -> list[FragmentStatus]:
-        return [
-            FragmentStatus(i, s.seeded, s.version, s.merged_versions.get(learner_id, 0), s.epoch)
-            for i, s in sorted(self.fragments.items())
-        ]
+        return [state.status(learner_id) for _, state in sorted(self.fragments.items())]
 
     def policy(self) -> LearnerPolicy:
         sync = self.settings.sync
@@ -474,20 +483,24 @@ class Shard:
         self.fragments = {f.fragment_id: FragmentState(f, deque(maxlen=window)) for f in owned}
 
     def _look_for_losses(self, learner_id: str, held: Sequence[Held]) -> None:
-        """A learner may hold a version that did not outlive a crash: its number will be given to another one.
+        """A learner may hold a version that this shard came back without.
 
-        Then the fragment's latest version gets a name of its own, so that this learner pulls it.
+        Where the lost one has the epoch of what came back, its number will be given to another version. Then the
+        latest one gets a name of its own, so that this learner pulls it.
         """
         for theirs in held:
             state = self.fragments.get(theirs.fragment_id)
-            if state is None or state.recovered is None:
+            if state is None or theirs.epoch == self.epoch:
                 continue
-            epoch, version = state.recovered
-            if theirs.epoch != epoch or theirs.version <= max(version, state.seen_lost):
+            epoch, version = state.recovered or (None, 0)  # nothing came back: it begins anew, at version 0
+            if theirs.version <= version or (epoch is not None and theirs.epoch < epoch):
                 continue
-            state.seen_lost = theirs.version
-            self._effects.append(VersionsLost(theirs.fragment_id, epoch, version, theirs.version, learner_id))
-            if state.epoch == epoch:
+            if theirs.version > state.seen_lost:
+                state.seen_lost = theirs.version
+                self._effects.append(
+                    VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id)
+                )
+            if theirs.epoch == epoch == state.epoch:
                 state.epoch, state.before = self.epoch, None
                 self._announce(state)
                 self._ask_again(state)
@@ -511,10 +524,6 @@ class Shard:
             member = self.membership.get(learner_id)
             if member is not None:
                 self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
-
-    def _forget_merges(self, state: FragmentState, learner_id: str) -> None:
-        state.merged_versions.pop(learner_id, None)
-        state.merged_by.pop(learner_id, None)
 
     def _long_gone(self, merged_versions: dict[str, int]) -> list[str]:
         """Of learners that this shard does not know since it restarted, those merged longest ago, above a bound."""
@@ -577,8 +586,8 @@ class Shard:
             self._tell(member, self._committed(state, member.learner_id, participants))
 
     def _committed(self, state: FragmentState, learner_id: str, participants: int = 0) -> Committed:
-        merged = state.merged_versions.get(learner_id, 0)
-        return Committed(state.fragment.fragment_id, state.version, participants, merged, state.epoch)
+        status = state.status(learner_id)
+        return Committed(status.fragment_id, status.version, participants, status.merged_version, status.epoch)
 
     def _has_budget(self, state: FragmentState) -> bool:
         """The fragment has merged all the tokens that the run asks for."""

@@ -56,6 +56,8 @@ class Arrived:
     merged_version: int
     shift: Shift | None = None
     """What was computed ahead for applying it."""
+    forgotten_version: int = 0
+    """As in FragmentStatus."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import Fragment
-from diloco_worker.core.pushes import Pushes
+from diloco_worker.core.pushes import Lease, Pushes
 from diloco_worker.core.replica import Replica, queued_until, wait_for_device
 
 
@@ -65,6 +65,26 @@ class Pending:
     pushes: Pushes = field(default_factory=Pushes)
     """Belongs to the thread that pushes."""
 
+    def begin_push(self, lease: Lease) -> bool:
+        """Whether to push it now under this lease. If so, tell `pushes` when that has ended.
+
+        It is pushed only to the life of the shard that it was taken for. What the next life holds or merges, the
+        learner learns when it joins there; what was neither is given back then (`LearnerCore.rejoined`), and would
+        count twice if it were pushed as well.
+        """
+        if lease.epoch != self.shard_epoch:
+            self.leave_unread()
+            return False
+        return self.pushes.begin(lease)
+
+    def leave_unread(self) -> None:
+        """Nobody is going to take the snapshot, so versions need not wait for it; until a round asks again."""
+        self.reading = False
+
+    def read_again(self) -> None:
+        """A round asks again: versions wait, if the snapshot is still to be taken."""
+        self.reading = self.snapshot is None
+
     def take_snapshot(self) -> Tensor:
         """Copy theta, or have the device do it, unless that is done: float32 [num_elements].
 
@@ -77,7 +97,7 @@ class Pending:
                 self.copied = queued_until(snapshot)
                 self.snapshot = snapshot
             finally:
-                self.reading = False
+                self.leave_unread()
         return self.snapshot
 
     @property
@@ -88,6 +108,10 @@ class Pending:
     def merged_in(self, version: int, merged_version: int) -> bool:
         """Whether it is in this version, of which the shard says so."""
         return self.round <= version and self.round == merged_version
+
+    def forgotten_in(self, version: int, forgotten_version: int) -> bool:
+        """Whether it may be in this version, of which the shard says that it no longer knows."""
+        return self.round <= min(version, forgotten_version) and self.snapshot is not None
 
     def delta(self) -> Tensor:
         """What is meant to be sent, anchor - snapshot + residual: float32 [num_elements]. Takes the snapshot."""

@@ -28,7 +28,8 @@ class LearnerCore:
         self.inner_step = 0
         self.tokens = 0
         self.contributions: Counter[str] = Counter()
-        """Contributions by fate: taken, merged, carried (not merged; the work went on), and refusals by code."""
+        """Contributions by fate: taken, merged, carried (not merged; the work went on), forgotten (the shard no longer
+        knows; counted as merged, so that nothing counts twice), and refusals by code."""
         self.tokens_carried = 0
         """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
         self.fragments = {
@@ -62,7 +63,7 @@ class LearnerCore:
             if pending is not None:
                 if (pending.round, pending.shard_epoch) == (wanted.round, wanted.shard_epoch):
                     fragment.wanted = None
-                    pending.reading = pending.snapshot is None  # nobody read it where no shard was there to push to
+                    pending.read_again()  # nobody had read it where no shard was there to push to
                     taken.append(pending)
                 continue  # of an earlier round: wait until its fate is known
             if fragment.tokens_since(self.tokens) > 0:
@@ -107,7 +108,7 @@ class LearnerCore:
 
     def arrived(
         self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
-        shift: Shift | None = None,
+        shift: Shift | None = None, forgotten_version: int = 0,
     ) -> bool:  # fmt: skip
         """Apply a version: float32 [num_elements] on the model's device, kept as the anchor.
 
@@ -121,7 +122,7 @@ class LearnerCore:
             return True
         if epoch == fragment.epoch and version <= fragment.version:
             return False
-        merged = self._resolve(fragment, version, epoch, merged_version)
+        merged = self._resolve(fragment, version, merged_version, forgotten_version)
         if self.policy.on_commit == "carry":
             fragment.carry(values, version, epoch, merged=merged, shift=shift)
         else:
@@ -149,18 +150,25 @@ class LearnerCore:
                 fragment.wanted = None
             if pending is None or pending.shard_epoch == epoch:
                 continue
-            if not (status.seeded and status.merged_version == pending.round <= status.version):
+            merged = pending.merged_in(status.version, status.merged_version)
+            if not (status.seeded and (merged or pending.forgotten_in(status.version, status.forgotten_version))):
                 self._carried(fragment)
 
     # ------------------------------------------------------------ helpers
 
-    def _resolve(self, fragment: LearnerFragment, version: int, epoch: int, merged_version: int) -> bool:
-        """Whether the pending contribution is in this version; gives it back if it never will be."""
+    def _resolve(self, fragment: LearnerFragment, version: int, merged_version: int, forgotten_version: int) -> bool:
+        """Whether the pending contribution counts as merged in this version; gives it back if it never will be.
+
+        One that the shard has forgotten does: work that is not in is lost, rather than counted twice.
+        """
         pending = fragment.pending
         if pending is None or (version < pending.round and pending.snapshot is not None):
             return False
         if pending.merged_in(version, merged_version):
             self.contributions["merged"] += 1
+            return True
+        if pending.forgotten_in(version, forgotten_version):
+            self.contributions["forgotten"] += 1
             return True
         self._carried(fragment)
         return False

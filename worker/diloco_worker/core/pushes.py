@@ -1,40 +1,43 @@
-"""The pushes of one contribution: which are under way, and what their answers say about it.
+"""The pushes of one contribution: which are under way, and whether another may begin.
 
-A round may ask again for what is under way, and what was sent under one lease may be sent again under the next. So a
-refusal alone does not tell that a contribution was not merged: another push of it may have been accepted.
+A round may ask again for what is under way, and what was sent under one lease may be sent again under the next. Only an
+answer under the current lease says something about the contribution, and LATE or REJECTED then says all, whatever
+became of the pushes before: where the shard holds the contribution, or has merged it, it answers DUPLICATE instead, and
+what it was sent under older leases it takes no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diloco_common.messages import Outcome, PushAnswer
 
 
-@dataclass
+class Lease(NamedTuple):
+    """Of one learner with one shard."""
+
+    epoch: int
+    """The life of the shard that gave it."""
+    generation: int
+    """Counts anew in each epoch; 0: no lease."""
+
+
 class Pushes:
-    """Owned by whoever sends; the learner only hears what `ended` returns."""
+    """Owned by whoever sends."""
 
-    under_way: set[Hashable] = field(default_factory=set)
-    """The leases that they are made under."""
-    may_be_taken: bool = False
-    """Whether a shard has taken the contribution, or may have: then only a version tells that it was not merged."""
+    def __init__(self) -> None:
+        self._under_way: set[Lease] = set()
+        self._is_refused = False
 
-    def begin(self, lease: Hashable) -> bool:
-        """Whether to push now: not while a push under this lease is under way."""
-        if lease in self.under_way:
+    def begin(self, lease: Lease) -> bool:
+        """Whether to push now: not while a push under this lease is under way, and not what was refused."""
+        if self._is_refused or lease in self._under_way:
             return False
-        self.under_way.add(lease)
+        self._under_way.add(lease)
         return True
 
-    def ended(self, lease: Hashable, answer: PushAnswer | None) -> PushAnswer | None:
-        """A push has its answer, or will never have one (None). Returns what holds for the contribution; None: unknown.
-
-        A refusal holds when no other push of it is under way, and none can have been accepted.
-        """
-        self.under_way.discard(lease)
-        if answer is None or answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
-            self.may_be_taken = True
-            return answer
-        return None if self.under_way or self.may_be_taken else answer
+    def ended(self, lease: Lease, answer: PushAnswer | None) -> None:
+        """The push under this lease has its answer; None: it will never have one, or not under the current lease."""
+        self._under_way.discard(lease)
+        if answer is not None and answer.outcome in (Outcome.LATE, Outcome.REJECTED):
+            self._is_refused = True
