@@ -283,7 +283,7 @@ class Cluster:
             invariants.superseded_only_by_another(learner.learner_id, learner.error.code, started)
         self._end(learner.process, noticed=True)
         if learner.state == "failed":
-            self.timeline.later(1.0, self._start_if_none, learner.learner_id)
+            self.timeline.later(self.options.look_every_s, self._start_if_none, learner.learner_id)
 
     def _is_well(self) -> tuple[bool, str]:
         """Liveness, or what is missing: all joined, versions go on, everybody has them, no contribution is in limbo."""

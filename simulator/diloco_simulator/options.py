@@ -130,16 +130,16 @@ def draw_short(seed: int) -> Options:
     Times are a third of those of `draw_options`, and faults come so much the faster.
     """
     r = random.Random(f"short {seed}")
-    lease_s = r.uniform(1.0, 1.6)
-    pace_s = r.uniform(0.2, 0.4)
-    budget = r.choice((0, 0, 0, 0, 0, r.randint(20, 40)))
+    lease_s = r.uniform(1.0, 1.2)
+    pace_s = r.uniform(0.25, 0.4)
+    budget = r.choice((0, 0, 0, 0, 0, r.randint(10, 24)))
     drawn = replace(
         draw_memory(seed),
         family="short",
         shards=3,
         learners=5,
-        fragments=r.choice((3, 3, 3, 4)),
-        sync_every=r.choice((1, 1, 2, 3)),
+        fragments=r.choice((3, 3, 3, 3, 3, 4)),
+        sync_every=r.choice((1, 1, 2, 2)),
         quorum=r.choice((1, 1, 2, 2, "all")),
         grace=r.choice((0.0, 0.1, 0.5, "adaptive", "adaptive")),
         pull=r.choice(("float32", "bfloat16", "int8", "int4")),
@@ -150,13 +150,14 @@ def draw_short(seed: int) -> Options:
         progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
         step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.4), r.uniform(1.0, 2.0))) for _ in range(5)),
         compute_s=r.choice((0.005, 0.03, 0.1)),
-        call_s=r.uniform(0.8, 1.5),
+        call_s=r.uniform(0.6, 1.0),
         delay_s=r.choice((0.002, 0.01, 0.06)),
         faults_from_s=r.choice((0.0, 0.6)),
-        faults_s=r.uniform(1.2, 2.2),
-        fault_every_s=r.uniform(0.15, 0.4),
+        faults_s=r.uniform(1.0, 1.6),
+        fault_every_s=r.uniform(0.12, 0.3),
         arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
         starts_s=0.3,
+        tick_s=0.35,
         look_every_s=0.2,
         disks=(),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),

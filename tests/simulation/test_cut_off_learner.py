@@ -75,4 +75,4 @@ def test_a_learner_that_is_cut_off_is_back_within_5_s_and_all_its_work_is_merged
         result = cluster.run()
 
     assert seen["back"]
-    assert result.counts["merged"] > result.counts.get("carried", 0)
+    assert result.counts["learned that merged"] > result.counts.get("learned that carried", 0)
