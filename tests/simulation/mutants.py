@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_common.errors import Superseded
+from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Membership
 from diloco_server.core.rounds import Round
-from diloco_server.core.shard import DUPLICATE, Shard
+from diloco_server.core.shard import Shard
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import StoredVersion
@@ -89,7 +90,7 @@ def announce_before_computing(original: Any) -> Any:
 
     def close(self: Shard, state: FragmentState, grace_s: float, now: float) -> None:
         original(self, state, grace_s, now)
-        if state.computing and state.fragment.fragment_id in self._closed:
+        if state.closed is not None:
             state.version += 1
             self._announce(state)
             state.version -= 1

@@ -102,6 +102,8 @@ class FragmentState:
     """A seed or a closed round is with the compute thread; the next version is not announced yet."""
     round: Round | None = None
     """The open round."""
+    closed: Round | None = None
+    """The round that the next version is being computed from."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
     """Learner -> inner step it had reported when the last round opened, for the cadence."""
@@ -151,6 +153,13 @@ class FragmentState:
             self.fragment.fragment_id, self.seeded, self.version, merged or 0, self.epoch,
             self.forgotten_version if merged is None else 0,
         )  # fmt: skip
+
+    def held(self, learner_id: str, round_number: int) -> Contribution | None:
+        """What the learner has contributed to this round, while that is open or being computed."""
+        for collected in (self.round, self.closed):
+            if collected is not None and collected.round == round_number:
+                return collected.contributions.get(learner_id)
+        return None
 
     def may_hold(self, learner_id: str, round_number: int) -> bool:
         """Whether what the learner contributed to this round is in a version, or may be."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from diloco_common.messages import Outcome, PushAnswer, PushHeader
+
 
 @dataclass
 class Ledger:
@@ -27,6 +29,21 @@ class Ledger:
     tokens_refused: Counter[str] = field(default_factory=Counter)
     tokens_fenced: int = 0
     """Accepted, then dropped because the learner lost its lease before the round closed; carried if it lives."""
+
+    def answered(self, header: PushHeader, answer: PushAnswer) -> None:
+        """Count what a push was told. Of a seed only a refusal counts: it is no learner's work."""
+        if answer.outcome is Outcome.REJECTED:
+            self.rejected[answer.code] += 1
+            self.tokens_refused[answer.code] += header.tokens
+        elif header.is_seed:
+            return
+        elif answer.outcome is Outcome.ACCEPTED:
+            self.tokens_accepted += header.tokens
+        elif answer.outcome is Outcome.LATE:
+            self.late += 1
+            self.tokens_late += header.tokens
+        else:
+            self.duplicates += 1
 
     @property
     def tokens_in_flight(self) -> int:

@@ -49,6 +49,7 @@ class Round:
     """Asked learners whose contribution was refused: they gave its work back and will not push it again."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     quorum_at: float | None = None
+    closed_at: float = 0.0
 
     @property
     def missing(self) -> list[str]:

@@ -16,10 +16,8 @@ from statistics import median_low
 
 from diloco_common.codec import Payload
 from diloco_common.errors import (
-    ContributionConflict,
     Draining,
     ManifestMismatch,
-    NotFinite,
     NotJoined,
     NotSeeded,
     Refusal,
@@ -45,7 +43,8 @@ from diloco_common.messages import (
     Stop,
 )
 from diloco_common.settings import Settings
-from diloco_server.core import guards
+from diloco_server.core import admission, guards
+from diloco_server.core.admission import ACCEPTED, DUPLICATE, LATE
 from diloco_server.core.cadence import first_interval, is_due
 from diloco_server.core.effects import (
     BudgetReached,
@@ -68,10 +67,6 @@ from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership, superseded
 from diloco_server.core.rounds import Contribution, Round
 
-ACCEPTED = PushAnswer(Outcome.ACCEPTED)
-DUPLICATE = PushAnswer(Outcome.DUPLICATE)
-LATE = PushAnswer(Outcome.LATE)
-
 
 class Shard:
     """Decides for the fragments of one shard. Not thread-safe: one owner calls it."""
@@ -89,7 +84,6 @@ class Shard:
         self.done = False
         """The token budget is reached; no round opens any more."""
         self._effects: list[Effect] = []
-        self._closed: dict[int, tuple[Round, float]] = {}  # fragment id -> round being computed, when it closed
 
     def take_effects(self) -> list[Effect]:
         """What the shell has to do, in order; the list starts anew."""
@@ -194,71 +188,30 @@ class Shard:
 
         A learner gives back what was refused: another copy of it must not have been taken.
         """
+        answer = PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
         state = self.fragments.get(header.fragment_id)
-        if state is not None and not guards.is_in_line(header, state, self.epoch):
-            state = None
-        if state is not None and self._has_taken(member, state, header):
-            self.ledger.duplicates += 1
-            return DUPLICATE
-        collecting = state.round if state is not None else None
-        if (
-            collecting is not None
-            and collecting.round == header.round
-            and collecting.refuse(member.learner_id, member.generation)
-        ):
-            member.missed[refusal.code] += 1
-        self.ledger.rejected[refusal.code] += 1
-        self.ledger.tokens_refused[refusal.code] += header.tokens
-        return PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
+        if state is not None and guards.is_in_line(header, state, self.epoch):
+            collecting = state.round
+            if admission.is_taken(header, state, member.learner_id):
+                answer = DUPLICATE
+            elif (
+                collecting is not None
+                and collecting.round == header.round
+                and collecting.refuse(member.learner_id, member.generation)
+            ):
+                member.missed[refusal.code] += 1
+        self.ledger.answered(header, answer)
+        return answer
 
     def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         if self.manifest is None:
             raise NotSeeded("no learner has joined since this shard started; join again")
         guards.check_origin(header, self.manifest)
         state = self.owned(header.fragment_id)
-        guards.check_epoch(header, state, self.epoch)
-        if header.is_seed:
-            if state.seeded or state.computing:
-                return DUPLICATE
-            guards.check_sizes(header, state, guards.SEED_ENCODINGS)
-            return None
-        if not state.seeded:
-            raise NotSeeded(f"fragment {header.fragment_id} has no version yet; seed it first")
-        if self._has_taken(member, state, header):
-            self.ledger.duplicates += 1
-            return DUPLICATE
-        if self._held(member, state, header) is not None:
-            raise ContributionConflict(
-                f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
-                "a contribution cannot be changed"
-            )
-        if header.round <= state.version or (state.round is None and header.round == state.version + 1):
-            self.ledger.late += 1
-            self.ledger.tokens_late += header.tokens
-            return LATE
-        guards.check_round(header, state, member.learner_id, self.settings.sync.staleness_max)
-        if header.not_finite:
-            raise NotFinite(f"fragment {header.fragment_id}: {member.learner_id} says that its values are not finite")
-        guards.check_sizes(header, state, (self.settings.sync.push,))
-        return None
-
-    def _has_taken(self, member: Member, state: FragmentState, header: PushHeader) -> bool:
-        """Whether this very contribution is in a round already, or in a version."""
-        if header.is_seed:
-            return False
-        held = self._held(member, state, header)
-        if held is not None:
-            return held.is_what(header)
-        # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
-        return state.may_hold(member.learner_id, header.round)
-
-    def _held(self, member: Member, state: FragmentState, header: PushHeader) -> Contribution | None:
-        """What the learner has contributed to this round, while that is open or being computed."""
-        computing, _ = self._closed.get(header.fragment_id, (None, 0.0))
-        for collected in (state.round, computing):
-            if collected is not None and collected.round == header.round:
-                return collected.contributions.get(member.learner_id)
-        return None
+        answer = admission.by_header(header, state, member.learner_id, self.epoch, self.settings.sync)
+        if answer is not None:
+            self.ledger.answered(header, answer)
+        return answer
 
     def _accept_seed(
         self, state: FragmentState, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]
@@ -286,7 +239,7 @@ class Shard:
         )  # fmt: skip
         state.round.accept(contribution, self.settings.sync.quorum, now)
         member.contributed += 1
-        self.ledger.tokens_accepted += header.tokens
+        self.ledger.answered(header, ACCEPTED)
         if not had_quorum and state.round.quorum_at is not None:
             after_s = now - state.round.opened_at
             self.grace.to_quorum.add(after_s)
@@ -314,7 +267,9 @@ class Shard:
 
     def next_record(self, fragment_id: int) -> Record:
         """What is to be kept with the version that is being computed."""
-        state, (closed, _) = self.fragments[fragment_id], self._closed[fragment_id]
+        state = self.fragments[fragment_id]
+        closed = state.closed
+        assert closed is not None
         merged_versions, merged_by = dict(state.merged_versions), dict(state.merged_by)
         forgotten_version = state.forgotten_version
         norms, tokens = [*state.norms], state.tokens_merged
@@ -352,8 +307,9 @@ class Shard:
         """The next version is computed and durable: announce it."""
         state = self.fragments[fragment_id]
         record = self.next_record(fragment_id)
-        closed, closed_at = self._closed.pop(fragment_id)
-        state.computing = False
+        closed = state.closed
+        assert closed is not None
+        state.closed, state.computing = None, False
         state.before = state.identity
         state.take(record)
         state.published = published
@@ -367,7 +323,7 @@ class Shard:
         self.ledger.rounds += 1
         self.ledger.participants += len(closed.contributions)
         self.ledger.tokens_merged += tokens
-        self.grace.to_publish.add(now - closed_at)
+        self.grace.to_publish.add(now - closed.closed_at)
         self._effects.append(
             VersionCommitted(fragment_id, state.version, len(closed.contributions), tokens, now - closed.opened_at)
         )
@@ -566,8 +522,8 @@ class Shard:
             member = self.membership.get(learner_id)
             if member is not None:
                 member.missed[LATE.outcome.name] += 1
-        state.round, state.computing = None, True
-        self._closed[fragment_id] = (collected, now)
+        collected.closed_at = now
+        state.round, state.closed, state.computing = None, collected, True
         contributions = tuple(collected.contributions[i] for i in sorted(collected.contributions))
         self._effects.append(
             RoundClosed(

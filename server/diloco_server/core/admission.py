@@ -1,0 +1,56 @@
+"""What becomes of a push, told from its header and from what the shard knows of the fragment. Changes nothing.
+
+The order: what is no contribution to this line of versions is refused, what the shard has already is a duplicate, what
+its round no longer waits for is late; of the rest, the guards decide whether its bytes are wanted.
+"""
+
+from __future__ import annotations
+
+from diloco_common.errors import ContributionConflict, NotFinite, NotSeeded
+from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.settings import SyncSettings
+from diloco_server.core import guards
+from diloco_server.core.fragment import FragmentState
+
+ACCEPTED = PushAnswer(Outcome.ACCEPTED)
+DUPLICATE = PushAnswer(Outcome.DUPLICATE)
+LATE = PushAnswer(Outcome.LATE)
+
+
+def by_header(
+    header: PushHeader, state: FragmentState, learner_id: str, epoch: int, sync: SyncSettings
+) -> PushAnswer | None:
+    """None: send the bytes; else this is the answer. Raises a Refusal."""
+    guards.check_epoch(header, state, epoch)
+    if header.is_seed:
+        if state.seeded or state.computing:
+            return DUPLICATE
+        guards.check_sizes(header, state, guards.SEED_ENCODINGS)
+        return None
+    if not state.seeded:
+        raise NotSeeded(f"fragment {header.fragment_id} has no version yet; seed it first")
+    if is_taken(header, state, learner_id):
+        return DUPLICATE
+    if state.held(learner_id, header.round) is not None:
+        raise ContributionConflict(
+            f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
+            "a contribution cannot be changed"
+        )
+    if header.round <= state.version or (state.round is None and header.round == state.version + 1):
+        return LATE
+    guards.check_round(header, state, learner_id, sync.staleness_max)
+    if header.not_finite:
+        raise NotFinite(f"fragment {header.fragment_id}: {learner_id} says that its values are not finite")
+    guards.check_sizes(header, state, (sync.push,))
+    return None
+
+
+def is_taken(header: PushHeader, state: FragmentState, learner_id: str) -> bool:
+    """Whether this very contribution is in a round already, or in a version."""
+    if header.is_seed:
+        return False
+    held = state.held(learner_id, header.round)
+    if held is not None:
+        return held.is_what(header)
+    # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
+    return state.may_hold(learner_id, header.round)
