@@ -13,7 +13,8 @@ import torch
 
 from diloco_common.manifest import TensorSpec, cut
 from diloco_deploy.cli import main as diloco
-from diloco_server.core.fragment import Record, Values
+from diloco_server.core.arithmetic import Values
+from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import Origin, StoredVersion

@@ -27,7 +27,7 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.messages import Collect, Committed, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings, ShardSettings
-from diloco_server.core import fragment as arithmetic
+from diloco_server.core import arithmetic
 from diloco_server.core.effects import MergeRound, SeedFragment, Tell
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer

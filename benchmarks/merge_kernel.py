@@ -21,7 +21,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import OuterSettings
-from diloco_server.core import fragment as arithmetic
+from diloco_server.core import arithmetic
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.rounds import Contribution

@@ -27,7 +27,8 @@ from diloco_common.codec.change import VALUES
 from diloco_common.endpoints import read_address
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import Settings
-from diloco_server.core.fragment import Record, Values
+from diloco_server.core.arithmetic import Values
+from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import Origin, StoredVersion

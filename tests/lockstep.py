@@ -25,7 +25,7 @@ from diloco_common.errors import Refusal
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_common.settings import Settings, ShardSettings
-from diloco_server.core import fragment as arithmetic
+from diloco_server.core import arithmetic
 from diloco_server.core.effects import Event, MergeRound, SeedFragment, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms

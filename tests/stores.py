@@ -10,7 +10,8 @@ import torch
 from builders import random_values
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
-from diloco_server.core.fragment import Record, Values
+from diloco_server.core.arithmetic import Values
+from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import FileSystem
 from diloco_server.storage.store import FileStore, Found
 from diloco_server.storage.version import Origin, StoredVersion

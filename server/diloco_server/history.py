@@ -8,8 +8,8 @@ from diloco_common.codec import decode_payload
 from diloco_common.history import History, fingerprint
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.settings import Settings
+from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeRound, RoundOpened
-from diloco_server.core.fragment import Published
 
 
 class ShardHistory:

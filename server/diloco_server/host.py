@@ -22,12 +22,13 @@ from diloco_common.messages import Directive, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.settings import Settings
 from diloco_server.checkpointer import Checkpointer
-from diloco_server.core import fragment as arithmetic
+from diloco_server.core import arithmetic
+from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
-from diloco_server.core.fragment import Published, Record, Values
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
 from diloco_server.keeper import Keeper
 from diloco_server.observer import Observer

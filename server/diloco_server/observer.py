@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from diloco_common.logs import Log
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.metrics import ShardMetrics
+from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import (
     BudgetReached,
     Event,
@@ -22,7 +23,6 @@ from diloco_server.core.effects import (
     VersionCommitted,
     VersionsLost,
 )
-from diloco_server.core.fragment import Published
 from diloco_server.core.membership import Member, State
 from diloco_server.core.shard import Shard
 from diloco_server.history import ShardHistory

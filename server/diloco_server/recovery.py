@@ -6,7 +6,7 @@ from diloco_common.errors import DataError
 from diloco_common.logs import Log
 from diloco_common.manifest import Manifest
 from diloco_common.settings import Settings
-from diloco_server.core import fragment as arithmetic
+from diloco_server.core import arithmetic
 from diloco_server.core.fragment import Restored
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.storage.store import Found, Store, WrongFolder

@@ -22,8 +22,8 @@ from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.manifest import Fragment, Piece
 from diloco_common.settings import OuterSettings
-from diloco_server.core import fragment as shard_fragment
-from diloco_server.core.fragment import Published, Values
+from diloco_server.core import arithmetic as shard_arithmetic
+from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.rounds import Contribution
@@ -110,13 +110,13 @@ class Tensors:
         return piece_norms(payload, pieces)
 
     def seed(self, payload: Payload) -> Values:
-        return shard_fragment.seed(payload, self._outer)
+        return shard_arithmetic.seed(payload, self._outer)
 
     def step(self, values: Values, fragment: Fragment, round_: Sequence[Contribution], version: int, rule: str) -> None:
-        shard_fragment.step(values, fragment, round_, outer_step=version, rule=rule, optimizer=self._outer)
+        shard_arithmetic.step(values, fragment, round_, outer_step=version, rule=rule, optimizer=self._outer)
 
     def publish(self, values: Values, encoding: str, before: Published | None) -> Published:
-        return shard_fragment.publish(values, encoding, before)
+        return shard_arithmetic.publish(values, encoding, before)
 
     def decoded(self, payload: Payload) -> Value:
         out = torch.empty(payload.header.num_elements)

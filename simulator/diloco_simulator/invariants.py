@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from diloco_common.codec import Payload
+from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import Quorum, needed
-from diloco_server.core.fragment import FragmentState, Published, Record, Values
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, State
+from diloco_server.core.record import Record
 from diloco_server.core.rounds import Contribution, Round
 from diloco_simulator.arithmetic import Value
 from diloco_simulator.truth import Name, Origin, Truth, Version

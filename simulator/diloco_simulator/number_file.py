@@ -15,7 +15,8 @@ from typing import Any
 from diloco_common.codec import CHUNK_ELEMENTS
 from diloco_common.codec.change import ANCHOR
 from diloco_common.manifest import Manifest, cut
-from diloco_server.core.fragment import Record, Values
+from diloco_server.core.arithmetic import Values
+from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import FileSystem, NewFile
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import Header, VersionDamaged

@@ -16,7 +16,7 @@ from diloco_common.codec import Payload
 from diloco_common.codec.change import VALUES
 from diloco_common.codec.payload import CHUNK_ELEMENTS, PayloadHeader, num_payload_bytes
 from diloco_common.manifest import Fragment, TensorSpec
-from diloco_server.core.fragment import Published
+from diloco_server.core.arithmetic import Published
 
 GRID = 0.375
 EXACT = "float32"
@@ -131,7 +131,7 @@ def encode_payload(
 
 
 def publish(theta: float, encoding: str, before: Published | None) -> Published:
-    """As `diloco_server.core.fragment.publish`."""
+    """As `diloco_server.core.arithmetic.publish`."""
     if encoding in VALUES:
         return Published(payload(_encoded(theta, encoding), encoding))
     if before is None:

@@ -9,9 +9,11 @@ from typing import Any
 from diloco_common.codec.change import VALUES
 from diloco_common.errors import BadRequest, Refusal
 from diloco_common.messages import Committed, Directive, Evicted, Progress, PushHeader
+from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, VersionsLost
-from diloco_server.core.fragment import Published, Record, Restored, Values
+from diloco_server.core.fragment import Restored
 from diloco_server.core.membership import Member
+from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
 from diloco_server.storage.store import FileStore, Found, Recovered
 from diloco_server.storage.version import StoredVersion

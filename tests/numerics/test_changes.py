@@ -13,7 +13,7 @@ from builders import TinyText, decoded, inner_step, make_batch, make_settings, r
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import VALUES, decode_version, encode_change, pull_encodings
 from diloco_common.errors import BadSize, NotFinite
-from diloco_server.core import fragment as arithmetic
+from diloco_server.core import arithmetic
 from lockstep import Lockstep
 
 CHANGES = ("int8", "int4", "e3m0")

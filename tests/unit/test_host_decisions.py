@@ -12,7 +12,7 @@ from diloco_common.errors import NotFinite
 from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import Settings
-from diloco_server.core import fragment as arithmetic
+from diloco_server.core import arithmetic
 from diloco_server.core.effects import MergeRound, SeedFragment
 from diloco_server.core.fragment import FragmentState
 from diloco_server.host import ShardHost

@@ -1,22 +1,16 @@
-"""One fragment on its shard: its latest version, its open round, and the arithmetic that makes the next version."""
+"""One fragment on its shard: its latest version, its open round, and who is in it."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-import torch
-from torch import Tensor
-
-from diloco_common.codec import Payload, decode_payload, encode_payload
-from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
 from diloco_common.messages import FragmentStatus
-from diloco_server.core.merge import merge
-from diloco_server.core.outer import OuterOptimizer
+from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.record import Record
 from diloco_server.core.rounds import Contribution, Round
 
 NORMS_MIN = 8
@@ -24,46 +18,6 @@ NORMS_MIN = 8
 NORM_QUIET = 1e-3
 """Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
 the first real contribution to them is thousands of times larger: 3199 times at 1 % of version 0 (docs/quality.md)."""
-
-
-@dataclass
-class Values:
-    """The numbers of a fragment: changed only by `seed` and `step`, on the shard's compute thread."""
-
-    theta: Tensor
-    """float32 [num_elements]."""
-    buffers: list[Tensor]
-    """State of the outer optimizer, float32 [num_elements] each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A version as it is sent: encoded once, the same bytes for all."""
-
-    values: Payload
-    """What every learner that has this version holds as its anchor."""
-    change: Payload | None = None
-    """Leads there from the version before; None for a first version, and where `sync.pull` sends values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What a version says about how it came to be. Kept with it, so that a shard can go on from it."""
-
-    fragment_id: int
-    epoch: int
-    """That the version was made in: (epoch, version) names the same bytes for ever."""
-    version: int
-    merged_versions: dict[str, int]
-    """Learner -> the last version that its contribution was merged into, this one included."""
-    merged_by: dict[str, str]
-    """Learner -> the process that contributed it."""
-    tokens_merged: int
-    norms: tuple[float, ...]
-    """Of the contributions merged last, oldest first."""
-    seed_norm: float
-    forgotten_version: int = 0
-    """The latest version that held a contribution of a learner that is in `merged_versions` no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,34 +125,3 @@ class FragmentState:
             usual = median(self.norms)
             return max(usual, NORM_QUIET * self.seed_norm) if usual else 0.0
         return max(self.seed_norm, 0.01 * math.sqrt(self.fragment.num_elements))
-
-
-def seed(payload: Payload, optimizer: OuterOptimizer) -> Values:
-    """The values of version 0. Raises BadEncoding."""
-    theta = torch.empty(payload.header.num_elements)
-    decode_payload(payload, theta)
-    return Values(theta, [torch.zeros_like(theta) for _ in range(optimizer.num_buffers)])
-
-
-def step(
-    values: Values,
-    fragment: Fragment,
-    contributions: Sequence[Contribution],
-    *,
-    outer_step: int,
-    rule: str,
-    optimizer: OuterOptimizer,
-) -> None:
-    """Merge a closed round and take one outer step, in place."""
-    for merged in merge(contributions, fragment.pieces, rule):
-        part = merged.bounds
-        optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)
-
-
-def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
-    """Encode the current values for learners, who hold `before` (None: nothing, or another epoch's)."""
-    whole = pull_encodings(encoding)[-1]
-    if before is None or encoding == whole:
-        return Published(encode_payload(values.theta, whole))
-    change, anchor = encode_change(values.theta, before.values, encoding)
-    return Published(anchor, change)

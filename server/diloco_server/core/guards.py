@@ -15,6 +15,7 @@ from diloco_common.errors import ManifestMismatch, NormTooLarge, NotFinite, TooS
 from diloco_common.manifest import Manifest, TensorSpec, differences
 from diloco_common.messages import PushHeader
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.rounds import total_norm
 
 SEED_ENCODINGS = ("float32", "bfloat16")
 
@@ -95,8 +96,3 @@ def check_norm(norms: Sequence[float], state: FragmentState, norm_factor: float)
             f"{where}: norm {norm:.3g} is {norm / typical:.3g} times the usual {typical:.3g}, "
             f"at most {norm_factor:g} times is merged (guard.norm_factor)"
         )
-
-
-def total_norm(norms: Sequence[float]) -> float:
-    """L2 norm of a fragment from those of its pieces."""
-    return math.hypot(*norms)

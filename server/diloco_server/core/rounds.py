@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco_common.codec import Payload
@@ -23,6 +25,11 @@ class Contribution:
     payload: Payload
     piece_norms: tuple[float, ...]
     """L2 norm of each piece of the fragment, in order."""
+
+    @property
+    def norm(self) -> float:
+        """Of the whole fragment."""
+        return total_norm(self.piece_norms)
 
     def is_what(self, header: PushHeader) -> bool:
         """Whether a push that begins with this header, of the same learner and round, is this contribution again."""
@@ -92,3 +99,8 @@ class Round:
     def is_void(self) -> bool:
         """Nobody who was asked is expected to contribute any more, and nobody did."""
         return not self.contributions and not self.missing
+
+
+def total_norm(norms: Sequence[float]) -> float:
+    """L2 norm of a fragment from those of its pieces."""
+    return math.hypot(*norms)

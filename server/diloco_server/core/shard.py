@@ -45,6 +45,7 @@ from diloco_common.messages import (
 from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, LATE
+from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import first_interval, is_due
 from diloco_server.core.effects import (
     BudgetReached,
@@ -61,11 +62,12 @@ from diloco_server.core.effects import (
     VersionCommitted,
     VersionsLost,
 )
-from diloco_server.core.fragment import FragmentState, Published, Record, Restored, Values
+from diloco_server.core.fragment import FragmentState, Restored
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership, superseded
-from diloco_server.core.rounds import Contribution, Round
+from diloco_server.core.record import Record, next_record
+from diloco_server.core.rounds import Contribution, Round, total_norm
 
 
 class Shard:
@@ -217,7 +219,7 @@ class Shard:
         self, state: FragmentState, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]
     ) -> PushAnswer:
         state.computing = True
-        state.seed_norm = guards.total_norm(piece_norms)
+        state.seed_norm = total_norm(piece_norms)
         state.tokens_merged = header.tokens_merged
         self._effects.append(SeedFragment(header.fragment_id, payload))
         return ACCEPTED
@@ -270,25 +272,9 @@ class Shard:
         state = self.fragments[fragment_id]
         closed = state.closed
         assert closed is not None
-        merged_versions, merged_by = dict(state.merged_versions), dict(state.merged_by)
-        forgotten_version = state.forgotten_version
-        norms, tokens = [*state.norms], state.tokens_merged
-        for contribution in closed.contributions.values():
-            tokens += contribution.tokens
-            norms.append(guards.total_norm(contribution.piece_norms))
-            member = self.membership.get(contribution.learner_id)
-            # It may be forgotten by now, or replaced by another process.
-            if member is not None and contribution.generation >= member.first_generation:
-                merged_versions[member.learner_id] = closed.round
-                merged_by[member.learner_id] = member.instance
-            else:
-                forgotten_version = closed.round
-        for learner_id in self._long_gone(merged_versions):
-            forgotten_version = max(forgotten_version, merged_versions.pop(learner_id))
-            merged_by.pop(learner_id, None)
-        return Record(
-            fragment_id, self.epoch, closed.round, merged_versions, merged_by, tokens,
-            tuple(norms[-self.settings.guard.norm_window :]), state.seed_norm, forgotten_version,
+        return next_record(
+            state.record(), closed, self.epoch, self.membership,
+            norm_window=self.settings.guard.norm_window, strangers_max=2 * self.settings.shard.max_learners,
         )  # fmt: skip
 
     def seeded(self, fragment_id: int, values: Values, published: Published) -> None:
@@ -480,14 +466,6 @@ class Shard:
             member = self.membership.get(learner_id)
             if member is not None:
                 self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
-
-    def _long_gone(self, merged_versions: dict[str, int]) -> list[str]:
-        """Of learners that this shard does not know since it restarted, those merged longest ago, above a bound."""
-        over = len(merged_versions) - 2 * self.settings.shard.max_learners
-        if over <= 0:
-            return []
-        strangers = [i for i in merged_versions if self.membership.get(i) is None]
-        return sorted(strangers, key=lambda i: (merged_versions[i], i))[:over]
 
     def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
         if not state.seeded or state.computing or self.draining or self._has_budget(state):

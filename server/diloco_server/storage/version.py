@@ -8,7 +8,8 @@ from torch import Tensor
 
 from diloco_common.codec import Payload
 from diloco_common.settings import Settings
-from diloco_server.core.fragment import Record, Values
+from diloco_server.core.arithmetic import Values
+from diloco_server.core.record import Record
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from diloco_common.codec import CHUNK_ELEMENTS, Payload, PayloadHeader
 from diloco_common.codec.change import ANCHOR
 from diloco_common.errors import DataError
 from diloco_common.manifest import Manifest, TensorSpec, cut
-from diloco_server.core.fragment import Record, Values
+from diloco_server.core.arithmetic import Values
+from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import Files, NewFile, OldFile
 from diloco_server.storage.version import Origin, StoredVersion
 

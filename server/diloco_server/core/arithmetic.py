@@ -1,0 +1,67 @@
+"""The arithmetic that makes the next version of a fragment, and the bytes that it is sent as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec.change import encode_change, pull_encodings
+from diloco_common.manifest import Fragment
+from diloco_server.core.merge import merge
+from diloco_server.core.outer import OuterOptimizer
+from diloco_server.core.rounds import Contribution
+
+
+@dataclass
+class Values:
+    """The numbers of a fragment: changed only by `seed` and `step`, on the shard's compute thread."""
+
+    theta: Tensor
+    """float32 [num_elements]."""
+    buffers: list[Tensor]
+    """State of the outer optimizer, float32 [num_elements] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version as it is sent: encoded once, the same bytes for all."""
+
+    values: Payload
+    """What every learner that has this version holds as its anchor."""
+    change: Payload | None = None
+    """Leads there from the version before; None for a first version, and where `sync.pull` sends values."""
+
+
+def seed(payload: Payload, optimizer: OuterOptimizer) -> Values:
+    """The values of version 0. Raises BadEncoding."""
+    theta = torch.empty(payload.header.num_elements)
+    decode_payload(payload, theta)
+    return Values(theta, [torch.zeros_like(theta) for _ in range(optimizer.num_buffers)])
+
+
+def step(
+    values: Values,
+    fragment: Fragment,
+    contributions: Sequence[Contribution],
+    *,
+    outer_step: int,
+    rule: str,
+    optimizer: OuterOptimizer,
+) -> None:
+    """Merge a closed round and take one outer step, in place."""
+    for merged in merge(contributions, fragment.pieces, rule):
+        part = merged.bounds
+        optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)
+
+
+def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
+    """Encode the current values for learners, who hold `before` (None: nothing, or another epoch's)."""
+    whole = pull_encodings(encoding)[-1]
+    if before is None or encoding == whole:
+        return Published(encode_payload(values.theta, whole))
+    change, anchor = encode_change(values.theta, before.values, encoding)
+    return Published(anchor, change)
