@@ -3,6 +3,7 @@
 shard.py        the state machine that ties the rest together; start here
 membership.py   leases and generations: who may contribute
 cadence.py      when a fragment is due
+budget.py       when the run has its tokens
 rounds.py       what a round has collected, and whether it may close
 grace.py        how long a round stays open after its quorum
 admission.py    what becomes of a push

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from diloco_common.manifest import Fragment
-from diloco_common.messages import FragmentStatus
+from diloco_common.messages import FragmentStatus, Held
 from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.membership import Member
 from diloco_server.core.record import Record
 from diloco_server.core.rounds import Contribution, Round
 
@@ -79,6 +81,50 @@ class FragmentState:
     def identity(self) -> tuple[int, int]:
         """Epoch and version."""
         return self.epoch, self.version
+
+    def restore(self, restored: Restored, epoch: int) -> None:
+        """Go on from a version that was kept, in a life of the shard that has this epoch."""
+        self.take(restored.record)
+        self.recovered = self.identity
+        if restored.is_new_line:
+            self.epoch = epoch
+        self.values, self.published, self.seeded = restored.values, restored.published, True
+
+    def begin_seed(self, norm: float, tokens_merged: int) -> None:
+        """The bytes of version 0 go to the compute thread."""
+        self.computing = True
+        self.seed_norm, self.tokens_merged = norm, tokens_merged
+
+    def seed(self, values: Values, published: Published, epoch: int) -> None:
+        """Version 0 is there."""
+        self.values, self.published, self.epoch = values, published, epoch
+        self.computing, self.seeded = False, True
+
+    def open_round(self, live: Sequence[Member], now: float) -> Round:
+        """Ask every live learner for a contribution to the next version."""
+        self.round = Round(self.version + 1, now, {m.learner_id: m.generation for m in live})
+        self.rounds_opened += 1
+        self.base_steps = {m.learner_id: m.progress.inner_step for m in live}
+        self.base_tokens = {m.learner_id: m.progress.tokens for m in live}
+        return self.round
+
+    def close_round(self, now: float) -> None:
+        """What the open round has collected goes to the compute thread."""
+        assert self.round is not None
+        self.round.closed_at = now
+        self.round, self.closed, self.computing = None, self.round, True
+
+    def advance(self, record: Record, published: Published) -> None:
+        """The next version is there."""
+        self.closed, self.computing = None, False
+        self.before = self.identity
+        self.take(record)
+        self.published = published
+
+    def lacks(self, theirs: Held) -> bool:
+        """Whether a learner holds a version that this life of the shard began without."""
+        epoch, version = self.recovered or (None, 0)  # nothing came back: it begins anew, at version 0
+        return theirs.version > version and (epoch is None or theirs.epoch >= epoch)
 
     def record(self) -> Record:
         """What is to be kept with the values."""

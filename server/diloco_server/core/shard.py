@@ -46,6 +46,7 @@ from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, LATE
 from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.budget import Budget
 from diloco_server.core.cadence import first_interval, is_due
 from diloco_server.core.effects import (
     BudgetReached,
@@ -67,7 +68,7 @@ from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership, superseded
 from diloco_server.core.record import Record, next_record
-from diloco_server.core.rounds import Contribution, Round, total_norm
+from diloco_server.core.rounds import Contribution, total_norm
 
 
 class Shard:
@@ -85,6 +86,7 @@ class Shard:
         self.draining = False
         self.done = False
         """The token budget is reached; no round opens any more."""
+        self._budget = Budget(settings.run.tokens)
         self._effects: list[Effect] = []
 
     def take_effects(self) -> list[Effect]:
@@ -139,7 +141,7 @@ class Shard:
             if state.seeded:
                 self._tell(member, self._committed(state, member.learner_id))
             if state.round and member.learner_id in state.round.missing:
-                self._tell(member, Collect(state.fragment.fragment_id, state.round.round, state.epoch))
+                self._ask(member, state)
         if self.done:
             self._tell(member, Stop())
         if self.draining:
@@ -218,9 +220,7 @@ class Shard:
     def _accept_seed(
         self, state: FragmentState, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]
     ) -> PushAnswer:
-        state.computing = True
-        state.seed_norm = total_norm(piece_norms)
-        state.tokens_merged = header.tokens_merged
+        state.begin_seed(total_norm(piece_norms), header.tokens_merged)
         self._effects.append(SeedFragment(header.fragment_id, payload))
         return ACCEPTED
 
@@ -255,12 +255,7 @@ class Shard:
         assert self.manifest is None, "a shard that has a model cannot be restored"
         self._adopt(manifest)
         for restored in fragments:
-            state = self.fragments[restored.record.fragment_id]
-            state.take(restored.record)
-            state.recovered = state.identity
-            if restored.is_new_line:
-                state.epoch = self.epoch
-            state.values, state.published, state.seeded = restored.values, restored.published, True
+            self.fragments[restored.record.fragment_id].restore(restored, self.epoch)
         self._check_budget()
 
     def seed_record(self, fragment_id: int) -> Record:
@@ -280,8 +275,7 @@ class Shard:
     def seeded(self, fragment_id: int, values: Values, published: Published) -> None:
         """Version 0 is computed and durable: announce it."""
         state = self.fragments[fragment_id]
-        state.values, state.published, state.epoch = values, published, self.epoch
-        state.computing, state.seeded = False, True
+        state.seed(values, published, self.epoch)
         self._announce(state)
         self._check_budget()
 
@@ -292,13 +286,9 @@ class Shard:
     def committed(self, fragment_id: int, published: Published, now: float) -> None:
         """The next version is computed and durable: announce it."""
         state = self.fragments[fragment_id]
-        record = self.next_record(fragment_id)
         closed = state.closed
         assert closed is not None
-        state.closed, state.computing = None, False
-        state.before = state.identity
-        state.take(record)
-        state.published = published
+        state.advance(self.next_record(fragment_id), published)
         tokens = 0
         for contribution in closed.contributions.values():
             tokens += contribution.tokens
@@ -432,11 +422,9 @@ class Shard:
         """
         for theirs in held:
             state = self.fragments.get(theirs.fragment_id)
-            if state is None or theirs.epoch == self.epoch:
+            if state is None or theirs.epoch == self.epoch or not state.lacks(theirs):
                 continue
-            epoch, version = state.recovered or (None, 0)  # nothing came back: it begins anew, at version 0
-            if theirs.version <= version or (epoch is not None and theirs.epoch < epoch):
-                continue
+            epoch, version = state.recovered or (None, 0)
             if theirs.version > state.seen_lost:
                 state.seen_lost = theirs.version
                 self._effects.append(
@@ -465,26 +453,22 @@ class Shard:
         for learner_id in state.round.missing if state.round else ():
             member = self.membership.get(learner_id)
             if member is not None:
-                self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
+                self._ask(member, state)
 
     def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
-        if not state.seeded or state.computing or self.draining or self._has_budget(state):
+        if not state.seeded or state.computing or self.draining or self._budget.is_reached(state):
             return False
         sync, total = self.settings.sync, len(self.manifest.fragments) if self.manifest else 1
         never = state.rounds_opened == 0 and state.version == 0
         interval = first_interval(state.fragment.fragment_id, total, sync.sync_every) if never else sync.sync_every
-        return self._rest_is_trained(state, live) or is_due(live, state.base_steps, interval, sync.quorum)
+        return self._budget.rest_is_trained(state, live) or is_due(live, state.base_steps, interval, sync.quorum)
 
     def _open_round(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
-        round_number = state.version + 1
-        state.round = Round(round_number, now, {m.learner_id: m.generation for m in live})
-        state.rounds_opened += 1
-        state.base_steps = {m.learner_id: m.progress.inner_step for m in live}
-        state.base_tokens = {m.learner_id: m.progress.tokens for m in live}
-        self._effects.append(RoundOpened(state.fragment.fragment_id, round_number, len(live)))
+        opened = state.open_round(live, now)
+        self._effects.append(RoundOpened(state.fragment.fragment_id, opened.round, len(live)))
         for member in live:
             member.asked += 1
-            self._tell(member, Collect(state.fragment.fragment_id, round_number, state.epoch))
+            self._ask(member, state)
 
     def _close_if_ready(self, state: FragmentState, grace_s: float, now: float) -> None:
         assert state.round is not None
@@ -500,20 +484,16 @@ class Shard:
             member = self.membership.get(learner_id)
             if member is not None:
                 member.missed[LATE.outcome.name] += 1
-        collected.closed_at = now
-        state.round, state.closed, state.computing = None, collected, True
+        state.close_round(now)
         contributions = tuple(collected.contributions[i] for i in sorted(collected.contributions))
+        open_s = now - collected.opened_at
         self._effects.append(
-            RoundClosed(
-                fragment_id,
-                collected.round,
-                why,
-                len(contributions),
-                len(collected.asked),
-                now - collected.opened_at,
-            )
+            RoundClosed(fragment_id, collected.round, why, len(contributions), len(collected.asked), open_s)
         )
         self._effects.append(MergeRound(fragment_id, collected.round, contributions))
+
+    def _ask(self, member: Member, state: FragmentState) -> None:
+        self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
 
     def _announce(self, state: FragmentState, participants: int = 0) -> None:
         for member in self.membership.live():
@@ -523,20 +503,8 @@ class Shard:
         status = state.status(learner_id)
         return Committed(status.fragment_id, status.version, participants, status.merged_version, status.epoch)
 
-    def _has_budget(self, state: FragmentState) -> bool:
-        """The fragment has merged all the tokens that the run asks for."""
-        return 0 < self.settings.run.tokens <= state.tokens_merged
-
-    def _rest_is_trained(self, state: FragmentState, live: Sequence[Member]) -> bool:
-        """Whether what learners trained since the last round fills the budget: then H need not be waited for."""
-        if self.settings.run.tokens <= 0:
-            return False
-        base = state.base_tokens
-        trained = sum(max(0, m.progress.tokens - base.get(m.learner_id, m.progress.tokens)) for m in live)
-        return trained > 0 and self.settings.run.tokens <= state.tokens_merged + trained
-
     def _check_budget(self) -> None:
-        if self.done or not self.all_seeded or not all(self._has_budget(s) for s in self.fragments.values()):
+        if self.done or not self.all_seeded or not all(map(self._budget.is_reached, self.fragments.values())):
             return
         self.done = True
         self._effects.append(BudgetReached(self.tokens_merged))
