@@ -25,7 +25,7 @@ from pathlib import Path
 import grpc
 import torch
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.manifest import Fragment, Manifest, TensorSpec
@@ -172,7 +172,7 @@ class LightLearner:
     async def join(self) -> None:
         request = pb.JoinRequest(
             protocol=rpc.PROTOCOL, instance=self._identity.learner_id,
-            tensors=rpc.tensors_to_pb(self._tensors), decodes=rpc.DECODES,
+            tensors=protobuf.tensors_to_pb(self._tensors), decodes=rpc.DECODES,
         )  # fmt: skip
         answer = await self._control.Join(request, metadata=self._identity.metadata(None), timeout=CALL_S)
         self._identity = rpc.Identity("local", self._identity.learner_id, answer.generation, answer.epoch)
@@ -196,7 +196,7 @@ class LightLearner:
         """Say again how far it is, as a heartbeat does."""
         tokens = self._inner_step * TOKENS_PER_STEP
         async with self._writing:
-            await self._stream.write(rpc.progress_to_pb(Progress(self._inner_step, tokens)))
+            await self._stream.write(protobuf.progress_to_pb(Progress(self._inner_step, tokens)))
 
     async def seed(self, seeds: Mapping[int, Payload]) -> None:
         """Offer version 0 of every fragment, as a learner does: a few at once, none that was announced meanwhile."""
@@ -246,7 +246,7 @@ class LightLearner:
         attempt = 0
         while True:
             try:
-                requests = rpc.push_requests(header, payload)
+                requests = protobuf.push_requests(header, payload)
                 answer = await self._push_stub.Push(requests, metadata=self._metadata, timeout=CALL_S)
                 break
             except grpc.aio.AioRpcError as error:
@@ -256,12 +256,12 @@ class LightLearner:
                 self.busy += 1
                 await asyncio.sleep(backoff_s(attempt, random.random()))
                 attempt += 1
-        outcome = rpc.answer_from_pb(answer).outcome.value
+        outcome = protobuf.answer_from_pb(answer).outcome.value
         assert outcome in ("accepted", "duplicate"), answer
 
     async def _listen(self) -> None:
         while (message := await self._stream.read()) is not rpc.EOF:
-            match rpc.directive_from_pb(message):
+            match protobuf.directive_from_pb(message):
                 case Collect() as collect:
                     self._collects.put_nowait(collect)
                 case Committed() as committed:

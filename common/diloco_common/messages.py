@@ -1,6 +1,6 @@
 """What learners and shards say to each other, as plain values.
 
-The pure cores speak these; `rpc.py` turns them into the protobuf messages of diloco.v1 and back. The meaning of
+The pure cores speak these; `protobuf.py` turns them into the protobuf messages of diloco.v1 and back. The meaning of
 each field is documented once, in protos/diloco_protos/parameter_server.proto.
 """
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import PayloadReceiver
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadRequest, Busy, Draining, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
@@ -53,7 +53,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 raise ProtocolMismatch(
                     f"this shard speaks protocol {rpc.PROTOCOL}, the caller {request.protocol}; install equal versions"
                 )
-            tensors = rpc.tensors_from_pb(request.tensors)
+            tensors = protobuf.tensors_from_pb(request.tensors)
             if request.observe:
                 shard.observe(tensors)
                 return self._join_response("", 0, tensors_too=True)
@@ -62,7 +62,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             if not caller.learner_id:
                 raise BadRequest("metadata diloco-learner is missing")
             self._check_decodes(request.decodes)
-            held = rpc.held_from_pb(request.held)
+            held = protobuf.held_from_pb(request.held)
             member = shard.join(caller.learner_id, request.instance, tensors, host.clock(), held)
             host.advance()
             return self._join_response(member.learner_id, member.generation)
@@ -78,7 +78,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         reader = asyncio.create_task(self._read_progress(requests, context, stream), name="attend")
         try:
             while (directive := await stream.next()) is not None:
-                yield rpc.directive_to_pb(directive)
+                yield protobuf.directive_to_pb(directive)
                 if isinstance(directive, Evicted):
                     break
             if reader.done():
@@ -95,7 +95,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 raise Busy(f"{limit} pushes are open (shard.max_pushes); try again in a moment")
             self._pushes += 1
             try:
-                return rpc.answer_to_pb(await self._push(member, requests, context))
+                return protobuf.answer_to_pb(await self._push(member, requests, context))
             finally:
                 self._pushes -= 1
         except Refusal as refusal:
@@ -128,7 +128,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             except Refusal as refusal:
                 await self._refuse(context, refusal)
             if payload is not None:
-                header.payload.CopyFrom(rpc.payload_to_pb(payload.header))
+                header.payload.CopyFrom(protobuf.payload_to_pb(payload.header))
                 if payload is change:
                     header.base_version = request.have_version
             yield pb.PullResponse(header=header)
@@ -170,10 +170,10 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             num_shards=settings.shard.count,
             num_fragments=settings.sync.fragments,
             manifest_digest=shard.manifest.digest,
-            policy=rpc.policy_to_pb(shard.policy()),
-            fragments=[rpc.status_to_pb(s) for s in shard.fragment_statuses(learner_id)],
-            pulse=rpc.pulse_to_pb(shard.pulse()),
-            tensors=rpc.tensors_to_pb(shard.manifest.tensors) if tensors_too else [],
+            policy=protobuf.policy_to_pb(shard.policy()),
+            fragments=[protobuf.status_to_pb(s) for s in shard.fragment_statuses(learner_id)],
+            pulse=protobuf.pulse_to_pb(shard.pulse()),
+            tensors=protobuf.tensors_to_pb(shard.manifest.tensors) if tensors_too else [],
         )
 
     def _pull_header(self, request: pb.PullRequest, caller: rpc.Identity) -> pb.PullHeader:
@@ -213,7 +213,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         try:
             async for message in requests:
                 member = self._member(context)
-                shard.progress(member, rpc.progress_from_pb(message), self._host.clock())
+                shard.progress(member, protobuf.progress_from_pb(message), self._host.clock())
                 self._host.advance_soon()
         except Refusal as refusal:
             stream.send(Evicted(refusal.code, str(refusal)))
@@ -263,7 +263,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         first = await self._next_part(requests)
         if first is None or first.WhichOneof("part") != "header":
             raise BadRequest("a push begins with its header")
-        return rpc.push_header_from_pb(first.header)
+        return protobuf.push_header_from_pb(first.header)
 
     async def _next_part(
         self, requests: AsyncIterator[pb.PushRequest], header: PushHeader | None = None

@@ -1,4 +1,4 @@
-"""What travels in calls, as rpc.py makes it of protobuf messages: who speaks, and what is said."""
+"""What travels in calls, as protobuf.py makes it of protobuf messages: who speaks, and what is said."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_common.messages import Progress, PushHeader
@@ -196,7 +196,7 @@ class Attendance:
     heard: list[Any] = field(default_factory=list)
 
     def say(self, inner_step: int, tokens: int = 0, loss: float | None = None) -> None:
-        message = rpc.progress_to_pb(Progress(inner_step, tokens, loss))
+        message = protobuf.progress_to_pb(Progress(inner_step, tokens, loss))
         self.loop.run(self.call.write(message))
 
     def hear(self, kind: type[T]) -> T:
@@ -204,7 +204,7 @@ class Attendance:
 
         async def read() -> T:
             while (message := await self.call.read()) is not rpc.EOF:
-                directive = rpc.directive_from_pb(message)
+                directive = protobuf.directive_from_pb(message)
                 self.heard.append(directive)
                 if isinstance(directive, kind):
                     return directive
@@ -217,7 +217,7 @@ class Attendance:
 
         async def read() -> bool:
             while (message := await self.call.read()) is not rpc.EOF:
-                self.heard.append(rpc.directive_from_pb(message))
+                self.heard.append(protobuf.directive_from_pb(message))
             return True
 
         return self.loop.run(read())
@@ -249,7 +249,7 @@ class Caller:
     ) -> pb.JoinResponse:  # fmt: skip
         request = pb.JoinRequest(
             protocol=protocol, instance=instance or f"process of {self.identity.learner_id}",
-            tensors=rpc.tensors_to_pb(tensors), decodes=decodes, observe=observe,
+            tensors=protobuf.tensors_to_pb(tensors), decodes=decodes, observe=observe,
         )  # fmt: skip
         # Join is called without a generation, as a learner does.
         who = rpc.Identity(self.identity.run_id, self.identity.learner_id)
@@ -265,7 +265,10 @@ class Caller:
 
     def push(self, header: PushHeader, payload: Payload) -> pb.PushResponse:
         return self.push_messages(
-            [pb.PushRequest(header=rpc.push_header_to_pb(header)), *(pb.PushRequest(chunk=c) for c in payload.chunks)]
+            [
+                pb.PushRequest(header=protobuf.push_header_to_pb(header)),
+                *(pb.PushRequest(chunk=c) for c in payload.chunks),
+            ]
         )
 
     def push_messages(self, messages: Iterable[pb.PushRequest], *, hold: bool = False) -> pb.PushResponse:

@@ -11,7 +11,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, refusal, settings_with
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import BadLearnerId, ConfigError, InUse
 from diloco_common.manifest import TensorSpec
@@ -41,8 +41,8 @@ def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
     assert (answer.lease_s, answer.heartbeat_s) == (2.0, 0.2)
     assert (answer.shard_index, answer.num_shards, answer.num_fragments) == (0, 1, 1)
     assert answer.manifest_digest == shard.caller().manifest.digest
-    assert rpc.policy_from_pb(answer.policy).push_encoding == "int4"
-    assert [rpc.status_from_pb(s).seeded for s in answer.fragments] == [False]
+    assert protobuf.policy_from_pb(answer.policy).push_encoding == "int4"
+    assert [protobuf.status_from_pb(s).seeded for s in answer.fragments] == [False]
     assert not answer.tensors
 
 
@@ -112,7 +112,7 @@ def test_more_learners_than_allowed_are_told_to_come_again(serve, clock):
 def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(serve, clock):
     shard = serve(settings_with(), clock)
     caller = shard.caller("a")
-    request = pb.JoinRequest(protocol=1, instance="x", tensors=rpc.tensors_to_pb(TENSORS), decodes=rpc.DECODES)
+    request = pb.JoinRequest(protocol=1, instance="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES)
 
     async def cancelled() -> None:
         for attempt in range(5):
@@ -136,9 +136,9 @@ def test_an_observer_sees_the_model_and_pulls_without_a_lease(serve, clock):
     header, chunks = observer.pull(encodings=["float32"])
 
     assert answer.generation == 0
-    assert tuple(rpc.tensors_from_pb(answer.tensors)) == TENSORS
+    assert tuple(protobuf.tensors_from_pb(answer.tensors)) == TENSORS
     values = torch.empty(NUM_ELEMENTS)
-    decode_payload(Payload(rpc.payload_from_pb(header.payload), tuple(chunks)), values)
+    decode_payload(Payload(protobuf.payload_from_pb(header.payload), tuple(chunks)), values)
     assert values.eq(0.25).all()
     assert [m.learner_id for m in shard.core.membership.all()] == ["a"]
 

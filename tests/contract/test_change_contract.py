@@ -13,7 +13,7 @@ from front import Front
 from in_process import NUM_ELEMENTS, Caller, InProcessShard, contribution, refusal, settings_with
 from torch import Tensor
 
-from diloco_common import rpc
+from diloco_common import protobuf
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.messages import Collect, Committed
@@ -46,7 +46,7 @@ def decoded(payload: Payload) -> Tensor:
 
 def values_of(header: pb.PullHeader, chunks: list[bytes], base: Tensor | None = None) -> Tensor:
     values = torch.empty(NUM_ELEMENTS)
-    decode_version(Payload(rpc.payload_from_pb(header.payload), tuple(chunks)), base, values)
+    decode_version(Payload(protobuf.payload_from_pb(header.payload), tuple(chunks)), base, values)
     return values
 
 

@@ -25,7 +25,7 @@ from in_process import (
     settings_with,
 )
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, PayloadHeader, encode_payload
 from diloco_common.messages import Collect, Committed, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
@@ -71,7 +71,7 @@ def opened(serve, clock: Clock) -> OpenRound:
 
 
 def messages(header: PushHeader | None, *chunks: bytes) -> list[pb.PushRequest]:
-    first = [] if header is None else [pb.PushRequest(header=rpc.push_header_to_pb(header))]
+    first = [] if header is None else [pb.PushRequest(header=protobuf.push_header_to_pb(header))]
     return first + [pb.PushRequest(chunk=chunk) for chunk in chunks]
 
 

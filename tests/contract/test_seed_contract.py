@@ -8,7 +8,7 @@ import grpc
 import torch
 from in_process import CHUNK_ELEMENTS, Caller, InProcessShard, refusal, settings_with
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import encode_payload
 from diloco_common.errors import Busy
 from diloco_common.manifest import TensorSpec, cut
@@ -34,7 +34,7 @@ def seed_of(caller: Caller, fragment_id: int) -> tuple[PushHeader, list[pb.PushR
     num_elements = caller.manifest.fragments[fragment_id].num_elements
     payload = encode_payload(torch.ones(num_elements), "float32", chunk_elements=CHUNK_ELEMENTS)
     header = caller.header(payload, fragment_id=fragment_id, round=0, tokens=0, steps=0)
-    first = pb.PushRequest(header=rpc.push_header_to_pb(header))
+    first = pb.PushRequest(header=protobuf.push_header_to_pb(header))
     return header, [first, *(pb.PushRequest(chunk=chunk) for chunk in payload.chunks)]
 
 

@@ -63,7 +63,7 @@ RULES = {
     "diloco_protos": allow("diloco_protos", outside=frozenset({"google", "grpc"}) | sys.stdlib_module_names),
     "diloco_common": allow("diloco_common", never=TORCH),
     "diloco_common.codec": allow("diloco_common"),
-    "diloco_common.rpc": allow("diloco_common", "diloco_protos", never=TORCH),
+    "diloco_common.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
     "diloco_server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", "diloco_protos"),
@@ -150,6 +150,8 @@ def test_every_module_keeps_to_its_layer(repository):
         ("diloco_common.manifest", "from torch.nn import Module"),
         ("diloco_common.rpc", "import torch"),
         ("diloco_common.logs", "from diloco_protos import parameter_server_pb2"),
+        ("diloco_common.protobuf", "import torch"),
+        ("diloco_common.rpc", "from diloco_protos import parameter_server_pb2"),
         ("diloco_common.rpc", "from diloco_server.core import shard"),
         ("diloco_protos.extra", "import diloco_common"),
         ("diloco_protos.extra", "import torch"),
@@ -188,7 +190,7 @@ def test_a_module_that_breaks_its_layer_is_found(module, source):
     ("module", "source"),
     [
         ("diloco_common.codec.int8", "import torch"),
-        ("diloco_common.rpc", "import grpc\nfrom diloco_protos import parameter_server_pb2 as pb"),
+        ("diloco_common.protobuf", "from diloco_protos import parameter_server_pb2 as pb"),
         ("diloco_server.core.shard", "import math\nimport torch\nfrom dataclasses import dataclass"),
         (
             "diloco_server.core.shard",

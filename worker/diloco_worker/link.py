@@ -17,7 +17,7 @@ import random
 import grpc
 from torch import Tensor
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.errors import DilocoError, Refusal, Superseded
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
@@ -156,9 +156,9 @@ class ShardLink:
         request = pb.JoinRequest(
             protocol=rpc.PROTOCOL,
             instance=self._c.instance,
-            tensors=rpc.tensors_to_pb(self._c.tensors),
+            tensors=protobuf.tensors_to_pb(self._c.tensors),
             decodes=list(rpc.DECODES),
-            held=rpc.held_to_pb(self._puller.held()),
+            held=protobuf.held_to_pb(self._puller.held()),
         )
         metadata = rpc.Identity(self._c.run_id, self._c.learner_id).metadata(self._c.token)
         try:
@@ -172,9 +172,9 @@ class ShardLink:
         session.generation, session.epoch = answer.generation, answer.epoch
         session.shard_index = answer.shard_index
         session.heartbeat_s = answer.heartbeat_s
-        session.policy = policy = rpc.policy_from_pb(answer.policy)
-        self.pulse = rpc.pulse_from_pb(answer.pulse)
-        statuses = tuple(rpc.status_from_pb(s) for s in answer.fragments)
+        session.policy = policy = protobuf.policy_from_pb(answer.policy)
+        self.pulse = protobuf.pulse_from_pb(answer.pulse)
+        statuses = tuple(protobuf.status_from_pb(s) for s in answer.fragments)
         self._c.inbox.put(
             Joined(
                 self.address, answer.shard_index, answer.num_shards, answer.num_fragments, answer.manifest_digest,
@@ -195,7 +195,7 @@ class ShardLink:
                     return
                 if not self.connected:
                     self._connected()
-                directive = rpc.directive_from_pb(message)
+                directive = protobuf.directive_from_pb(message)
                 if directive is not None:
                     self._hear(directive)
         except grpc.aio.AioRpcError as error:
@@ -209,7 +209,7 @@ class ShardLink:
         try:
             while True:
                 self._stepped.clear()  # first: a step that ends meanwhile is reported next time
-                await call.write(rpc.progress_to_pb(self._c.progress()))
+                await call.write(protobuf.progress_to_pb(self._c.progress()))
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.session.heartbeat_s - REPORT_EVERY_S):

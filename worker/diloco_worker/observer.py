@@ -10,7 +10,7 @@ import grpc
 import torch
 from torch import Tensor
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import decode_payload
 from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
 from diloco_common.manifest import Fragment, Manifest, cut
@@ -93,7 +93,7 @@ def _manifest(shards: Sequence[str], answers: Sequence[pb.JoinResponse]) -> Mani
     found = sorted(answer.shard_index for answer in answers)
     if found != list(range(first.num_shards)):
         raise ConfigError(f"the run has {first.num_shards} shards, the addresses given are those of {found}; name all")
-    manifest = cut(rpc.tensors_from_pb(first.tensors), first.num_fragments, first.num_shards)
+    manifest = cut(protobuf.tensors_from_pb(first.tensors), first.num_fragments, first.num_shards)
     for address, answer in zip(shards, answers, strict=True):
         if answer.manifest_digest != manifest.digest:
             raise ManifestMismatch(f"{address} holds another model than {shards[0]}; are they of one run?")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, PayloadReceiver
 from diloco_common.codec.change import decode_version
 from diloco_common.errors import BadRequest
@@ -68,8 +68,8 @@ class Transfer:
     async def push(self, stub: Any, header: PushHeader, payload: Payload, metadata: Any) -> PushAnswer:
         """One attempt. Raises AioRpcError."""
         timeout_s = CALL_S + header.payload.num_bytes / rpc.SLOWEST_BYTES_PER_S
-        response = await stub.Push(rpc.push_requests(header, payload), metadata=metadata, timeout=timeout_s)
-        answer = rpc.answer_from_pb(response)
+        response = await stub.Push(protobuf.push_requests(header, payload), metadata=metadata, timeout=timeout_s)
+        answer = protobuf.answer_from_pb(response)
         self.bytes_pushed += header.payload.num_bytes
         self._metrics.pushed(answer.outcome.value, header.payload.num_bytes)
         return answer
@@ -133,7 +133,7 @@ async def read_version(call: Any, request: pb.PullRequest, num_elements: int) ->
             f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
             "which is not what was asked for"
         )
-    receiver = PayloadReceiver(rpc.payload_from_pb(header.payload))
+    receiver = PayloadReceiver(protobuf.payload_from_pb(header.payload))
     while (part := await call.read()) is not rpc.EOF:
         receiver.add(part.chunk)
     return header, receiver.finish()
