@@ -21,6 +21,7 @@ from diloco_simulator.truth import Origin, Truth
 from diloco_worker.core.events import Answered, Arrived, Asked, Event, EventQueue, Failed, Joined, Stopped
 from diloco_worker.core.fragment import LearnerFragment, Pending
 from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.shards import Shards
 
 _cut = lru_cache(64)(cut)
 JOINING_S = 0.2
@@ -54,8 +55,7 @@ class SimulatedLearner:
         self._random = random.Random(f"learner {options.seed} {instance}")
         self._slow = random.Random(f"applies {options.seed} {instance}")  # apart: the rest of a seed stays what it was
         self._inbox = EventQueue()
-        self._shards: dict[int, Joined] = {}
-        self._stopped: set[int] = set()
+        self._shards = Shards(options.shards)
         self._progress = Progress(0, 0)
         self._patterns: dict[int, Value] = {}
         self._step_s = options.step_s[number]
@@ -112,7 +112,7 @@ class SimulatedLearner:
             link.stepped()
         if self.state == "failed":
             return
-        if len(self._stopped) == len(self._shards):
+        if self._shards.have_stopped:
             self._leave(now + SETTLE_S)
         else:
             self._train_on()
@@ -175,7 +175,7 @@ class SimulatedLearner:
             case Joined():
                 self._joined(event)
             case Stopped():
-                self._stopped.add(event.shard_index)
+                self._shards.stop(event.shard_index)
             case Failed():
                 self.error = event.error
                 self.state = "failed"
@@ -188,21 +188,20 @@ class SimulatedLearner:
 
     def _joined(self, answer: Joined) -> None:
         """The first time that all shards gave a lease, the model is cut; then what is empty is seeded."""
-        self._shards[answer.shard_index] = answer
-        self._stopped.discard(answer.shard_index)
+        self._shards.join(answer)
         if self.core is not None:
             self._core.rejoined(answer.fragments, answer.epoch)
             for status in answer.fragments:
                 self._resolve(status.fragment_id)
             self._seed(answer)
-        elif len(self._shards) == len(self.links):
+        elif self._shards.are_complete:
             manifest = _cut(tuple(self._replica.specs), answer.num_fragments, answer.num_shards)
             assert manifest.digest == answer.manifest_digest
             self.core = LearnerCore(self._replica, manifest, answer.policy)
             self._patterns = {i: self._arithmetic.pattern(f.fragment) for i, f in self.core.fragments.items()}
             for link in self.links:
                 link.know(manifest)
-            for shard in self._shards.values():
+            for shard in self._shards.joined:
                 self._seed(shard)
             for asked in self._early.values():
                 self.core.collect(asked.directive, asked.epoch)

@@ -35,7 +35,7 @@ from diloco_common import rpc
 from diloco_common.addresses import parse_address
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
-from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
+from diloco_common.errors import CannotConnect, ConfigError
 from diloco_common.http import HttpServer
 from diloco_common.logs import Log
 from diloco_common.manifest import cut
@@ -45,6 +45,7 @@ from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, J
 from diloco_worker.core.fragment import Pending
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.core.shards import Shards
 from diloco_worker.history import LearnerHistory
 from diloco_worker.inbox import Inbox
 from diloco_worker.link import ANNOUNCE_WAIT_S
@@ -149,8 +150,7 @@ class Learner:
         self._replica = replica
         self._first = (inner_step, tokens)
         self._inbox = Inbox()
-        self._shards: dict[int, Joined] = {}
-        self._stopped: set[int] = set()
+        self._shards = Shards(len(addresses))
         self._stop_requested = False
         self._acts: list[Callable[[], None]] = []  # for the network thread, at the end of the boundary
         self._step_ended = time.monotonic()
@@ -212,7 +212,7 @@ class Learner:
     @property
     def done(self) -> bool:
         """Whether to stop training: every shard has merged the token budget, or `stop` was called."""
-        return self._stop_requested or self._all_stopped
+        return self._stop_requested or self._shards.have_stopped
 
     @property
     def tokens_merged(self) -> int:
@@ -236,7 +236,7 @@ class Learner:
     def close(self) -> None:
         """Leave the run: what is being pushed gets a few seconds. Repeating it is fine."""
         if self.state != "stopped":
-            self.state = "done" if self._all_stopped else "stopped"
+            self.state = "done" if self._shards.have_stopped else "stopped"
             if self._history is not None:
                 self._history.ended()
         self.network.stop()
@@ -274,7 +274,8 @@ class Learner:
 
     def _ready(self) -> tuple[bool, str]:
         """Whether the learner has joined every shard and holds every fragment, and what is missing."""
-        away = [link.address for link in self.network.links if link.address not in self._addresses_joined()]
+        there = {joined.address for joined in self._shards.joined}
+        away = [link.address for link in self.network.links if link.address not in there]
         if away:
             return False, f"no answer from {', '.join(away)}"
         if self.core is None:
@@ -292,13 +293,6 @@ class Learner:
         there = {link.session.shard_index for link in self.network.links if link.connected}
         missing = [f.fragment for f in self.core.fragments.values() if not f.adopted]
         return len(missing) < len(self.core.fragments) and not any(f.shard_index in there for f in missing)
-
-    @property
-    def _all_stopped(self) -> bool:
-        return len(self._stopped) == len(self.network.links)
-
-    def _addresses_joined(self) -> set[str]:
-        return {joined.address for joined in self._shards.values()}
 
     # ------------------------------------------------------------ a step boundary
 
@@ -341,7 +335,7 @@ class Learner:
             case Arrived():
                 self._arrived(event)
             case Stopped():
-                self._stopped.add(event.shard_index)
+                self._shards.stop(event.shard_index)
             case Failed():
                 self.state = "stopped"
                 raise event.error
@@ -353,47 +347,24 @@ class Learner:
 
     def _joined(self, joined: Joined) -> None:
         """A shard gave a lease: the first one tells how the model is cut; once all did, seed what is empty."""
-        other = self._shards.get(joined.shard_index)
-        if other is not None and other.address != joined.address:
-            raise ConfigError(
-                f"{other.address} and {joined.address} both are shard {joined.shard_index}; "
-                "name every shard once, and give each its own shard.index"
-            )
-        self._shards[joined.shard_index] = joined
-        self._stopped.discard(joined.shard_index)
-        complete = len(self._shards) == len(self.network.links)
+        is_new = self._shards.join(joined)
         if self.core is None:
             self._cut(joined)
-        if other is None:
-            self._check(joined)
+        if is_new:
+            self._shards.check(joined, self._core.manifest.digest, self._core.policy)
         self._core.rejoined(joined.fragments, joined.epoch)
-        if complete:
-            for shard in self._shards.values() if other is None else (joined,):
+        if self._shards.are_complete:
+            for shard in self._shards.joined if is_new else (joined,):
                 self._seed(shard)
 
     def _cut(self, first: Joined) -> None:
-        """Cut the model as a shard says that all do. Raises ConfigError."""
-        if first.num_shards != len(self.network.links):
-            raise ConfigError(
-                f"the run has {first.num_shards} shards (shard.count of {first.address}), "
-                f"but {len(self.network.links)} addresses are given; name all of them"
-            )
+        """Cut the model as a shard says that all do."""
         manifest = cut(self._replica.specs, first.num_fragments, first.num_shards)
         self.core = LearnerCore(self._replica, manifest, first.policy)
         self.core.inner_step, self.core.tokens = self._first
         self.transfer.shift_to = self.core.shift_to
         for link in self.network.links:
             self._acts.append(partial(link.know, manifest))
-
-    def _check(self, shard: Joined) -> None:
-        """Raises ManifestMismatch where a shard cuts the model in another way than the first one."""
-        first, core = next(iter(self._shards.values())), self._core
-        if shard.manifest_digest != core.manifest.digest or shard.policy != core.policy:
-            raise ManifestMismatch(
-                f"{shard.address} cuts the model in {shard.num_fragments} fragments for {shard.num_shards} shards "
-                f"with {shard.policy}, {first.address} in {first.num_fragments} for {first.num_shards} with "
-                f"{first.policy}; start all shards with the same settings"
-            )
 
     def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""

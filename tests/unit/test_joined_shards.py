@@ -1,0 +1,63 @@
+"""What a learner makes of the shards that give it a lease."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_common.errors import ConfigError, ManifestMismatch
+from diloco_common.messages import LearnerPolicy
+from diloco_worker.core.events import Joined
+from diloco_worker.core.shards import Shards
+
+POLICY = LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True)
+FIRST = Joined("ps-0:50051", 0, 2, 6, "digest", POLICY, 1, ())
+SECOND = replace(FIRST, address="ps-1:50051", shard_index=1)
+
+
+def test_a_run_is_complete_once_every_address_is_another_shard_of_it() -> None:
+    shards = Shards(2)
+
+    assert (shards.join(FIRST), shards.are_complete) == (True, False)
+    assert (shards.join(SECOND), shards.are_complete) == (True, True)
+    assert not shards.join(replace(FIRST, epoch=2)), "it is not new, it came back"
+    assert [s.epoch for s in shards.joined] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("before", "joined", "why"),
+    [
+        ([], replace(FIRST, num_shards=3), "has 3 shards .* but 2 addresses"),
+        ([FIRST], replace(SECOND, shard_index=0), "ps-0:50051 and ps-1:50051 both are shard 0"),
+    ],
+)
+def test_addresses_that_are_no_run_are_a_mistake_of_the_user(before: list[Joined], joined: Joined, why: str) -> None:
+    shards = Shards(2)
+    for shard in before:
+        shards.join(shard)
+
+    with pytest.raises(ConfigError, match=why):
+        shards.join(joined)
+
+
+@pytest.mark.parametrize("other", [{"manifest_digest": "another"}, {"policy": replace(POLICY, sync_every=5)}])
+def test_shards_with_other_settings_than_the_first_one_are_refused(other: dict[str, object]) -> None:
+    shards = Shards(2)
+    shards.join(FIRST)
+    shards.join(SECOND)
+
+    shards.check(SECOND, "digest", POLICY)
+    with pytest.raises(ManifestMismatch, match=r"ps-1:50051 cuts the model .* ps-0:50051 in 6 for 2"):
+        shards.check(replace(SECOND, **other), "digest", POLICY)  # type: ignore[arg-type]
+
+
+def test_a_shard_that_came_back_has_not_stopped() -> None:
+    shards = Shards(2)
+    for shard in (FIRST, SECOND):
+        shards.join(shard)
+        shards.stop(shard.shard_index)
+    assert shards.have_stopped
+
+    shards.join(FIRST)
+    assert not shards.have_stopped

@@ -1,0 +1,63 @@
+"""The shards that a learner has joined: whether they make up one run, and which of them have stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from diloco_common.errors import ConfigError, ManifestMismatch
+from diloco_common.messages import LearnerPolicy
+from diloco_worker.core.events import Joined
+
+
+class Shards:
+    """One for each address that the learner was given, once it has joined."""
+
+    def __init__(self, num_addresses: int) -> None:
+        self._num_addresses = num_addresses
+        self._joined: dict[int, Joined] = {}  # by index; the one that joined first stays the first
+        self._stopped: set[int] = set()
+
+    @property
+    def joined(self) -> Collection[Joined]:
+        """As each of them joined last."""
+        return self._joined.values()
+
+    @property
+    def are_complete(self) -> bool:
+        return len(self._joined) == self._num_addresses
+
+    @property
+    def have_stopped(self) -> bool:
+        """All of them have reached the token budget."""
+        return len(self._stopped) == self._num_addresses
+
+    def join(self, joined: Joined) -> bool:
+        """A shard gave a lease; says whether it is new. Raises ConfigError if the addresses are not a run's."""
+        other = self._joined.get(joined.shard_index)
+        if other is not None and other.address != joined.address:
+            raise ConfigError(
+                f"{other.address} and {joined.address} both are shard {joined.shard_index}; "
+                "name every shard once, and give each its own shard.index"
+            )
+        if not self._joined and joined.num_shards != self._num_addresses:
+            raise ConfigError(
+                f"the run has {joined.num_shards} shards (shard.count of {joined.address}), "
+                f"but {self._num_addresses} addresses are given; name all of them"
+            )
+        self._joined[joined.shard_index] = joined
+        self._stopped.discard(joined.shard_index)
+        return other is None
+
+    def check(self, joined: Joined, manifest_digest: str, policy: LearnerPolicy) -> None:
+        """Raises ManifestMismatch where a shard cuts the model in another way than the first one."""
+        first = next(iter(self._joined.values()))
+        if joined.manifest_digest != manifest_digest or joined.policy != policy:
+            raise ManifestMismatch(
+                f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "
+                f"with {joined.policy}, {first.address} in {first.num_fragments} for {first.num_shards} with "
+                f"{first.policy}; start all shards with the same settings"
+            )
+
+    def stop(self, shard_index: int) -> None:
+        """It has reached the token budget; another life of it may not have."""
+        self._stopped.add(shard_index)
