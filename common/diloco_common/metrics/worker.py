@@ -120,11 +120,11 @@ class Exchange:
         self._reconnects.inc()
 
 
-class WorkerMetrics(Training, Exchange):
+class WorkerMetrics:
     """What a learner measures. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = new_registry()
         declare = Declare(self.registry)
-        Training.__init__(self, declare)
-        Exchange.__init__(self, declare, clock)
+        self.training = Training(declare)
+        self.exchange = Exchange(declare, clock)
