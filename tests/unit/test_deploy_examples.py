@@ -55,11 +55,14 @@ STANDS_FOR = {
     "squeue": '[ "$*" = "--noheader --states=RUNNING --jobs=$RUNNING" ] && echo running',
     "sleep": "echo waits; echo '12 node-7:50051,node-9:50051' >\"$RUN_DIR/shards\"",
     "diloco": '[ "$1" = token ] && echo secret >"$2"',
-    "srun": '[[ "$*" == *"--cpus-per-task=8 "* ]] || exit 1; while [[ $1 == --* ]]; do shift; done; for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@"; done',
+    "srun": """
+        [[ "$*" == *"--cpus-per-task=8 "* ]] || exit 1  # since 22.05, it does not take that over from sbatch
+        while [[ $1 == --* ]]; do shift; done
+        for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@"; done""",
     "diloco-server": 'printf "%s " "$@"; echo',
     "diloco-worker": 'printf "%s " "$@"; echo',
 }
-"""Programs of a Slurm node, which tell what they were asked for. Since 22.05 srun inherits no CPUs per task of sbatch."""
+"""Programs of a Slurm node, which tell what they were asked for."""
 
 
 def slurm_node(folder: Path) -> dict[str, str]:
