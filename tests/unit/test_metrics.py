@@ -63,6 +63,7 @@ def busy_shard() -> ShardMetrics:
 def busy_worker(now: float = 0.0) -> WorkerMetrics:
     """A worker in which everything has happened."""
     m = WorkerMetrics(clock=lambda: now)
+    m.training.begun("worker-1")
     m.training.stepped(tokens=1024, seconds=0.25, loss=2.5)
     m.training.stalled(0.0002)
     m.exchange.encoded(0.01)
@@ -132,6 +133,7 @@ def test_what_happens_in_a_shard_is_counted(series, value):
 @pytest.mark.parametrize(
     ("series", "value"),
     [
+        ("diloco_worker_learner{learner=worker-1}", 1),
         ("diloco_worker_inner_steps_total", 1),
         ("diloco_worker_tokens_total", 1024),
         ("diloco_worker_loss", 2.5),

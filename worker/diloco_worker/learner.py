@@ -135,6 +135,7 @@ class Learner:
         self.learner_id = learner_id
         self.run = run
         self.metrics = WorkerMetrics()
+        self.metrics.training.begun(learner_id)
         self.log = Log(learner_id)
         self.http_address = ""
         self.state = "joining"

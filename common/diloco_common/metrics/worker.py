@@ -20,6 +20,7 @@ class Training:
     """What goes on in the training loop, and what synchronisation costs it."""
 
     def __init__(self, declare: Declare) -> None:
+        self._learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
         self._inner_steps = declare.counter("diloco_worker_inner_steps_total", "Inner steps taken.")
         self._tokens = declare.counter("diloco_worker_tokens_total", "Tokens trained on.")
         self._loss = declare.gauge("diloco_worker_loss", "Training loss of the last inner step.")
@@ -36,6 +37,9 @@ class Training:
             "phase",
         )
         start_at_zero(self._sync_seconds, get_args(SyncPhase))
+
+    def begun(self, learner: str) -> None:
+        self._learner.labels(learner).set(1)
 
     def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
         """One inner step ended."""
