@@ -120,7 +120,7 @@ class ShardHost:
             state = self.shard.fragments[restored.record.fragment_id]
             self.observer.announcing(restored.record.fragment_id, *state.identity, restored.published, again=True)
             self.keeper.recovered(restored.record.fragment_id)
-            self.metrics.version(restored.record.fragment_id, restored.record.version)
+            self.metrics.rounds.version(restored.record.fragment_id, restored.record.version)
         self._checkpointer.begin({r.record.fragment_id: r.record.version for r in fragments}, manifest)
         self.log.event(
             "recovered", fragments=len(fragments), parameters=sum(r.values.theta.numel() for r in fragments),
@@ -136,7 +136,7 @@ class ShardHost:
                 self.shard.send_pulses()
                 next_pulse = now + self.settings.lease.heartbeat_s
                 self.observer.sample(now, is_ready=self.ready()[0])
-                self.metrics.versions_not_durable(self.keeper.not_durable)
+                self.metrics.storage.not_durable(self.keeper.not_durable)
             self.advance()
             await asyncio.sleep(TICK_S)
 
@@ -267,7 +267,7 @@ class ShardHost:
             try:
                 return work()
             finally:
-                self.metrics.computed(phase, time.thread_time() - began)
+                self.metrics.rounds.computed(phase, time.thread_time() - began)
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
@@ -344,7 +344,7 @@ class ShardHost:
         async with self.keeper.hold(effect.fragment_id):  # a write of the version before may be under way
             try:
                 published, merged_s = await self.compute("merge", work)
-                self.metrics.merged(merged_s)
+                self.metrics.rounds.merged(merged_s)
                 await self._keep(self.shard.next_record(effect.fragment_id), values, published)
             except Exception as error:
                 self.keeper.drop(effect.fragment_id)

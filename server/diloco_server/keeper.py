@@ -147,7 +147,7 @@ class Keeper:
             return False
         now = time.monotonic()
         self._written_at[record.fragment_id] = now
-        self._metrics.saved(num_bytes, now - began)
+        self._metrics.storage.saved(num_bytes, now - began)
         self._written(record.fragment_id, record.version, manifest)
         if self._failing.pop(record.fragment_id, None) and not self._failing:
             self._log.event("storage works again", fragment=record.fragment_id, version=record.version)
@@ -160,10 +160,10 @@ class Keeper:
         finally:
             if self._folder is not None:
                 with contextlib.suppress(OSError):
-                    self._metrics.disk_free(shutil.disk_usage(self._folder).free)
+                    self._metrics.storage.disk_free(shutil.disk_usage(self._folder).free)
 
     def _failed(self, version: StoredVersion, error: OSError) -> None:
-        self._metrics.save_failed()
+        self._metrics.storage.save_failed()
         record, now = version.record, time.monotonic()
         if not self._failing or now - self._said_at > SAY_AGAIN_S:
             what = "version not durable" if self._interval_s else "version not durable, so not announced"

@@ -42,12 +42,12 @@ class Observer:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._history = ShardHistory.of(shard.settings, shard.epoch)
-        metrics.epoch(shard.epoch)
+        metrics.itself.epoch(shard.epoch)
         settings = shard.settings
         compared = {"shard.count": settings.shard.count, "sync.staleness_max": settings.sync.staleness_max}
         if settings.sync.quorum != "all":
             compared["sync.quorum"] = settings.sync.quorum
-        metrics.settings(compared)
+        metrics.itself.settings(compared)
 
     def note(self, event: Event) -> None:
         """An event of the core."""
@@ -57,34 +57,34 @@ class Observer:
             case RoundOpened():
                 self._log.debug("round opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
             case QuorumReached():
-                self._metrics.quorum_reached(event.after_s)
+                self._metrics.rounds.quorum_reached(event.after_s)
             case RoundClosed():
                 why = cast(Literal["all", "grace", "lease"], event.why)
-                self._metrics.round_closed(why, event.participants)
+                self._metrics.rounds.closed(why, event.participants)
                 self._log.debug(
                     "round closed", fragment=event.fragment_id, round=event.round, why=event.why,
                     participants=event.participants, asked=event.asked, open_s=round(event.open_s, 3),
                 )  # fmt: skip
             case VersionCommitted():
-                self._metrics.version_committed(event.fragment_id, event.version, event.round_s)
+                self._metrics.rounds.committed(event.fragment_id, event.version, event.round_s)
                 self._log.debug(
                     "version committed", fragment=event.fragment_id, version=event.version,
                     participants=event.participants, tokens=event.tokens, round_s=round(event.round_s, 3),
                 )  # fmt: skip
             case VersionsLost():
-                self._metrics.versions_lost(event.seen - event.recovered)
+                self._metrics.storage.lost(event.seen - event.recovered)
                 self._remember(
                     "versions lost", self._log.error, fragment=event.fragment_id, epoch=event.epoch,
                     recovered=event.recovered, seen=event.seen, learner=event.learner_id,
                 )  # fmt: skip
             case LearnerJoined():
-                self._metrics.learner_joined()
+                self._metrics.learners.joined()
                 what = "returned" if event.returned else "joined"
                 self._remember(what, learner=event.learner_id, generation=event.generation)
             case LearnerGone():
                 self._gone(event)
             case LearnerForgotten():
-                self._metrics.forget(event.learner_id)
+                self._metrics.learners.forget(event.learner_id)
             case BudgetReached():
                 self._remember("budget reached", tokens_merged=event.tokens_merged)
 
@@ -107,13 +107,13 @@ class Observer:
         match answer.outcome:
             case Outcome.ACCEPTED:
                 state = self._shard.fragments[header.fragment_id]
-                self._metrics.contribution_accepted(staleness=max(0, state.version - header.base_version))
+                self._metrics.contributions.accepted(staleness=max(0, state.version - header.base_version))
             case Outcome.DUPLICATE:
-                self._metrics.contribution_duplicate()
+                self._metrics.contributions.duplicate()
             case Outcome.LATE:
-                self._metrics.contribution_late()
+                self._metrics.contributions.late()
             case Outcome.REJECTED:
-                self._metrics.contribution_rejected(answer.code)
+                self._metrics.contributions.rejected(answer.code)
                 self._log.warning(
                     "contribution refused", fragment=header.fragment_id, round=header.round,
                     code=answer.code, why=answer.message,
@@ -121,29 +121,29 @@ class Observer:
 
     def call_refused(self, learner_id: str, code: str, words: str) -> None:
         """A call ended with an error status."""
-        self._metrics.call_refused(code)
+        self._metrics.itself.call_refused(code)
         self._log.warning("call refused", learner=learner_id, code=code, why=words)
 
     def received(self, num_bytes: int) -> None:
         self.bytes_pushed += num_bytes
-        self._metrics.received(num_bytes)
+        self._metrics.contributions.received(num_bytes)
 
     def sent(self, num_bytes: int) -> None:
         self.bytes_pulled += num_bytes
-        self._metrics.sent(num_bytes)
+        self._metrics.contributions.sent(num_bytes)
 
     def sample(self, now: float, *, is_ready: bool) -> None:
         """Set the gauges; about once per heartbeat."""
         shard, metrics = self._shard, self._metrics
         live = shard.membership.live()
-        metrics.ready(is_ready)
-        metrics.learners(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
+        metrics.itself.ready(is_ready)
+        metrics.learners.live(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
         opened_at = [s.round.opened_at for s in shard.fragments.values() if s.round is not None]
-        metrics.open_rounds(len(opened_at), oldest_s=now - min(opened_at, default=now))
-        metrics.grace(shard.grace_s())
-        metrics.tokens(merged=shard.tokens_merged, budget=shard.settings.run.tokens)
+        metrics.rounds.open(len(opened_at), oldest_s=now - min(opened_at, default=now))
+        metrics.rounds.grace(shard.grace_s())
+        metrics.itself.tokens(merged=shard.tokens_merged, budget=shard.settings.run.tokens)
         ledger = shard.ledger
-        metrics.contributed_tokens(
+        metrics.contributions.tokens(
             accepted=ledger.tokens_accepted,
             merged=ledger.tokens_merged,
             late=ledger.tokens_late,
@@ -151,13 +151,13 @@ class Observer:
             fenced=ledger.tokens_fenced,
         )
         for member in shard.membership.all():
-            metrics.learner_state(member.learner_id, member.state.value)
-            metrics.learner_contributions(
+            metrics.learners.state(member.learner_id, member.state.value)
+            metrics.learners.contributions(
                 member.learner_id, asked=member.asked, contributed=member.contributed, merged=member.merged
             )
-            metrics.learner_silent(member.learner_id, now - member.last_heard)
+            metrics.learners.silent(member.learner_id, now - member.last_heard)
             p = member.progress
-            metrics.learner_progress(
+            metrics.learners.progress(
                 member.learner_id,
                 inner_step=p.inner_step,
                 tokens=p.tokens,
@@ -177,7 +177,7 @@ class Observer:
         elif event.code in ("SUPERSEDED", "STALE_GENERATION"):
             self._remember("replaced", learner=learner, generation=generation, code=event.code)
         else:
-            self._metrics.learner_evicted(event.code)
+            self._metrics.learners.evicted(event.code)
             self._remember("evicted", learner=learner, generation=generation, code=event.code)
 
     def _remember(self, event: str, say: Callable[..., None] | None = None, /, **facts: Any) -> None:

@@ -49,3 +49,25 @@ def test_every_folder_of_the_host_is_labelled_for_selinux(compose: dict[str, Any
     folders = [volume for volume in volumes if volume.startswith(".")]
     assert folders
     assert all(volume.endswith(":ro,z") for volume in folders)
+
+
+def test_a_worker_on_a_gpu_is_no_replica_and_the_page_adds_another(repository: Path, compose: dict[str, Any]) -> None:
+    """Docker gives all replicas of a service the same GPU."""
+    page = (repository / "docs/deploy.md").read_text()
+    added = page.partition("```yaml\n  worker-gpu-1:")[2].partition("```")[0]
+    text = (
+        (repository / "docker-compose.yml").read_text().replace("\nsecrets:\n", f"\n  worker-gpu-1:{added}\nsecrets:\n")
+    )
+    services = yaml.safe_load(text)["services"]
+    gpus = []
+    for service in (services["worker-gpu"], services["worker-gpu-1"]):
+        assert service["profiles"] == ["gpu"]
+        assert service["environment"] == {
+            **compose["services"]["worker"]["environment"],
+            "DILOCO_WORKER__DEVICE": "cuda",
+        }
+        assert "replicas" not in service["deploy"]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        gpus.append(device["device_ids"])
+    assert gpus == [["${WORKER_GPU:-0}"], ["1"]]
+    assert "build" not in services["worker-gpu-1"], "two services that build one image race"

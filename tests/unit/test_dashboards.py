@@ -68,5 +68,8 @@ def test_runs_that_are_shown_together_are_told_apart(name: str) -> None:
     for panel in panels(BOARDS[name]):
         for target in panel["targets"]:
             assert 'run=~"$run"' in target["expr"], panel["title"]
-            if re.search(r"\bby \(run\b", target["expr"]) and panel["type"] in ("timeseries", "state-timeline"):
+            by_run = re.search(r"\bby \(run\b", target["expr"]) or "{{instance}}" in target["legendFormat"]
+            if by_run and panel["type"] in ("timeseries", "state-timeline"):
                 assert "{{run}}" in target["legendFormat"], panel["title"]
+            for labels in re.findall(r"\bby \(([^)]*)\)", target["expr"]):
+                assert "instance" not in labels or "run" in labels, "instances of two runs may have the same name"

@@ -55,7 +55,10 @@ STANDS_FOR = {
     "squeue": '[ "$*" = "--noheader --states=RUNNING --jobs=$RUNNING" ] && echo running',
     "sleep": "echo waits; echo '12 node-7:50051,node-9:50051' >\"$RUN_DIR/shards\"",
     "diloco": '[ "$1" = token ] && echo secret >"$2"',
-    "srun": 'while [[ $1 == --* ]]; do shift; done; for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@"; done',
+    "srun": """
+        [[ "$*" == *"--cpus-per-task=8 "* ]] || exit 1  # since 22.05, it does not take that over from sbatch
+        while [[ $1 == --* ]]; do shift; done
+        for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@"; done""",
     "diloco-server": 'printf "%s " "$@"; echo',
     "diloco-worker": 'printf "%s " "$@"; echo',
 }
@@ -69,7 +72,8 @@ def slurm_node(folder: Path) -> dict[str, str]:
     for name, body in STANDS_FOR.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
-    return {"PATH": f"{programs}:{os.environ['PATH']}", "RUN_DIR": str(folder / "a run")}
+    path = f"{programs}:{os.environ['PATH']}"
+    return {"PATH": path, "RUN_DIR": str(folder / "a run"), "SLURM_CPUS_PER_TASK": "8"}
 
 
 def test_slurm_starts_each_shard_with_its_index_and_workers_find_them_all(tmp_path: Path) -> None:

@@ -27,52 +27,53 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
 def busy_shard() -> ShardMetrics:
     """A shard in which everything has happened."""
     m = ShardMetrics()
-    m.ready(True)
-    m.epoch(2)
-    m.call_refused("NOT_JOINED")
-    m.learner_joined()
-    m.learner_evicted("LEASE_EXPIRED")
-    m.learners(alive=3, stalled=1)
-    m.learner_progress("worker-1", inner_step=10, tokens=1000, step_seconds=0.25, loss=2.5)
-    m.learner_silent("worker-1", 0.5)
-    m.learner_state("worker-1", "stalled")
-    m.learner_contributions("worker-1", asked=5, contributed=4, merged=3)
-    m.settings({"sync.quorum": 2})
-    m.contributed_tokens(accepted=900, merged=800, late=30, refused=20, fenced=10)
-    m.contribution_accepted(staleness=1)
-    m.contribution_duplicate()
-    m.contribution_late()
-    m.contribution_rejected("NOT_FINITE")
-    m.received(100)
-    m.sent(200)
-    m.open_rounds(4, oldest_s=2.5)
-    m.grace(0.75)
-    m.quorum_reached(0.1)
-    m.round_closed("grace", 2)
-    m.merged(0.02)
-    m.version_committed(3, 7, 1.5)
-    m.tokens(merged=5000, budget=10_000)
-    m.saved(4096, 0.05)
-    m.save_failed()
-    m.versions_lost(2)
-    m.versions_not_durable(3)
-    m.disk_free(10_000_000)
+    m.itself.ready(True)
+    m.itself.epoch(2)
+    m.itself.call_refused("NOT_JOINED")
+    m.learners.joined()
+    m.learners.evicted("LEASE_EXPIRED")
+    m.learners.live(alive=3, stalled=1)
+    m.learners.progress("worker-1", inner_step=10, tokens=1000, step_seconds=0.25, loss=2.5)
+    m.learners.silent("worker-1", 0.5)
+    m.learners.state("worker-1", "stalled")
+    m.learners.contributions("worker-1", asked=5, contributed=4, merged=3)
+    m.itself.settings({"sync.quorum": 2})
+    m.contributions.tokens(accepted=900, merged=800, late=30, refused=20, fenced=10)
+    m.contributions.accepted(staleness=1)
+    m.contributions.duplicate()
+    m.contributions.late()
+    m.contributions.rejected("NOT_FINITE")
+    m.contributions.received(100)
+    m.contributions.sent(200)
+    m.rounds.open(4, oldest_s=2.5)
+    m.rounds.grace(0.75)
+    m.rounds.quorum_reached(0.1)
+    m.rounds.closed("grace", 2)
+    m.rounds.merged(0.02)
+    m.rounds.committed(3, 7, 1.5)
+    m.itself.tokens(merged=5000, budget=10_000)
+    m.storage.saved(4096, 0.05)
+    m.storage.save_failed()
+    m.storage.lost(2)
+    m.storage.not_durable(3)
+    m.storage.disk_free(10_000_000)
     return m
 
 
 def busy_worker(now: float = 0.0) -> WorkerMetrics:
     """A worker in which everything has happened."""
     m = WorkerMetrics(clock=lambda: now)
-    m.stepped(tokens=1024, seconds=0.25, loss=2.5)
-    m.stalled(0.0002)
-    m.encoded(0.01)
-    m.pushed("accepted", 500)
-    m.contributions_unmerged(2)
-    m.carried(64)
-    m.pulled(700)
-    m.applied(3, 7, 0.004)
-    m.connected(2)
-    m.reconnected()
+    m.training.begun("worker-1")
+    m.training.stepped(tokens=1024, seconds=0.25, loss=2.5)
+    m.training.stalled(0.0002)
+    m.exchange.encoded(0.01)
+    m.exchange.pushed("accepted", 500)
+    m.exchange.contributions_unmerged(2)
+    m.exchange.carried(64)
+    m.exchange.pulled(700)
+    m.exchange.applied(3, 7, 0.004)
+    m.exchange.connected(2)
+    m.exchange.reconnected()
     return m
 
 
@@ -132,6 +133,7 @@ def test_what_happens_in_a_shard_is_counted(series, value):
 @pytest.mark.parametrize(
     ("series", "value"),
     [
+        ("diloco_worker_learner{learner=worker-1}", 1),
         ("diloco_worker_inner_steps_total", 1),
         ("diloco_worker_tokens_total", 1024),
         ("diloco_worker_loss", 2.5),
@@ -159,11 +161,11 @@ def test_the_age_of_a_version_grows_until_the_next_one():
     m = WorkerMetrics(clock=lambda: now[0])
     age = "diloco_worker_version_age_seconds{fragment=3}"
 
-    m.applied(3, 1, 0.001)
+    m.exchange.applied(3, 1, 0.001)
     now[0] = 130.0
     assert values(m.registry)[age] == 30
 
-    m.applied(3, 2, 0.001)
+    m.exchange.applied(3, 2, 0.001)
     assert values(m.registry)[age] == 0
 
 
@@ -174,14 +176,14 @@ def test_what_is_unknown_is_not_zero():
     m = ShardMetrics()
     free = values(m.registry)["diloco_shard_disk_free_bytes"]
     assert free != free
-    m.learner_progress("worker-1", inner_step=0, tokens=0, step_seconds=0, loss=None)
+    m.learners.progress("worker-1", inner_step=0, tokens=0, step_seconds=0, loss=None)
     assert "diloco_shard_learner_loss{learner=worker-1}" not in values(m.registry)
 
 
 def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
     m = ShardMetrics()
     for merged in (5000, 4000, 6000):
-        m.tokens(merged=merged, budget=0)
+        m.itself.tokens(merged=merged, budget=0)
 
     assert values(m.registry)["diloco_shard_tokens_merged_total"] == 6000
 
@@ -189,7 +191,7 @@ def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
 def test_a_learner_is_in_one_state():
     m = ShardMetrics()
     for state in ("alive", "evicted", "evicted", "alive", "left"):
-        m.learner_state("worker-1", state)
+        m.learners.state("worker-1", state)
 
     states = {series: value for series, value in values(m.registry).items() if "learner_state" in series}
     assert [series for series, value in states.items() if value] == [
@@ -200,10 +202,10 @@ def test_a_learner_is_in_one_state():
 
 def test_a_learner_that_is_forgotten_leaves_no_series():
     m = busy_shard()
-    m.learner_silent("worker-2", 0.1)
+    m.learners.silent("worker-2", 0.1)
 
-    m.forget("worker-1")
-    m.forget("worker-1")
+    m.learners.forget("worker-1")
+    m.learners.forget("worker-1")
 
     left = [series for series in values(m.registry) if "learner=" in series]
     assert left == ["diloco_shard_learner_silent_seconds{learner=worker-2}"]

@@ -30,7 +30,8 @@ STANDS_FOR = {
     "systemctl": """
         [ "$*" = daemon-reload ] && exit
         unit=${!#} && [ "$1 $2" = "enable --now" ] && ls "$ETC/systemd/system/${unit%@*}@.service" """,
-    "diloco": 'exec "$PYTHON" -m diloco_deploy "$@"',
+    "diloco": "exit 127 # the page says that it is in /opt/diloco, which nobody has on the PATH",
+    "opt-diloco": 'exec "$PYTHON" -m diloco_deploy "$@"',
 }
 """What takes a cluster, or root: says what it was asked for, and fails on what the real one would."""
 
@@ -46,8 +47,9 @@ def follow(tmp_path: Path):
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "ETC": str(etc), "PYTHON": sys.executable}
 
     def run(name: str, **variables: str) -> str:
+        commands = BLOCKS[name].replace("/etc/", f"{etc}/").replace("/opt/diloco/bin/", f"{programs}/opt-")
         ended = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", BLOCKS[name].replace("/etc/", f"{etc}/")],
+            ["bash", "-euo", "pipefail", "-c", commands],
             cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr

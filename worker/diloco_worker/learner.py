@@ -136,6 +136,7 @@ class Learner:
         self.learner_id = learner_id
         self.run = run
         self.metrics = WorkerMetrics()
+        self.metrics.training.begun(learner_id)
         self.log = Log(learner_id)
         self.http_address = ""
         self.state = "joining"
@@ -331,7 +332,7 @@ class Learner:
                     self._history.answered(event)
                 before = self._core.tokens_carried
                 self._core.answered(event.fragment_id, event.round, event.answer)
-                self.metrics.carried((self._core.tokens_carried - before) / len(self._core.fragments))
+                self.metrics.exchange.carried((self._core.tokens_carried - before) / len(self._core.fragments))
             case Arrived():
                 self._arrived(event)
             case Stopped():
@@ -424,16 +425,16 @@ class Learner:
         self, fragment_id: int, version: int, seconds: float, cpu_seconds: float, carried: float, replaced: object
     ) -> None:
         """`replaced`: freed here, as giving so much memory back can take longer than the apply did."""
-        self.metrics.applied(fragment_id, version, seconds)
-        self.metrics.computed("apply", cpu_seconds)
-        self.metrics.carried(carried)
+        self.metrics.exchange.applied(fragment_id, version, seconds)
+        self.metrics.training.computed("apply", cpu_seconds)
+        self.metrics.exchange.carried(carried)
 
     def _stepped(self, tokens: int, step_s: float, stall_s: float) -> None:
         for link in self.network.links:
             link.stepped()
-        self.metrics.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
-        self.metrics.stalled(stall_s)
-        self.metrics.contributions_unmerged(self._core.unmerged)
+        self.metrics.training.stepped(tokens=tokens, seconds=step_s, loss=self.loss)
+        self.metrics.training.stalled(stall_s)
+        self.metrics.exchange.contributions_unmerged(self._core.unmerged)
 
     def _report(self) -> Progress:
         """The latest progress."""

@@ -247,14 +247,14 @@ class ShardLink:
         self.connected = True
         self.connections += 1
         self._c.connected.add(self.address)
-        self._c.metrics.connected(len(self._c.connected))
+        self._c.metrics.exchange.connected(len(self._c.connected))
         if self.connections > 1:
-            self._c.metrics.reconnected()
+            self._c.metrics.exchange.reconnected()
 
     def _disconnected(self) -> None:
         self.connected = False
         self._c.connected.discard(self.address)
-        self._c.metrics.connected(len(self._c.connected))
+        self._c.metrics.exchange.connected(len(self._c.connected))
 
     def _silence_s(self) -> float:
         return SILENCE_HEARTBEATS * self.session.heartbeat_s

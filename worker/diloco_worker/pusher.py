@@ -158,7 +158,7 @@ class Pusher:
                 if refusal is not None and not isinstance(refusal, TRY_AGAIN):
                     c.log.warning("push refused", fragment=header.fragment_id, code=refusal.code, why=refusal)
                     return None
-                c.metrics.pushed("failed", 0)
+                c.metrics.exchange.pushed("failed", 0)
                 await asyncio.sleep(backoff_s(attempt, random.random()))
                 attempt += 1
                 continue

@@ -59,8 +59,8 @@ class Transfer:
         def work() -> Payload:
             began, cpu_began = time.perf_counter(), time.thread_time()
             payload = encode()
-            self._metrics.encoded(time.perf_counter() - began)
-            self._metrics.computed("encode", time.thread_time() - cpu_began)
+            self._metrics.exchange.encoded(time.perf_counter() - began)
+            self._metrics.training.computed("encode", time.thread_time() - cpu_began)
             return payload
 
         return await self._on_codec_thread(work)
@@ -71,7 +71,7 @@ class Transfer:
         response = await stub.Push(protobuf.push_requests(header, payload), metadata=metadata, timeout=timeout_s)
         answer = protobuf.answer_from_pb(response)
         self.bytes_pushed += header.payload.num_bytes
-        self._metrics.pushed(answer.outcome.value, header.payload.num_bytes)
+        self._metrics.exchange.pushed(answer.outcome.value, header.payload.num_bytes)
         return answer
 
     async def pull(
@@ -90,7 +90,7 @@ class Transfer:
         if payload is None:
             return None
         self.bytes_pulled += payload.header.num_bytes
-        self._metrics.pulled(payload.header.num_bytes)
+        self._metrics.exchange.pulled(payload.header.num_bytes)
         base = base if header.HasField("base_version") else None
         values, shift = await self._on_codec_thread(lambda: self._decode(header, payload, base))
         return Pulled(header, values, shift)
@@ -99,7 +99,7 @@ class Transfer:
     def _take_snapshot(self, pending: Pending) -> None:
         began = time.thread_time()
         pending.take_snapshot()
-        self._metrics.computed("snapshot", time.thread_time() - began)
+        self._metrics.training.computed("snapshot", time.thread_time() - began)
 
     @torch.no_grad()
     def _decode(self, header: pb.PullHeader, payload: Payload, base: Tensor | None) -> tuple[Tensor, Shift | None]:
@@ -108,7 +108,7 @@ class Transfer:
         decode_version(payload, base, values)
         shift = self.shift_to(header.fragment_id, values, header.version, header.merged_version)
         wait_for_device(values)
-        self._metrics.computed("decode", time.thread_time() - began)
+        self._metrics.training.computed("decode", time.thread_time() - began)
         return values, shift
 
     async def _on_codec_thread(self, work: Callable[[], T]) -> T:

@@ -37,20 +37,20 @@ class Contributions:
         start_at_zero(self._contributions, ("accepted", "duplicate", "late"))
         start_at_zero(self._rejected, REJECTIONS)
 
-    def contribution_accepted(self, *, staleness: int) -> None:
+    def accepted(self, *, staleness: int) -> None:
         self._contributions.labels("accepted").inc()
         self._staleness.observe(staleness)
 
-    def contribution_duplicate(self) -> None:
+    def duplicate(self) -> None:
         self._contributions.labels("duplicate").inc()
 
-    def contribution_late(self) -> None:
+    def late(self) -> None:
         self._contributions.labels("late").inc()
 
-    def contribution_rejected(self, code: str) -> None:
+    def rejected(self, code: str) -> None:
         self._rejected.labels(code).inc()
 
-    def contributed_tokens(self, *, accepted: int, merged: int, late: int, refused: int, fenced: int) -> None:
+    def tokens(self, *, accepted: int, merged: int, late: int, refused: int, fenced: int) -> None:
         """Totals of this life of the shard."""
         fates = {"accepted": accepted, "merged": merged, "late": late, "refused": refused, "fenced": fenced}
         for fate, total in fates.items():

@@ -62,36 +62,34 @@ class Learners:
         start_at_zero(self._learners, ("alive", "stalled"))
         start_at_zero(self._evictions, ("LEASE_EXPIRED", "STALLED"))
 
-    def learner_joined(self) -> None:
+    def joined(self) -> None:
         self._joins.inc()
 
-    def learner_evicted(self, code: str) -> None:
+    def evicted(self, code: str) -> None:
         self._evictions.labels(code).inc()
 
-    def learners(self, *, alive: int, stalled: int) -> None:
+    def live(self, *, alive: int, stalled: int) -> None:
         """`alive` counts the stalled ones too."""
         self._learners.labels("alive").set(alive)
         self._learners.labels("stalled").set(stalled)
 
-    def learner_progress(
-        self, learner: str, *, inner_step: int, tokens: int, step_seconds: float, loss: float | None
-    ) -> None:
+    def progress(self, learner: str, *, inner_step: int, tokens: int, step_seconds: float, loss: float | None) -> None:
         self._learner_inner_step.labels(learner).set(inner_step)
         self._learner_tokens.labels(learner).set(tokens)
         self._learner_step_seconds.labels(learner).set(step_seconds)
         if loss is not None:
             self._learner_loss.labels(learner).set(loss)
 
-    def learner_silent(self, learner: str, seconds: float) -> None:
+    def silent(self, learner: str, seconds: float) -> None:
         self._learner_silent.labels(learner).set(seconds)
 
-    def learner_state(self, learner: str, state: LearnerState) -> None:
+    def state(self, learner: str, state: LearnerState) -> None:
         if self._states.get(learner) != state:
             self._states[learner] = state
             for one in LEARNER_STATES:
                 self._learner_state.labels(learner, one).set(one == state)
 
-    def learner_contributions(self, learner: str, *, asked: int, contributed: int, merged: int) -> None:
+    def contributions(self, learner: str, *, asked: int, contributed: int, merged: int) -> None:
         """Totals over all generations of the learner."""
         for fate, total in (("asked", asked), ("contributed", contributed), ("merged", merged)):
             self._learner_contributions.follow(total, learner, fate)

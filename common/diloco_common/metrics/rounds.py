@@ -49,7 +49,7 @@ class Rounds:
         start_at_zero(self._rounds_closed, get_args(CloseReason))
         start_at_zero(self._compute_seconds, get_args(ComputePhase))
 
-    def open_rounds(self, count: int, *, oldest_s: float) -> None:
+    def open(self, count: int, *, oldest_s: float) -> None:
         """`oldest_s` since the first of them was opened."""
         self._open_rounds.set(count)
         self._oldest_round.set(oldest_s)
@@ -61,7 +61,7 @@ class Rounds:
         """`seconds` since the round was opened."""
         self._quorum_seconds.observe(seconds)
 
-    def round_closed(self, why: CloseReason, participants: int) -> None:
+    def closed(self, why: CloseReason, participants: int) -> None:
         self._rounds_closed.labels(why).inc()
         self._participants.observe(participants)
 
@@ -71,7 +71,7 @@ class Rounds:
     def computed(self, phase: ComputePhase, cpu_seconds: float) -> None:
         self._compute_seconds.labels(phase).inc(cpu_seconds)
 
-    def version_committed(self, fragment: int, version: int, seconds: float) -> None:
+    def committed(self, fragment: int, version: int, seconds: float) -> None:
         """`seconds` since the round was opened."""
         self.version(fragment, version)
         self._round_seconds.observe(seconds)

@@ -48,14 +48,14 @@ class Itself:
         self._tokens_budget.set(budget)
 
 
-class ShardMetrics(Itself, Learners, Contributions, Rounds, Storage):
+class ShardMetrics:
     """What a shard measures. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self.registry = new_registry()
         declare = Declare(self.registry)
-        Itself.__init__(self, declare)
-        Learners.__init__(self, declare)
-        Contributions.__init__(self, declare)
-        Rounds.__init__(self, declare)
-        Storage.__init__(self, declare)
+        self.itself = Itself(declare)
+        self.learners = Learners(declare)
+        self.contributions = Contributions(declare)
+        self.rounds = Rounds(declare)
+        self.storage = Storage(declare)

@@ -45,10 +45,10 @@ class Storage:
     def save_failed(self) -> None:
         self._save_failures.inc()
 
-    def versions_not_durable(self, count: int) -> None:
+    def not_durable(self, count: int) -> None:
         self._versions_not_durable.set(count)
 
-    def versions_lost(self, count: int) -> None:
+    def lost(self, count: int) -> None:
         self._versions_lost.inc(count)
 
     def disk_free(self, num_bytes: int) -> None:

@@ -20,6 +20,7 @@ class Training:
     """What goes on in the training loop, and what synchronisation costs it."""
 
     def __init__(self, declare: Declare) -> None:
+        self._learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
         self._inner_steps = declare.counter("diloco_worker_inner_steps_total", "Inner steps taken.")
         self._tokens = declare.counter("diloco_worker_tokens_total", "Tokens trained on.")
         self._loss = declare.gauge("diloco_worker_loss", "Training loss of the last inner step.")
@@ -36,6 +37,9 @@ class Training:
             "phase",
         )
         start_at_zero(self._sync_seconds, get_args(SyncPhase))
+
+    def begun(self, learner: str) -> None:
+        self._learner.labels(learner).set(1)
 
     def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
         """One inner step ended."""
@@ -120,11 +124,11 @@ class Exchange:
         self._reconnects.inc()
 
 
-class WorkerMetrics(Training, Exchange):
+class WorkerMetrics:
     """What a learner measures. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = new_registry()
         declare = Declare(self.registry)
-        Training.__init__(self, declare)
-        Exchange.__init__(self, declare, clock)
+        self.training = Training(declare)
+        self.exchange = Exchange(declare, clock)
