@@ -391,6 +391,7 @@ def test_a_shard_under_two_names_is_refused(serve):
 
 @pytest.mark.parametrize("learner_id", ["../x", "a b", "a\nb", "\x1b[31m", "a\0", "x" * 65])
 def test_a_learner_id_that_is_not_plain_is_refused_before_dialing(learner_id):
+    until(lambda: _threads() == [], "threads of the test before end")
     with pytest.raises(BadLearnerId, match="1 to 64 of"):
         diloco_worker.join("127.0.0.1:1", tiny_model(), learner_id=learner_id, wait_s=0)
     assert _threads() == []
@@ -450,7 +451,7 @@ def _threads() -> list[str]:
 
 def test_close_leaves_the_run_and_no_thread_and_may_be_repeated(serve, train):
     shard = serve(settings_with())
-    assert _threads() == []
+    until(lambda: _threads() == [], "threads of the test before end")
     a = train(shard.address, "a")
     a.until(lambda: shard.version() >= 1, "a version")
 

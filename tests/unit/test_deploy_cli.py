@@ -151,10 +151,12 @@ def test_status_with_one_shard_of_two_down_shows_the_other(
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    network = Path("/proc/self/ns/net").readlink()
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert says in said
     assert len(said.splitlines()) == 1
+    assert Path("/proc/self/ns/net").readlink() == network, "chaos enters a network namespace, which is not done yet"
 
 
 @pytest.mark.parametrize("body", [b"", b"not json", b"[]", b'{"role": "something else"}', b"\xff"])

@@ -74,6 +74,7 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
         from diloco_deploy.chaos.timeline import check_timeline
 
         check_timeline(chaos.timeline)
+    baseline = _read_baseline(chaos.baseline) if chaos.baseline else None
     cluster = settings.cluster
     links = _links()
     if links is not None:
@@ -83,7 +84,6 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
         shards=names("shard", cluster.shards), workers=names("worker", cluster.workers), disk_full=chaos.disk_full,
         links=links is not None,
     )  # fmt: skip
-    baseline = _read_baseline(chaos.baseline) if chaos.baseline else None
     with Interrupts() as interrupts:
         if baseline is None and chaos.compared:
             _tell(f"without faults, for {chaos.seconds:.0f} s")
