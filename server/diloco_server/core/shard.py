@@ -200,16 +200,17 @@ class Shard:
         if state is not None and self._has_taken(member, state, header):
             self.ledger.duplicates += 1
             return DUPLICATE
+        answer = PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
         collecting = state.round if state is not None else None
         if (
             collecting is not None
             and collecting.round == header.round
-            and collecting.refuse(member.learner_id, member.generation)
+            and collecting.refuse(member.learner_id, member.generation, header, answer)
         ):
             member.missed[refusal.code] += 1
         self.ledger.rejected[refusal.code] += 1
         self.ledger.tokens_refused[refusal.code] += header.tokens
-        return PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
+        return answer
 
     def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         if self.manifest is None:
@@ -236,6 +237,8 @@ class Shard:
             self.ledger.late += 1
             self.ledger.tokens_late += header.tokens
             return LATE
+        if state.round is not None and (refused := state.round.refusal_of(member.learner_id, header)) is not None:
+            return refused
         guards.check_round(header, state, member.learner_id, self.settings.sync.staleness_max)
         if header.not_finite:
             raise NotFinite(f"fragment {header.fragment_id}: {member.learner_id} says that its values are not finite")
