@@ -59,6 +59,8 @@ class ShardServer:
         self._health = HealthServicer()
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         self._ticking: asyncio.Task[None] | None = None
+        self.hangs = False
+        """A write to the data folder may still be under way, for good: its thread would keep the process from ending."""
 
     async def start(self) -> None:
         """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
@@ -120,6 +122,7 @@ class ShardServer:
         if await self.host.writes_ended(WRITES_END_S):
             self._lock.release()
         else:
+            self.hangs = True
             self.host.log.warning(
                 "a write to the data folder hangs: the folder stays locked until this process has ended",
                 folder=self.settings.shard.data_dir,
@@ -147,6 +150,8 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
         await server.abandon()
         raise DilocoError(f"{server.host.why_broken}. The versions announced so far are whole: start the shard again")
     await server.stop()
+    if server.hangs:
+        _leave()
 
 
 async def _first_of(*events: asyncio.Event) -> None:
@@ -158,7 +163,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 def _leave() -> NoReturn:
-    """End at once, before anybody was served: there is nothing to hand over, and reading cannot be interrupted."""
+    """End at once, whatever the threads are at: a disk cannot be interrupted, and there is nothing left to hand over."""
     os._exit(EXIT_OK)
 
 
