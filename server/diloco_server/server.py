@@ -60,7 +60,7 @@ class ShardServer:
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         self._ticking: asyncio.Task[None] | None = None
         self.hangs = False
-        """A write to the data folder may still be under way, for good: its thread would keep the process from ending."""
+        """A write to the data folder may be under way for good: its thread would keep the process from ending."""
 
     async def start(self) -> None:
         """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
@@ -163,7 +163,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 def _leave() -> NoReturn:
-    """End at once, whatever the threads are at: a disk cannot be interrupted, and there is nothing left to hand over."""
+    """End at once, whatever threads are at: a disk cannot be interrupted, and there is nothing left to hand over."""
     os._exit(EXIT_OK)
 
 
