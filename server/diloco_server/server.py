@@ -34,6 +34,8 @@ DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
 WRITES_END_S = 2.0
 """Seconds that writes have to end after that, before the data folder is left locked."""
+LAST_WRITE_S = 10.0
+"""Seconds that such a write has before the process ends under it: all in all less than the 30 s of a container."""
 
 
 class ShardServer:
@@ -151,6 +153,7 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
         raise DilocoError(f"{server.host.why_broken}. The versions announced so far are whole: start the shard again")
     await server.stop()
     if server.hangs:
+        await server.host.writes_ended(LAST_WRITE_S)
         _leave()
 
 

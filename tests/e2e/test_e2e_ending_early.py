@@ -29,8 +29,9 @@ sys.exit(cli.main(["--set=security.insecure=true", "--listen=127.0.0.1:0", "--ht
 
 HUNG_DISK = """
 import sys, threading
-from diloco_server import cli
+from diloco_server import cli, server
 from diloco_server.host import ShardHost
+server.LAST_WRITE_S = 0.1
 async def recover(self):
     self.keeper._threads.submit(threading.Event().wait)
 ShardHost.recover = recover
