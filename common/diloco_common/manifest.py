@@ -98,7 +98,8 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
     """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards.
 
     Fewer fragments result where the model has fewer pieces than that. Tensors without elements are left out.
-    Raises ValueError if there is nothing to cut, a name stands twice, or a shard would own nothing.
+    Raises ValueError if there is nothing to cut, a name stands twice, a dimension is negative, or a shard would own
+    nothing.
     """
     if num_fragments < 1 or num_shards < 1:
         raise ValueError(f"num_fragments and num_shards must be at least 1, got {num_fragments} and {num_shards}")
@@ -106,6 +107,8 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
     names = [t.name for t in specs]
     if len(set(names)) != len(names):
         raise ValueError(f"a tensor name stands twice: {sorted({n for n in names if names.count(n) > 1})[:3]}")
+    if negative := [t for t in specs if any(n < 0 for n in t.shape)]:
+        raise ValueError(f"tensor {negative[0].name!r} has shape {list(negative[0].shape)}")
     total = sum(t.num_elements for t in specs)
     if total == 0:
         raise ValueError("the model has no trainable elements")

@@ -34,6 +34,8 @@ DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
 WRITES_END_S = 2.0
 """Seconds that writes have to end after that, before the data folder is left locked."""
+LAST_WRITE_S = 10.0
+"""Seconds that such a write has before the process ends under it: all in all less than the 30 s of a container."""
 
 
 class ShardServer:
@@ -59,6 +61,8 @@ class ShardServer:
         self._health = HealthServicer()
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         self._ticking: asyncio.Task[None] | None = None
+        self.hangs = False
+        """A write to the data folder may be under way for good: its thread would keep the process from ending."""
 
     async def start(self) -> None:
         """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
@@ -120,6 +124,7 @@ class ShardServer:
         if await self.host.writes_ended(WRITES_END_S):
             self._lock.release()
         else:
+            self.hangs = True
             self.host.log.warning(
                 "a write to the data folder hangs: the folder stays locked until this process has ended",
                 folder=self.settings.shard.data_dir,
@@ -147,6 +152,9 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
         await server.abandon()
         raise DilocoError(f"{server.host.why_broken}. The versions announced so far are whole: start the shard again")
     await server.stop()
+    if server.hangs:
+        await server.host.writes_ended(LAST_WRITE_S)
+        _leave()
 
 
 async def _first_of(*events: asyncio.Event) -> None:
@@ -158,7 +166,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 def _leave() -> NoReturn:
-    """End at once, before anybody was served: there is nothing to hand over, and reading cannot be interrupted."""
+    """End at once, whatever threads are at: a disk cannot be interrupted, and there is nothing left to hand over."""
     os._exit(EXIT_OK)
 
 

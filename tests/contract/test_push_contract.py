@@ -219,7 +219,7 @@ def changed(change: Callable[[list[bytes]], list[bytes]]) -> Payload:
 
 
 BAD_BYTES: list[tuple[str, Payload, str, str]] = [
-    ("a wrong checksum", int8_payload(crc_off=1), "BAD_CHECKSUM", "send them again"),
+    ("a wrong checksum", int8_payload(crc_off=1), "BAD_CHECKSUM", "changed on the way"),
     ("a flipped bit", changed(lambda c: [bytes([c[0][0] ^ 1]) + c[0][1:], *c[1:]]), "BAD_CHECKSUM", "crc32c"),
     ("a chunk too many", changed(lambda c: [*c, c[-1]]), "BAD_SIZE", "there is no chunk 3"),
     ("a chunk too long", changed(lambda c: [c[0] + b"\0", *c[1:]]), "BAD_SIZE", "chunk 0 of 3 takes 260 bytes"),

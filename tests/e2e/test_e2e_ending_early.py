@@ -1,4 +1,4 @@
-"""SIGTERM before there is anything to hand over: while a process starts, and while it waits for others."""
+"""SIGTERM while there is nothing to hand over: a process starts, waits for others, or for a disk that hangs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ host.recover = recover
 sys.exit(cli.main(["--set=security.insecure=true", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"]))
 """
 """A shard that never gets done with reading what its disk holds."""
+
+HUNG_DISK = """
+import sys, threading
+from diloco_server import cli, server
+from diloco_server.host import ShardHost
+server.LAST_WRITE_S = 0.1
+async def recover(self):
+    self.keeper._threads.submit(threading.Event().wait)
+ShardHost.recover = recover
+sys.exit(cli.main(["--set=shard.data_dir=" + sys.argv[1], "--listen=127.0.0.1:0", "--http=127.0.0.1:0"]))
+"""
+"""A shard whose disk never gets done with a write."""
 
 
 @pytest.fixture
@@ -84,6 +96,20 @@ def test_a_shard_ends_while_it_reads_its_disk() -> None:
             until(lambda: "recovering" in shard.stdout.readline(), "recovery")  # type: ignore[union-attr]
             shard.send_signal(signal.SIGTERM)
             assert shard.wait(ENDS_S) == 0
+        finally:
+            shard.kill()
+
+
+def test_a_shard_ends_though_a_write_hangs(tmp_path: Path) -> None:
+    """faults.md 7: threads are waited for at the end of a process, and this one would be waited for for ever."""
+    command = [sys.executable, "-c", HUNG_DISK, str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as shard:
+        try:
+            assert shard.stderr is not None
+            until(lambda: "serving" in shard.stderr.readline(), "a shard that serves")  # type: ignore[union-attr]
+            shard.send_signal(signal.SIGTERM)
+            assert shard.wait(ENDS_S) == 0
+            assert "a write to the data folder hangs" in shard.stderr.read()
         finally:
             shard.kill()
 

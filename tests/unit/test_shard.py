@@ -648,6 +648,27 @@ def test_who_was_refused_may_still_push_what_is_right() -> None:
     assert rig.theta == [-2.0]
 
 
+def test_what_was_refused_is_answered_the_same_again() -> None:
+    rig = Rig().started("a", "b")
+    refused = rig.contribute("a", 1, 1e6)
+    assert rig.contribute("a", 1, 1e6) == refused
+    assert rig.shard.ledger.rejected == {"NORM_TOO_LARGE": 1}
+
+
+def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_that() -> None:
+    """Its learner has given the work back, and it would count twice."""
+    rig = Rig().started("a", "b")
+    payload = encode_payload(torch.ones(SIZE), "float32")
+    header, member = rig.header(1, payload), rig.members["a"]
+    assert rig.shard.admit(member, header) is None
+    assert rig.shard.admit(member, header) is None, "its answer was lost, so it was sent again"
+    refused = rig.shard.reject(member, header, BadChecksum("the bytes of this copy are damaged"))
+    assert refused.outcome is REJECTED
+    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
+    assert rig.state.round is not None
+    assert not rig.state.round.contributions
+
+
 def test_a_round_of_refusals_alone_is_opened_again_after_h_steps() -> None:
     rig = Rig().started("a")
     rig.take_told("a")

@@ -180,6 +180,7 @@ def test_the_forger_forges() -> None:
         lambda t, m: m["origin"].update(num_shards=3),
         lambda t, m: m["manifest"].update(tensors=[]),
         lambda t, m: m["manifest"].update(tensors=[["a.weight"]]),
+        lambda t, m: m["manifest"].update(tensors=[["a.weight", [10, 70], False], ["b.weight", [1, -701], False]]),
         lambda t, m: t.pop("theta"),
         lambda t, m: t["theta"].update(shape=[10**12]),
         lambda t, m: t["theta"].update(dtype="F64"),

@@ -21,8 +21,7 @@ class Checksum:
         """Raises BadChecksum."""
         if self.value != expected:
             raise BadChecksum(
-                f"the bytes have crc32c {self.value:08x}, the header says {expected:08x}; "
-                "they changed on the way, so send them again"
+                f"the bytes have crc32c {self.value:08x}, the header says {expected:08x}; they changed on the way"
             )
 
 

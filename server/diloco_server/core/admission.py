@@ -1,7 +1,8 @@
 """What becomes of a push, told from its header and from what the shard knows of the fragment. Changes nothing.
 
 The order: what is no contribution to this line of versions is refused, what the shard has already is a duplicate, what
-its round no longer waits for is late; of the rest, the guards decide whether its bytes are wanted.
+its round no longer waits for is late, a copy of what was refused hears that again; of the rest, the guards decide
+whether its bytes are wanted.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def by_header(
         )
     if header.round <= state.version or (state.round is None and header.round == state.version + 1):
         return LATE
+    if state.round is not None and (refused := state.round.refusal_of(learner_id, header)) is not None:
+        return refused
     guards.check_round(header, state, learner_id, sync.staleness_max)
     if header.not_finite:
         raise NotFinite(f"fragment {header.fragment_id}: {learner_id} says that its values are not finite")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco_common.codec import Payload
-from diloco_common.messages import PushHeader
+from diloco_common.messages import PushAnswer, PushHeader
 from diloco_server.core.cadence import Quorum, needed
 
 
@@ -52,8 +52,9 @@ class Round:
     """Learner id -> generation that was asked. Learners that lose their lease stay here."""
     lost: set[str] = field(default_factory=set)
     """Asked learners that are gone, or joined again since."""
-    refused: set[str] = field(default_factory=set)
-    """Asked learners whose contribution was refused: they gave its work back and will not push it again."""
+    refused: dict[str, tuple[PushHeader, PushAnswer]] = field(default_factory=dict)
+    """Asked learners whose contribution was refused, which one, and the answer: they gave its work back, will not push
+    it again, and no copy of it that is still under way may be taken."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     quorum_at: float | None = None
     closed_at: float = 0.0
@@ -61,7 +62,7 @@ class Round:
     @property
     def missing(self) -> list[str]:
         """Who was asked, is expected to contribute, and has not."""
-        return sorted(self.asked.keys() - self.lost - self.refused - self.contributions.keys())
+        return sorted(self.asked.keys() - self.lost - self.refused.keys() - self.contributions.keys())
 
     def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
         assert contribution.learner_id in self.asked
@@ -69,12 +70,17 @@ class Round:
         if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
             self.quorum_at = now
 
-    def refuse(self, learner_id: str, generation: int) -> bool:
+    def refuse(self, learner_id: str, generation: int, header: PushHeader, answer: PushAnswer) -> bool:
         """Do not wait for a learner whose contribution was refused; says whether the round had waited for it."""
         waited = learner_id in self.missing and self.asked[learner_id] == generation
         if waited:
-            self.refused.add(learner_id)
+            self.refused[learner_id] = (header, answer)
         return waited
+
+    def refusal_of(self, learner_id: str, header: PushHeader) -> PushAnswer | None:
+        """What was answered to a copy of this contribution that was refused."""
+        refused, answer = self.refused.get(learner_id, (None, None))
+        return answer if refused == header else None
 
     def lose(self, learner_id: str) -> Contribution | None:
         """The learner lost the generation that was asked: fence off what it sent."""

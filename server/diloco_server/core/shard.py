@@ -201,7 +201,7 @@ class Shard:
             elif (
                 collecting is not None
                 and collecting.round == header.round
-                and collecting.refuse(member.learner_id, member.generation)
+                and collecting.refuse(member.learner_id, member.generation, header, answer)
             ):
                 member.missed[refusal.code] += 1
         self.ledger.answered(header, answer)
@@ -213,7 +213,7 @@ class Shard:
         guards.check_origin(header, self.manifest)
         state = self.owned(header.fragment_id)
         answer = admission.by_header(header, state, member.learner_id, self.epoch, self.settings.sync)
-        if answer is not None:
+        if answer is not None and answer.outcome is not Outcome.REJECTED:  # that is told once more, and was counted
             self.ledger.answered(header, answer)
         return answer
 
