@@ -241,6 +241,30 @@ def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_a
     assert shards[1].core.membership.get("resumed").tokens_merged >= alone
 
 
+def test_a_resumed_learner_lets_a_new_one_begin_a_run_of_which_nothing_is_left(serve, train):
+    """Not some fragments of the one and some of the other."""
+    shard = serve(settings_with(sync=exact(fragments=4, sync_every=1000)))
+    joined: list[Training] = []
+    waiting = threading.Thread(target=lambda: joined.append(train(shard.address, "resumed", seed=1, resumed=True)))
+    waiting.start()
+    until(lambda: shard.core.membership.get("resumed") is not None, "the resumed learner has a lease")
+
+    new = train(shard.address, "new")
+    waiting.join(20)
+
+    (resumed,) = joined
+    begun = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
+    assert torch.equal(new.values(), begun)
+    assert torch.equal(resumed.values(), begun)
+
+
+def test_a_resumed_learner_to_whom_nobody_comes_begins_with_what_it_has(serve, train, monkeypatch):
+    monkeypatch.setattr("diloco_worker.learner.SEED_HOLD_S", 0.2)
+    shard = serve(settings_with())
+    train(shard.address, "resumed", seed=1, resumed=True)
+    assert shard.version() == 0
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_without_any_shard_nobody_begins_to_train(serve, front, resumed):
     between = front(serve(settings_with()))

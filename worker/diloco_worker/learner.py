@@ -57,7 +57,10 @@ from diloco_worker.transfer import Transfer
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 SEED_HOLD_S = 10.0
-"""Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it."""
+"""Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it.
+
+So does one that was resumed where there is no run: a model that begins anew is that of a new learner, and not some
+fragments of the one and some of the other. If nobody comes, its values are the best that there are."""
 AWAY_S = 0.5
 """A learner that was resumed waits so long for shards that do not answer; then it trains on without them."""
 APPLY_S = 0.003
@@ -153,6 +156,7 @@ class Learner:
         self._inbox = Inbox()
         self._shards = Shards(len(addresses))
         self._stop_requested = False
+        self._resumed = False
         self._acts: list[Callable[[], None]] = []  # for the network thread, at the end of the boundary
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
@@ -254,6 +258,7 @@ class Learner:
 
     def _start(self, address_file: Path | None, wait_s: float | None, *, resumed: bool) -> None:
         """Dial, and wait until the model holds a version of every fragment; if resumed, of those that can be had."""
+        self._resumed = resumed
         self.http_address = self.network.start()
         if address_file is not None:
             write_address(address_file, "worker", self.learner_id, http=self.http_address)
@@ -372,11 +377,11 @@ class Learner:
         link = self.network.link_to(joined.shard_index)
         if link is None:  # the shard came back as another one meanwhile
             return
-        under_way = self.tokens_merged > 0
+        others_may_know_more = self.tokens_merged > 0 or self._resumed
         for status in joined.fragments:
             if not status.seeded:
                 fragment = self._core.fragments[status.fragment_id]
-                hold_s = SEED_HOLD_S if under_way and not fragment.adopted else 0.0
+                hold_s = SEED_HOLD_S if others_may_know_more and not fragment.adopted else 0.0
                 self._acts.append(partial(link.seed, status.fragment_id, fragment.values(), hold_s))
 
     @torch.no_grad()
