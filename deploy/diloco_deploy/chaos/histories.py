@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Histories:
     def num_fragments(self) -> int:
         return len(self.owners)
 
-    @property
+    @cached_property
     def owners(self) -> dict[int, str]:
         """Fragment -> its shard."""
         return {line["fragment"]: life.name for life in self.shard_lives() for line in life.of("announced", "restored")}
