@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "e2e")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from processes import TINY, until
 from test_e2e_up import Up

@@ -24,7 +24,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "e2e")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from processes import Status, http_get, learner_in, sets, until
 
