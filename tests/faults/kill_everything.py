@@ -1,6 +1,6 @@
 """SIGKILL of everything in the middle of a run; the same `diloco up` command then ends it: faults.md 6.
 
-    python tests/faults/kill_everything.py --times 4
+    python tests/faults/kill_everything.py --times 2
 
 Runs pairs, one undisturbed and one killed at the same time, so that both have the machine that the other has. Prints
 held-out losses, and by how much their means differ, as JSON.
@@ -95,7 +95,7 @@ def compare(undisturbed: Sequence[float], killed: Sequence[float]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=400_000, help="budget of a run (default 400000)")
+    parser.add_argument("--tokens", type=int, default=1_600_000, help="budget of a run (default 1600000)")
     parser.add_argument(
         "--workers", type=int, default=1,
         help="of several, who begins first and meets whom makes more of a difference than a fault (default 1)",
