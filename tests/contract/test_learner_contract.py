@@ -24,7 +24,7 @@ from diloco_common.errors import (
     Unauthenticated,
     WrongRun,
 )
-from diloco_worker.core.dialing import FIRST_S, GROWTH
+from diloco_worker.core.dialing import FIRST_S, GROWTH, LONGEST_S
 from diloco_worker.learner import AWAY_S
 from waiting import until
 
@@ -210,13 +210,15 @@ def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(se
     between.loop.look(between.attends.clear)
     _break_streams(shard)
     a.until(lambda: len(between.attends) >= 9, "nine attempts, each after a longer wait")
-    joins, attends = len(between.joins), len(between.attends)
+    joins = len(between.joins)
 
     between.cut_attend = False
 
     a.until(lambda: len(between.joins) > joins, "a joins again")
-    answered, joined = between.attends[attends:][0], between.joins[joins]
-    assert joined - answered < 0.5 * FIRST_S * GROWTH**9
+    joined = between.joins[joins]
+    answered = max(at for at in between.attends if at <= joined)
+    assert FIRST_S * GROWTH**9 > LONGEST_S, "the next wait of a silent shard would be at least half of the longest"
+    assert joined - answered < LONGEST_S / 2
 
 
 def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_arrives_after(serve, front, train):
