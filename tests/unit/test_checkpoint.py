@@ -248,7 +248,10 @@ def test_no_byte_of_a_manifest_may_change(cluster: Path) -> None:
 
 def forged(contents: Contents, change: Callable[[Any], object]) -> bytes:
     """Another manifest, with a checksum that is right. `change` gets its `checkpoint`."""
-    dump = lambda value: (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()  # noqa: E731
+
+    def dump(value: object) -> bytes:
+        return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
     body = json.loads(encode_manifest(contents))["checkpoint"]
     change(body)
     return dump({"checkpoint": body, "crc32c": f"{google_crc32c.value(dump(body)):08x}"})

@@ -139,11 +139,14 @@ def test_a_missing_file_is_named() -> None:
 
 def forged(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
     """The file with another header. `change` gets its tensors, and its metadata with their JSON opened."""
+
+    def dump(value: object) -> str:
+        return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
     end = 8 + int.from_bytes(CONTENT[:8], "little")
     tensors = json.loads(CONTENT[8:end])
     metadata = {key: json.loads(text) for key, text in tensors.pop("__metadata__").items()}
     change(tensors, metadata)
-    dump = lambda value: json.dumps(value, separators=(",", ":"), sort_keys=True)  # noqa: E731
     text = dump(tensors | {"__metadata__": {key: dump(value) for key, value in metadata.items()}}).encode()
     return sealed(text + b" " * (-len(text) % 8), CONTENT[end:-8])
 
