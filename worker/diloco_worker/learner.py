@@ -120,9 +120,11 @@ def join(
         raise ConfigError(f"shard {twice[0]} is named twice; name every shard once")
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
     rpc.check_learner_id(name)
-    learner = Learner(Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http, history)
+    learner = Learner(
+        Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http, history, resumed=resumed
+    )
     try:
-        learner._start(address_file, wait_s, resumed=resumed)
+        learner._start(address_file, wait_s)
     except BaseException:
         learner.close()
         raise
@@ -134,7 +136,7 @@ class Learner:
 
     def __init__(
         self, replica: Replica, addresses: Sequence[str], run: str, learner_id: str, token: str | None,
-        inner_step: int, tokens: int, http: str | None, history: Path | None = None,
+        inner_step: int, tokens: int, http: str | None, history: Path | None = None, *, resumed: bool = False,
     ) -> None:  # fmt: skip
         self.learner_id = learner_id
         self.run = run
@@ -156,7 +158,7 @@ class Learner:
         self._inbox = Inbox()
         self._shards = Shards(len(addresses))
         self._stop_requested = False
-        self._resumed = False
+        self._resumed = resumed
         self._acts: list[Callable[[], None]] = []  # for the network thread, at the end of the boundary
         self._step_ended = time.monotonic()
         self._loss_read = 0.0
@@ -256,9 +258,8 @@ class Learner:
 
     # ------------------------------------------------------------ joining
 
-    def _start(self, address_file: Path | None, wait_s: float | None, *, resumed: bool) -> None:
+    def _start(self, address_file: Path | None, wait_s: float | None) -> None:
         """Dial, and wait until the model holds a version of every fragment; if resumed, of those that can be had."""
-        self._resumed = resumed
         self.http_address = self.network.start()
         if address_file is not None:
             write_address(address_file, "worker", self.learner_id, http=self.http_address)
@@ -266,7 +267,7 @@ class Learner:
         while not self._ready()[0]:
             self.poll(0.2)
             now = time.monotonic()
-            if resumed and now - began > AWAY_S and self._has_what_can_be_had:
+            if self._resumed and now - began > AWAY_S and self._has_what_can_be_had:
                 self.log.event("training without a shard", why=self._ready()[1])
                 self._core.begin_without()
                 break
