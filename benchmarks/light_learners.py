@@ -28,6 +28,7 @@ import torch
 from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.endpoints import Endpoints, read_address
+from diloco_common.identity import Identity
 from diloco_common.manifest import Fragment, Manifest, TensorSpec
 from diloco_common.messages import Collect, Committed, Evicted, Progress, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
@@ -149,7 +150,7 @@ class LightLearner:
         self._tensors = manifest.tensors
         self._contributions = contributions
         self._accepted = accepted
-        self._identity = rpc.Identity("local", learner_id)
+        self._identity = Identity("local", learner_id)
         self._inner_step = 0
         self._writing = asyncio.Lock()  # a stream takes one message at a time
         self._channels = [
@@ -171,11 +172,11 @@ class LightLearner:
 
     async def join(self) -> None:
         request = pb.JoinRequest(
-            protocol=rpc.PROTOCOL, instance=self._identity.learner_id,
+            protocol=rpc.PROTOCOL, process_id=self._identity.learner_id,
             tensors=protobuf.tensors_to_pb(self._tensors), decodes=rpc.DECODES,
         )  # fmt: skip
-        answer = await self._control.Join(request, metadata=self._identity.metadata(None), timeout=CALL_S)
-        self._identity = rpc.Identity("local", self._identity.learner_id, answer.generation, answer.epoch)
+        answer = await self._control.Join(request, metadata=rpc.metadata_of(self._identity, None), timeout=CALL_S)
+        self._identity = Identity("local", self._identity.learner_id, answer.generation, answer.epoch)
         self._heartbeat_s = answer.heartbeat_s
         self._stream = self._control.Attend(metadata=self._metadata)
         self._tasks = [asyncio.create_task(work) for work in (self._listen(), self._beat(), self._pull_all())]
@@ -235,7 +236,7 @@ class LightLearner:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._identity.metadata(None)
+        return rpc.metadata_of(self._identity, None)
 
     async def _push(self, fragment_id: int, payload: Payload, round_number: int, tokens: int, steps: int) -> None:
         """Push until it is answered. Raises the Refusal or AioRpcError that a real learner would not try again."""

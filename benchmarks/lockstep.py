@@ -224,11 +224,12 @@ class LearnerRig:
 
     def _pull(self, rig: ShardRig, committed: Committed) -> None:
         version, values, num_bytes = self._fetch(rig, committed.fragment_id)
+        merged_version = rig.shard.owned(committed.fragment_id).status(self.learner_id).merged_version
         self._cluster.outcome.bytes_pulled += num_bytes
 
         @torch.no_grad()
         def apply(core: LearnerCore) -> None:
-            core.arrived(committed.fragment_id, version, EPOCH, values, committed.merged_version)
+            core.arrived(committed.fragment_id, version, EPOCH, values, merged_version)
 
         self._cluster.clock.after(self._cluster.pull_delay, lambda: self._inbox.append(apply))
 

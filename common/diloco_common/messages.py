@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from diloco_common.codec import PayloadHeader
+from diloco_common.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,6 @@ class Progress:
     tokens: int
     loss: float | None = None
     step_time_s: float = 0.0
-    idle_s: float = 0.0
-    """Seconds since the last inner step ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,6 @@ class Committed:
 
     fragment_id: int
     version: int
-    participants: int
-    merged_version: int
-    """The last version that the receiver's contribution was merged into; 0 if there is none."""
     epoch: int
     """That the version was made in."""
 
@@ -53,7 +49,6 @@ class Pulse:
 
     tokens_merged: int
     tokens_budget: int
-    learners_alive: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +105,65 @@ class Held:
     fragment_id: int
     epoch: int
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """A process asks for a lease, or, as an observer, for a look at the run."""
+
+    protocol: int
+    process_id: str
+    tensors: tuple[TensorSpec, ...] = ()
+    decodes: tuple[str, ...] = ()
+    held: tuple[Held, ...] = ()
+    observe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAnswer:
+    """A lease, and all that its learner needs to know of the run."""
+
+    generation: int
+    epoch: int
+    heartbeat_s: float
+    shard_index: int
+    num_shards: int
+    num_fragments: int
+    manifest_digest: str
+    policy: LearnerPolicy
+    fragments: tuple[FragmentStatus, ...]
+    pulse: Pulse
+    tensors: tuple[TensorSpec, ...] = ()
+    """For observers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Asks for the latest version of a fragment."""
+
+    fragment_id: int
+    encodings: tuple[str, ...] = ()
+    """Best first; none: whatever the run sends."""
+    have: tuple[int, int] | None = None
+    """Epoch and version that the caller has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullHeader:
+    """Announces a version before its bytes."""
+
+    fragment_id: int
+    version: int
+    epoch: int
+    """That the version was made in."""
+    merged_version: int
+    """The last version that the caller's contribution was merged into; 0 if there is none."""
+    forgotten_version: int
+    tokens_merged: int
+    payload: PayloadHeader | None
+    """None: the caller has this version."""
+    base_version: int | None = None
+    """The payload is the change since this version; None: the values themselves."""
 
 
 @dataclass(frozen=True, slots=True)

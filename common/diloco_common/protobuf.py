@@ -18,9 +18,13 @@ from diloco_common.messages import (
     Evicted,
     FragmentStatus,
     Held,
+    JoinAnswer,
+    JoinRequest,
     LearnerPolicy,
     Outcome,
     Progress,
+    PullHeader,
+    PullRequest,
     Pulse,
     PushAnswer,
     PushHeader,
@@ -100,29 +104,23 @@ def progress_to_pb(progress: Progress) -> pb.Progress:
         tokens=progress.tokens,
         loss=progress.loss,
         step_time_s=progress.step_time_s,
-        idle_s=progress.idle_s,
     )
 
 
 def progress_from_pb(progress: pb.Progress) -> Progress:
-    """Raises BadRequest for times that are no times: others' grace windows are made of them."""
-    for name, seconds in (("step_time_s", progress.step_time_s), ("idle_s", progress.idle_s)):
-        if not 0 <= seconds < float("inf"):
-            raise errors.BadRequest(f"{name} is {seconds}, not a number of seconds")
+    """Raises BadRequest for a time that is no time: others' grace windows are made of it."""
+    if not 0 <= progress.step_time_s < float("inf"):
+        raise errors.BadRequest(f"step_time_s is {progress.step_time_s}, not a number of seconds")
     loss = progress.loss if progress.HasField("loss") else None
-    return Progress(progress.inner_step, progress.tokens, loss, progress.step_time_s, progress.idle_s)
+    return Progress(progress.inner_step, progress.tokens, loss, progress.step_time_s)
 
 
 def pulse_to_pb(pulse: Pulse) -> pb.Pulse:
-    return pb.Pulse(
-        tokens_merged=pulse.tokens_merged,
-        tokens_budget=pulse.tokens_budget,
-        learners_alive=pulse.learners_alive,
-    )
+    return pb.Pulse(tokens_merged=pulse.tokens_merged, tokens_budget=pulse.tokens_budget)
 
 
 def pulse_from_pb(pulse: pb.Pulse) -> Pulse:
-    return Pulse(pulse.tokens_merged, pulse.tokens_budget, pulse.learners_alive)
+    return Pulse(pulse.tokens_merged, pulse.tokens_budget)
 
 
 def directive_to_pb(directive: Directive) -> pb.Directive:
@@ -134,11 +132,7 @@ def directive_to_pb(directive: Directive) -> pb.Directive:
         case Committed():
             return pb.Directive(
                 committed=pb.Committed(
-                    fragment_id=directive.fragment_id,
-                    version=directive.version,
-                    participants=directive.participants,
-                    merged_version=directive.merged_version,
-                    epoch=directive.epoch,
+                    fragment_id=directive.fragment_id, version=directive.version, epoch=directive.epoch
                 )
             )
         case Pulse():
@@ -158,7 +152,7 @@ def directive_from_pb(directive: pb.Directive) -> Directive | None:
             return Collect(directive.collect.fragment_id, directive.collect.round, directive.collect.epoch)
         case "committed":
             c = directive.committed
-            return Committed(c.fragment_id, c.version, c.participants, c.merged_version, c.epoch)
+            return Committed(c.fragment_id, c.version, c.epoch)
         case "pulse":
             return pulse_from_pb(directive.pulse)
         case "drain":
@@ -213,6 +207,100 @@ def push_header_from_pb(header: pb.PushHeader) -> PushHeader:
         manifest_digest=header.manifest_digest,
         tokens_merged=header.tokens_merged,
         not_finite=header.not_finite,
+    )
+
+
+def join_request_to_pb(request: JoinRequest) -> pb.JoinRequest:
+    return pb.JoinRequest(
+        protocol=request.protocol,
+        process_id=request.process_id,
+        tensors=tensors_to_pb(request.tensors),
+        decodes=request.decodes,
+        observe=request.observe,
+        held=held_to_pb(request.held),
+    )
+
+
+def join_request_from_pb(request: pb.JoinRequest) -> JoinRequest:
+    """Raises BadRequest."""
+    return JoinRequest(
+        protocol=request.protocol,
+        process_id=request.process_id,
+        tensors=tuple(tensors_from_pb(request.tensors)),
+        decodes=tuple(request.decodes),
+        held=tuple(held_from_pb(request.held)),
+        observe=request.observe,
+    )
+
+
+def join_answer_to_pb(answer: JoinAnswer) -> pb.JoinResponse:
+    return pb.JoinResponse(
+        generation=answer.generation,
+        epoch=answer.epoch,
+        heartbeat_s=answer.heartbeat_s,
+        shard_index=answer.shard_index,
+        num_shards=answer.num_shards,
+        num_fragments=answer.num_fragments,
+        manifest_digest=answer.manifest_digest,
+        policy=policy_to_pb(answer.policy),
+        fragments=[status_to_pb(s) for s in answer.fragments],
+        pulse=pulse_to_pb(answer.pulse),
+        tensors=tensors_to_pb(answer.tensors),
+    )
+
+
+def join_answer_from_pb(answer: pb.JoinResponse) -> JoinAnswer:
+    """Raises BadRequest."""
+    return JoinAnswer(
+        generation=answer.generation,
+        epoch=answer.epoch,
+        heartbeat_s=answer.heartbeat_s,
+        shard_index=answer.shard_index,
+        num_shards=answer.num_shards,
+        num_fragments=answer.num_fragments,
+        manifest_digest=answer.manifest_digest,
+        policy=policy_from_pb(answer.policy),
+        fragments=tuple(status_from_pb(s) for s in answer.fragments),
+        pulse=pulse_from_pb(answer.pulse),
+        tensors=tuple(tensors_from_pb(answer.tensors)),
+    )
+
+
+def pull_request_to_pb(request: PullRequest) -> pb.PullRequest:
+    message = pb.PullRequest(fragment_id=request.fragment_id, encodings=request.encodings)
+    if request.have is not None:
+        message.epoch, message.have_version = request.have
+    return message
+
+
+def pull_request_from_pb(request: pb.PullRequest) -> PullRequest:
+    have = (request.epoch, request.have_version) if request.HasField("have_version") else None
+    return PullRequest(request.fragment_id, tuple(request.encodings), have)
+
+
+def pull_header_to_pb(header: PullHeader) -> pb.PullHeader:
+    return pb.PullHeader(
+        fragment_id=header.fragment_id,
+        version=header.version,
+        epoch=header.epoch,
+        payload=None if header.payload is None else payload_to_pb(header.payload),
+        merged_version=header.merged_version,
+        tokens_merged=header.tokens_merged,
+        base_version=header.base_version,
+        forgotten_version=header.forgotten_version,
+    )
+
+
+def pull_header_from_pb(header: pb.PullHeader) -> PullHeader:
+    return PullHeader(
+        fragment_id=header.fragment_id,
+        version=header.version,
+        epoch=header.epoch,
+        merged_version=header.merged_version,
+        forgotten_version=header.forgotten_version,
+        tokens_merged=header.tokens_merged,
+        payload=payload_from_pb(header.payload) if header.HasField("payload") else None,
+        base_version=header.base_version if header.HasField("base_version") else None,
     )
 
 

@@ -6,15 +6,14 @@ The only file of `common` that knows grpc; what is said in its calls is made by 
 from __future__ import annotations
 
 import hmac
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 
 from diloco_common import errors
 from diloco_common.codec import encoding_names
+from diloco_common.identity import Identity, check_learner_id
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 20 << 20
@@ -73,34 +72,16 @@ SERVER_OPTIONS = [
 # ---------------------------------------------------------------- identity
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who calls: from metadata, before the first payload byte."""
-
-    run_id: str
-    learner_id: str = ""
-    generation: int = 0
-    """0: no lease (Join, and observers)."""
-    epoch: int = 0
-
-    def metadata(self, token: str | None) -> tuple[tuple[str, str], ...]:
-        pairs = [("diloco-run", self.run_id)]
-        if self.learner_id:
-            pairs.append(("diloco-learner", self.learner_id))
-        if self.generation:
-            pairs += [("diloco-generation", str(self.generation)), ("diloco-epoch", str(self.epoch))]
-        if token:
-            pairs.append(("authorization", f"Bearer {token}"))
-        return tuple(pairs)
-
-
-_LEARNER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
-
-
-def check_learner_id(learner_id: str) -> None:
-    """Raises BadLearnerId."""
-    if not _LEARNER_ID.match(learner_id):
-        raise errors.BadLearnerId(f"learner id {learner_id[:64]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+def metadata_of(identity: Identity, token: str | None) -> tuple[tuple[str, str], ...]:
+    """What is sent with a call, so that a shard knows its caller before the first payload byte."""
+    pairs = [("diloco-run", identity.run_id)]
+    if identity.learner_id:
+        pairs.append(("diloco-learner", identity.learner_id))
+    if identity.generation:
+        pairs += [("diloco-generation", str(identity.generation)), ("diloco-epoch", str(identity.epoch))]
+    if token:
+        pairs.append(("authorization", f"Bearer {token}"))
+    return tuple(pairs)
 
 
 def identify(metadata: Iterable[tuple[str, str | bytes]], run_id: str, token: str | None) -> Identity:

@@ -17,20 +17,20 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "instance", "tensors", "decodes", "observe", "held")
+    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     DECODES_FIELD_NUMBER: _ClassVar[int]
     OBSERVE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    instance: str
+    process_id: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     decodes: _containers.RepeatedScalarFieldContainer[str]
     observe: bool
     held: _containers.RepeatedCompositeFieldContainer[Held]
-    def __init__(self, protocol: _Optional[int] = ..., instance: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("fragment_id", "epoch", "version")
@@ -43,10 +43,9 @@ class Held(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "epoch", "lease_s", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors")
+    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -58,7 +57,6 @@ class JoinResponse(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
-    lease_s: float
     heartbeat_s: float
     shard_index: int
     num_shards: int
@@ -68,7 +66,7 @@ class JoinResponse(_message.Message):
     fragments: _containers.RepeatedCompositeFieldContainer[FragmentStatus]
     pulse: Pulse
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class LearnerPolicy(_message.Message):
     __slots__ = ("sync_every", "push_encoding", "pull_encoding", "on_commit", "blend_alpha", "error_feedback")
@@ -103,18 +101,16 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "idle_s")
+    __slots__ = ("inner_step", "tokens", "loss", "step_time_s")
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
-    IDLE_S_FIELD_NUMBER: _ClassVar[int]
     inner_step: int
     tokens: int
     loss: float
     step_time_s: float
-    idle_s: float
-    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ...) -> None: ...
 
 class Directive(_message.Message):
     __slots__ = ("collect", "committed", "pulse", "drain", "stop", "evicted")
@@ -143,28 +139,22 @@ class Collect(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("fragment_id", "version", "participants", "merged_version", "epoch")
+    __slots__ = ("fragment_id", "version", "epoch")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
-    MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
-    participants: int
-    merged_version: int
     epoch: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., participants: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Pulse(_message.Message):
-    __slots__ = ("tokens_merged", "tokens_budget", "learners_alive")
+    __slots__ = ("tokens_merged", "tokens_budget")
     TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_BUDGET_FIELD_NUMBER: _ClassVar[int]
-    LEARNERS_ALIVE_FIELD_NUMBER: _ClassVar[int]
     tokens_merged: int
     tokens_budget: int
-    learners_alive: int
-    def __init__(self, tokens_merged: _Optional[int] = ..., tokens_budget: _Optional[int] = ..., learners_alive: _Optional[int] = ...) -> None: ...
+    def __init__(self, tokens_merged: _Optional[int] = ..., tokens_budget: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()

@@ -12,6 +12,7 @@ from diloco_common import protobuf, rpc
 from diloco_common.codec import PayloadReceiver
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadRequest, Busy, Draining, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
+from diloco_common.identity import Identity
 from diloco_common.messages import Evicted, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -25,7 +26,7 @@ OBSERVERS_AT_ONCE = 4
 OBSERVER_ENCODINGS = ("float32",)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
-INSTANCE_MAX = 64
+PROCESS_ID_MAX = 64
 """Characters of what tells a process from others of its learner id: it is kept, and written into every version."""
 
 SEEDS_AT_ONCE = 4
@@ -57,13 +58,15 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             if request.observe:
                 shard.observe(tensors)
                 return self._join_response("", 0, tensors_too=True)
-            if len(request.instance) > INSTANCE_MAX:
-                raise BadRequest(f"instance has {len(request.instance)} characters, at most {INSTANCE_MAX} are taken")
+            if len(request.process_id) > PROCESS_ID_MAX:
+                raise BadRequest(
+                    f"process_id has {len(request.process_id)} characters, at most {PROCESS_ID_MAX} are taken"
+                )
             if not caller.learner_id:
                 raise BadRequest("metadata diloco-learner is missing")
             self._check_decodes(request.decodes)
             held = protobuf.held_from_pb(request.held)
-            member = shard.join(caller.learner_id, request.instance, tensors, host.clock(), held)
+            member = shard.join(caller.learner_id, request.process_id, tensors, host.clock(), held)
             host.advance()
             return self._join_response(member.learner_id, member.generation)
         except Refusal as refusal:
@@ -150,7 +153,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
 
     # ------------------------------------------------------------ parts of them
 
-    def _identify(self, context: Context) -> rpc.Identity:
+    def _identify(self, context: Context) -> Identity:
         metadata = context.invocation_metadata() or ()
         return rpc.identify(metadata, self._host.settings.run.id, self._token)
 
@@ -164,7 +167,6 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
         return pb.JoinResponse(
             generation=generation,
             epoch=shard.epoch,
-            lease_s=settings.lease.lease_s,
             heartbeat_s=settings.lease.heartbeat_s,
             shard_index=settings.shard.index,
             num_shards=settings.shard.count,
@@ -176,7 +178,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             tensors=protobuf.tensors_to_pb(shard.manifest.tensors) if tensors_too else [],
         )
 
-    def _pull_header(self, request: pb.PullRequest, caller: rpc.Identity) -> pb.PullHeader:
+    def _pull_header(self, request: pb.PullRequest, caller: Identity) -> pb.PullHeader:
         """What is said of the latest version, all of it at this moment."""
         state = self._host.shard.owned(request.fragment_id)
         status = state.status(caller.learner_id)

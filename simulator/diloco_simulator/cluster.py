@@ -148,12 +148,12 @@ class Cluster:
         )
 
     def start_learner(self, learner_id: str) -> None:
-        instance = f"{learner_id}.{sum(p.learner_id == learner_id for p in self.learners)}"
-        process = Process(self.timeline, instance)
-        self.note("start learner", instance)
+        process_id = f"{learner_id}.{sum(p.learner_id == learner_id for p in self.learners)}"
+        process = Process(self.timeline, process_id)
+        self.note("start learner", process_id)
         self.learners.append(
             SimulatedLearner(
-                learner_id, instance, self.learner_ids.index(learner_id), process, self.network, self.options,
+                learner_id, process_id, self.learner_ids.index(learner_id), process, self.network, self.options,
                 self.truth, self.note,
             )
         )  # fmt: skip
@@ -303,7 +303,7 @@ class Cluster:
                     return False, f"{learner_id} is not with shard {link.shard_index}"
         if self.options.norm_factor < 100:
             return True, "with a narrow norm guard nobody may be let in any more"
-        if any(not o.belief for o in self._to_resolve if self._instance_runs(o.instance)):
+        if any(not o.belief for o in self._to_resolve if self._instance_runs(o.process_id)):
             return False, "contributions from before the healing are in limbo"
         return self._versions_go_on()
 
@@ -329,5 +329,5 @@ class Cluster:
                         return False, f"{learner_id} stays at version {name} of fragment {fragment_id}"
         return True, "well"
 
-    def _instance_runs(self, instance: str) -> bool:
-        return any(p.instance == instance and p.process.alive for p in self.learners)
+    def _instance_runs(self, process_id: str) -> bool:
+        return any(p.process_id == process_id and p.process.alive for p in self.learners)

@@ -41,7 +41,7 @@ def only_current_generations_are_merged(
         member = members[contribution.learner_id]
         current = member is not None and (
             member.generation == contribution.generation
-            and member.instance == origin.instance
+            and member.process_id == origin.process_id
             and member.state is not State.EVICTED
         )
         if not current or origin.epoch != epoch or origin.learner_id != contribution.learner_id:
@@ -58,8 +58,8 @@ def contributions_are_merged_whole(contributions: Sequence[Contribution], origin
 def merged_at_most_once(truth: Truth, before: Version, origins: Sequence[Origin], *, gapless: bool) -> None:
     """P1: no contribution, and no token of a process, is in a version and one before; with carry none is left out."""
     for origin in origins:
-        merged = before.merged.get(origin.instance, ())
-        entered, reached = truth.entries[origin.instance, origin.fragment_id]
+        merged = before.merged.get(origin.process_id, ())
+        entered, reached = truth.entries[origin.process_id, origin.fragment_id]
         if len(merged) > entered:
             reached = merged[-1].end
         if origin in merged:
@@ -184,32 +184,32 @@ def names_are_given_once(truth: Truth, fragment_id: int, name: Name) -> None:
 
 def belief_is_true(truth: Truth, origin: Origin, version: Version) -> None:
     """Counted as merged: it is in the version that the learner has. Counted as carried: it is in none that counts."""
-    if origin.belief == "merged" and origin not in version.merged.get(origin.instance, ()):
+    if origin.belief == "merged" and origin not in version.merged.get(origin.process_id, ()):
         raise Violation("belief_is_true", f"{_name(origin)} is counted as merged, and is not in {version.name}")
     head = truth.heads.get(origin.fragment_id)
     if origin.belief == "carried":
-        if head is not None and origin in head.merged.get(origin.instance, ()):
+        if head is not None and origin in head.merged.get(origin.process_id, ()):
             raise Violation("belief_is_true", f"{_name(origin)} is counted as carried, and is in {head.name}")
         if origin.merged:
             truth.counts["tokens merged and lost"] += origin.end - origin.start
 
 
-def tokens_add_up(truth: Truth, instance: str, fragment: LearnerFragment, base: int, *, gapless: bool) -> None:
+def tokens_add_up(truth: Truth, process_id: str, fragment: LearnerFragment, base: int, *, gapless: bool) -> None:
     """Trained = merged + not merged yet: the versions up to the anchor hold the tokens before `base`, and no others."""
     p = fragment.fragment.fragment_id
     version, head = truth.versions[p, (fragment.epoch, fragment.version)], truth.heads.get(p)
-    merged = version.merged.get(instance, ())
-    entered, reached = truth.entries[instance, p]
+    merged = version.merged.get(process_id, ())
+    entered, reached = truth.entries[process_id, p]
     for origin in merged[entered:]:
         if origin.start < reached or (gapless and origin.start > reached):
             raise Violation("tokens_add_up", f"{_name(origin)}, but tokens up to {reached} were merged before")
         reached = origin.end
     if head is not None and head is not version and head.descends_from(version):
-        for origin in head.merged.get(instance, ())[len(merged) :]:
+        for origin in head.merged.get(process_id, ())[len(merged) :]:
             if fragment.pending is None or fragment.pending.round != origin.round:
                 raise Violation("tokens_add_up", f"{_name(origin)} is merged, its learner has it no longer")
     if base < reached or (gapless and base > reached):
-        raise Violation("tokens_add_up", f"{instance} fragment {p}: counts {base} tokens as merged, {reached} are")
+        raise Violation("tokens_add_up", f"{process_id} fragment {p}: counts {base} tokens as merged, {reached} are")
 
 
 def progress_is_kept(truth: Truth, theta: Value, fragment: LearnerFragment, pattern: Value, tokens: int) -> None:
@@ -226,7 +226,7 @@ def progress_is_kept(truth: Truth, theta: Value, fragment: LearnerFragment, patt
 def contribution_is_what_was_trained(truth: Truth, origin: Origin, pending: Pending, pattern: Value) -> None:
     """delta = -(what was trained since the last merged one) + what encoders lost until then: error feedback."""
     compute = truth.arithmetic
-    residual = truth.residuals.get((origin.instance, origin.fragment_id))
+    residual = truth.residuals.get((origin.process_id, origin.fragment_id))
     off = compute.distance(pending.delta(), compute.plus(residual, pattern, origin.start - origin.end))
     if not off <= TOLERANCE:
         raise Violation("contribution_is_what_was_trained", f"{_name(origin)} is off by {off:.3f}")
@@ -270,4 +270,4 @@ def _where(state: FragmentState) -> str:
 
 
 def _name(o: Origin) -> str:
-    return f"{o.instance} fragment {o.fragment_id} round {o.round} epoch {o.epoch} tokens [{o.start}, {o.end})"
+    return f"{o.process_id} fragment {o.fragment_id} round {o.round} epoch {o.epoch} tokens [{o.start}, {o.end})"

@@ -34,11 +34,11 @@ class SimulatedLearner:
     """A process that trains. `state`: "joining", "training", "leaving", "done", or "failed"."""
 
     def __init__(
-        self, learner_id: str, instance: str, number: int, process: Process, network: Network, options: Options,
+        self, learner_id: str, process_id: str, number: int, process: Process, network: Network, options: Options,
         truth: Truth, note: Callable[..., None],
     ) -> None:  # fmt: skip
         self.learner_id = learner_id
-        self.instance = instance
+        self.process_id = process_id
         self.process = process
         self.state = "joining"
         self.core: LearnerCore | None = None
@@ -52,8 +52,10 @@ class SimulatedLearner:
         self._note = note
         self._arithmetic = arithmetic_of(options.arithmetic)
         self._model, self._replica = self._arithmetic.model(10.0 + number, options.fragments)
-        self._random = random.Random(f"learner {options.seed} {instance}")
-        self._slow = random.Random(f"applies {options.seed} {instance}")  # apart: the rest of a seed stays what it was
+        self._random = random.Random(f"learner {options.seed} {process_id}")
+        self._slow = random.Random(
+            f"applies {options.seed} {process_id}"
+        )  # apart: the rest of a seed stays what it was
         self._inbox = EventQueue()
         self._shards = Shards(options.shards)
         self._progress = Progress(0, 0)
@@ -67,7 +69,7 @@ class SimulatedLearner:
         self._early: dict[int, Asked] = {}
         self._thawed_at = 0.0
         context = LinkContext(
-            learner_id, instance, tuple(self._replica.specs), self._inbox, process, network, self._random,
+            learner_id, process_id, tuple(self._replica.specs), self._inbox, process, network, self._random,
             options.call_s, self._arithmetic, lambda: self._progress, self._encoded, note,
         )  # fmt: skip
         self.links = [ShardLink(index, context) for index in range(options.shards)]
@@ -84,7 +86,7 @@ class SimulatedLearner:
             return
         if self.core is not None and all(f.adopted for f in self.core.fragments.values()):
             self.state = "training"
-            self._note("training", self.instance)
+            self._note("training", self.process_id)
             self._train_on()
         else:
             self.process.later(JOINING_S, self._join_on)
@@ -132,7 +134,7 @@ class SimulatedLearner:
         self.process.later(1.5, self._end)
 
     def _end(self) -> None:
-        self._note("done", self.instance)
+        self._note("done", self.process_id)
         self.state = "done"
 
     # ------------------------------------------------------------ a step boundary
@@ -159,7 +161,7 @@ class SimulatedLearner:
             fragment = core.fragments[fragment_id]
             if fragment.adopted:
                 base = self._base(fragment)
-                invariants.tokens_add_up(self._truth, self.instance, fragment, base, gapless=self._carries)
+                invariants.tokens_add_up(self._truth, self.process_id, fragment, base, gapless=self._carries)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -179,7 +181,7 @@ class SimulatedLearner:
             case Failed():
                 self.error = event.error
                 self.state = "failed"
-                self._note("failed", self.instance, event.error.code)
+                self._note("failed", self.process_id, event.error.code)
 
     @property
     def _core(self) -> LearnerCore:
@@ -220,7 +222,7 @@ class SimulatedLearner:
             forgotten_version=event.forgotten_version,
         ):  # fmt: skip
             return
-        self._note("applied", self.instance, event.fragment_id, event.version, event.epoch)
+        self._note("applied", self.process_id, event.fragment_id, event.version, event.epoch)
         self._touched.add(event.fragment_id)
         invariants.anchors_are_published_values(self._truth, fragment)
         versions, p = self._truth.versions, event.fragment_id
@@ -230,7 +232,7 @@ class SimulatedLearner:
         base = self._base(fragment)
         self._resolve(p)
         if old is None or not new.descends_from(old):
-            self._truth.entries[self.instance, p] = (len(new.merged.get(self.instance, ())), base)
+            self._truth.entries[self.process_id, p] = (len(new.merged.get(self.process_id, ())), base)
         if self._counts_values:
             theta = self._arithmetic.theta(self._replica, fragment.fragment)
             tokens = fragment.tokens_since(self._core.tokens)
@@ -248,12 +250,12 @@ class SimulatedLearner:
         self._touched.add(pending.fragment_id)
         start = self._base(self._core.fragments[pending.fragment_id])
         origin = Origin(
-            self.learner_id, self.instance, pending.fragment_id, pending.round, pending.shard_epoch, start,
+            self.learner_id, self.process_id, pending.fragment_id, pending.round, pending.shard_epoch, start,
             start + pending.tokens, pending.delta(),
         )  # fmt: skip
         self.unresolved[pending.fragment_id] = origin
         self._origins[id(pending)] = (pending, origin)
-        self._note("taken", self.instance, pending.fragment_id, pending.round, start, origin.end)
+        self._note("taken", self.process_id, pending.fragment_id, pending.round, start, origin.end)
         if self._counts_values:
             pattern = self._patterns[pending.fragment_id]
             invariants.contribution_is_what_was_trained(self._truth, origin, pending, pattern)
@@ -272,16 +274,16 @@ class SimulatedLearner:
         fates = core.contributions
         origin.belief = next((f for f in ("merged", "forgotten") if fates[f] > self._fates_seen[f]), "carried")
         self._fates_seen = fates.copy()
-        self._note(origin.belief, self.instance, fragment_id, origin.round, origin.epoch)
+        self._note(origin.belief, self.process_id, fragment_id, origin.round, origin.epoch)
         self._truth.counts[f"learned that {origin.belief}"] += 1
         fragment = core.fragments[fragment_id]
         version = self._truth.versions[fragment_id, (fragment.epoch, fragment.version)]
         invariants.belief_is_true(self._truth, origin, version)
         if origin.belief == "forgotten":  # the learner's count goes on from there, whether it is in or not
-            merged = version.merged.get(self.instance, ())
-            self._truth.entries[self.instance, fragment_id] = (len(merged), self._base(fragment))
+            merged = version.merged.get(self.process_id, ())
+            self._truth.entries[self.process_id, fragment_id] = (len(merged), self._base(fragment))
             if origin not in merged:
                 self._truth.counts["tokens forgotten and lost"] += origin.end - origin.start
         if origin.belief != "carried" and core.policy.error_feedback:
             assert origin.payload is not None
-            self._truth.residuals[self.instance, fragment_id] = self._arithmetic.lost(origin.meant, origin.payload)
+            self._truth.residuals[self.process_id, fragment_id] = self._arithmetic.lost(origin.meant, origin.payload)

@@ -60,7 +60,7 @@ class LinkContext:
     """What all links of one learner share."""
 
     learner_id: str
-    instance: str
+    process_id: str
     tensors: tuple[TensorSpec, ...]
     inbox: EventQueue
     process: Process
@@ -82,7 +82,7 @@ class ShardLink:
         self.shard_index = shard_index
         self.generation = 0
         self.epoch = 0
-        self.pulse = Pulse(0, 0, 0)
+        self.pulse = Pulse(0, 0)
         self._tokens_merged: dict[int, int] = {}
         self._c = context
         self._leaving = False
@@ -172,7 +172,7 @@ class ShardLink:
             attempt += 1
 
     async def _join(self) -> None:
-        request = JoinRequest(self._c.learner_id, self._c.instance, self._c.tensors, self._held())
+        request = JoinRequest(self._c.learner_id, self._c.process_id, self._c.tensors, self._held())
         answer: JoinAnswer = await self._call("Join", request)
         if answer.epoch != self.epoch:
             self._announced.clear()
@@ -187,7 +187,7 @@ class ShardLink:
                 answer.manifest_digest, answer.policy, answer.epoch, answer.fragments,
             )
         )  # fmt: skip
-        self._c.note("joined", self._c.instance, self.shard_index, self.generation, self.epoch)
+        self._c.note("joined", self._c.process_id, self.shard_index, self.generation, self.epoch)
 
     def _held(self) -> tuple[Held, ...]:
         return tuple(held for _, held in sorted(self._last.items()))
@@ -224,7 +224,7 @@ class ShardLink:
             case Stop():
                 self._c.inbox.put(Stopped(self.shard_index))
             case Evicted():
-                self._c.note("evicted", self._c.instance, self.shard_index, directive.code)
+                self._c.note("evicted", self._c.process_id, self.shard_index, directive.code)
                 raise REFUSALS[directive.code](*_arguments(directive))
 
     # ------------------------------------------------------------ bulk

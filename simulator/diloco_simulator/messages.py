@@ -12,7 +12,7 @@ from diloco_common.messages import FragmentStatus, Held, LearnerPolicy, Pulse, P
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
     learner_id: str
-    instance: str
+    process_id: str
     tensors: tuple[TensorSpec, ...]
     held: tuple[Held, ...]
 

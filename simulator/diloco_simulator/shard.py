@@ -323,7 +323,7 @@ class SimulatedShard:
 
     def _join(self, request: JoinRequest) -> JoinAnswer:
         now = self.process.timeline.now
-        member = self.core.join(request.learner_id, request.instance, request.tensors, now, request.held)
+        member = self.core.join(request.learner_id, request.process_id, request.tensors, now, request.held)
         self._learn_names()
         self.advance()
         shard, settings = self.core, self.settings

@@ -24,7 +24,7 @@ class Origin:
     """One contribution, and what became of it."""
 
     learner_id: str
-    instance: str
+    process_id: str
     """The process that trained it."""
     fragment_id: int
     round: int
@@ -80,10 +80,10 @@ class Truth:
         self.announced: dict[int, Version] = {}
         """Fragment -> latest version that anybody was told of."""
         self.entries: dict[tuple[str, int], tuple[int, int]] = {}
-        """(instance, fragment) -> when it came over to the line of versions that it is in: its contributions that were
+        """(process_id, fragment) -> when it came over to the line of versions that it is in: its contributions that were
         in the version then, and the tokens that it counted as merged."""
         self.residuals: dict[tuple[str, int], Value] = {}
-        """(instance, fragment) -> what encoders lost of contributions that the learner counts as merged."""
+        """(process_id, fragment) -> what encoders lost of contributions that the learner counts as merged."""
         self.counts: Counter[str] = Counter()
         self.fragments_of: defaultdict[int, set[int]] = defaultdict(set)
         """Shard -> fragments that it ever had a version of."""
@@ -104,7 +104,7 @@ class Truth:
         merged = dict(before.merged) if before is not None else {}
         for origin in origins:
             origin.merged = True
-            merged[origin.instance] = (*merged.get(origin.instance, ()), origin)
+            merged[origin.process_id] = (*merged.get(origin.process_id, ()), origin)
         values = self.arithmetic.decoded(payload)
         version = Version(fragment_id, name, payload, values, theta.clone(), before, merged)
         self.versions[fragment_id, name] = self.heads[fragment_id] = version

@@ -18,6 +18,7 @@ import torch
 
 from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, encode_payload
+from diloco_common.identity import Identity
 from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_common.messages import Progress, PushHeader
 from diloco_common.settings import Settings
@@ -150,7 +151,7 @@ class InProcessShard:
         return self.core.ledger
 
     def caller(self, learner_id: str = "a", **identity: Any) -> Caller:
-        caller = Caller(self, rpc.Identity(identity.pop("run_id", self.settings.run.id), learner_id), **identity)
+        caller = Caller(self, Identity(identity.pop("run_id", self.settings.run.id), learner_id), **identity)
         self._callers.append(caller)
         return caller
 
@@ -229,7 +230,7 @@ class Attendance:
 class Caller:
     """Speaks for one learner, as exactly or as wrongly as it is told."""
 
-    def __init__(self, shard: InProcessShard, identity: rpc.Identity, token: str | None = None) -> None:
+    def __init__(self, shard: InProcessShard, identity: Identity, token: str | None = None) -> None:
         self.shard = shard
         self.loop = shard.loop
         self.identity = identity
@@ -239,21 +240,21 @@ class Caller:
         self.stub = pb_grpc.ParameterServerStub(self.channel)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        return self.identity.metadata(self.token)
+        return rpc.metadata_of(self.identity, self.token)
 
     # ------------------------------------------------------------ calls
 
     def join(
-        self, tensors: Sequence[TensorSpec] = TENSORS, *, instance: str = "", protocol: int = rpc.PROTOCOL,
+        self, tensors: Sequence[TensorSpec] = TENSORS, *, process_id: str = "", protocol: int = rpc.PROTOCOL,
         decodes: Sequence[str] = rpc.DECODES, observe: bool = False,
     ) -> pb.JoinResponse:  # fmt: skip
         request = pb.JoinRequest(
-            protocol=protocol, instance=instance or f"process of {self.identity.learner_id}",
+            protocol=protocol, process_id=process_id or f"process of {self.identity.learner_id}",
             tensors=protobuf.tensors_to_pb(tensors), decodes=decodes, observe=observe,
         )  # fmt: skip
         # Join is called without a generation, as a learner does.
-        who = rpc.Identity(self.identity.run_id, self.identity.learner_id)
-        answer = self._unary(self.stub.Join, request, who.metadata(self.token))
+        who = Identity(self.identity.run_id, self.identity.learner_id)
+        answer = self._unary(self.stub.Join, request, rpc.metadata_of(who, self.token))
         self.identity = replace(self.identity, generation=answer.generation, epoch=answer.epoch)
         return answer
 

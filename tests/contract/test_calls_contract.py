@@ -38,7 +38,7 @@ def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
     answer = shard.caller("a").join()
 
     assert (answer.generation, answer.epoch) == (1, shard.core.epoch)
-    assert (answer.lease_s, answer.heartbeat_s) == (2.0, 0.2)
+    assert answer.heartbeat_s == 0.2
     assert (answer.shard_index, answer.num_shards, answer.num_fragments) == (0, 1, 1)
     assert answer.manifest_digest == shard.caller().manifest.digest
     assert protobuf.policy_from_pb(answer.policy).push_encoding == "int4"
@@ -66,7 +66,7 @@ def test_every_join_is_a_new_generation(serve, clock):
         ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "stands twice"),
         ({"tensors": [TensorSpec("w", (-3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "has shape [-3]"),
         ({"tensors": [TensorSpec("", (3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "tensor ''"),
-        ({"instance": "x" * 65}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "instance has 65 characters"),
+        ({"process_id": "x" * 65}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "process_id has 65 characters"),
         ({"observe": True}, STATUS.FAILED_PRECONDITION, "NOT_SEEDED", "try again later"),
     ],
 )
@@ -112,7 +112,7 @@ def test_more_learners_than_allowed_are_told_to_come_again(serve, clock):
 def test_a_join_that_was_cancelled_or_repeated_leaves_one_lease(serve, clock):
     shard = serve(settings_with(), clock)
     caller = shard.caller("a")
-    request = pb.JoinRequest(protocol=1, instance="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES)
+    request = pb.JoinRequest(protocol=1, process_id="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES)
 
     async def cancelled() -> None:
         for attempt in range(5):
@@ -341,7 +341,7 @@ def test_attend_tells_first_what_the_learner_could_have_missed(serve, clock):
     a.seed()
 
     first = a.attend()
-    assert first.hear(Pulse) == Pulse(0, 1000, 1)
+    assert first.hear(Pulse) == Pulse(0, 1000)
     assert first.hear(Committed).version == 0
     first.say(0)
     first.say(1, tokens=10)
@@ -405,14 +405,14 @@ def test_heartbeats_without_steps_evict_by_the_progress_rule_alone(serve, clock)
     assert stream.hear(Evicted).code == "STALLED"
 
 
-@pytest.mark.parametrize(("instance", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])
-def test_a_newer_generation_ends_the_stream_of_the_older(serve, clock, instance, code):
+@pytest.mark.parametrize(("process_id", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])
+def test_a_newer_generation_ends_the_stream_of_the_older(serve, clock, process_id, code):
     shard = serve(settings_with(), clock)
     stream = joined(shard).attend()
     stream.hear(Pulse)
 
     newer = shard.caller("a")
-    newer.join(instance=instance)
+    newer.join(process_id=process_id)
 
     told = stream.hear(Evicted)
     assert told.code == code

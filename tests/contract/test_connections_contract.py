@@ -39,7 +39,7 @@ def plain_headers(*pairs: tuple[bytes, bytes]) -> bytes:
 def join_by_hand(learner_id: bytes) -> bytes:
     """The bytes of one Join call."""
     request = pb.JoinRequest(
-        protocol=1, instance="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES
+        protocol=1, process_id="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES
     ).SerializeToString()
     headers = plain_headers(
         (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/diloco.v1.ParameterServer/Join"),

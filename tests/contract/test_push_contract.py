@@ -88,7 +88,7 @@ def test_a_round_becomes_a_version_once_all_have_contributed(opened):
     committed = opened.streams[0].hear(Committed)
     while committed.version == 0:  # the announcement of the seed
         committed = opened.streams[0].hear(Committed)
-    assert (committed.version, committed.participants, committed.merged_version) == (1, 2, 1)
+    assert (committed.version, committed.epoch) == (1, shard.core.epoch)
     _, chunks = opened.a.pull(encodings=["float32"])
     values = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.float32)
     assert torch.allclose(values, torch.full((NUM_ELEMENTS,), 0.5 - 0.2), atol=2e-3)  # lr 1: theta - mean(delta)
@@ -329,7 +329,7 @@ def _without_generation(shard: InProcessShard, clock: Clock) -> Caller:
 def _old_generation(shard: InProcessShard, clock: Clock) -> Caller:
     old = shard.caller("c")
     old.join()
-    shard.caller("c").join(instance="another process")
+    shard.caller("c").join(process_id="another process")
     return old
 
 

@@ -44,13 +44,13 @@ def test_a_process_that_was_replaced_cannot_come_back(shard: Shard) -> None:
     assert shard.check("cat", new.generation, 7) is new
 
 
-@pytest.mark.parametrize(("instance", "merged_version"), [("process 1", 3), ("process 2", 0)])
+@pytest.mark.parametrize(("process_id", "merged_version"), [("process 1", 3), ("process 2", 0)])
 def test_what_was_merged_is_told_to_the_process_that_contributed_it(
-    shard: Shard, instance: str, merged_version: int
+    shard: Shard, process_id: str, merged_version: int
 ) -> None:
     shard.join("cat", "process 1", MODEL, 0.0)
     shard.fragments[0].merged_versions["cat"], shard.fragments[0].merged_by["cat"] = 3, "process 1"
 
-    shard.join("cat", instance, MODEL, 0.1)
+    shard.join("cat", process_id, MODEL, 0.1)
 
     assert [s.merged_version for s in shard.fragment_statuses("cat")] == [merged_version]

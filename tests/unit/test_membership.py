@@ -49,7 +49,7 @@ def test_who_speaks_without_a_current_lease_is_refused(learner_id: str, generati
     with pytest.raises(error):
         members.check(learner_id, generation)
     assert members.check("a", 3).learner_id == "a"
-    assert members.check("b", 4).instance == "another process"
+    assert members.check("b", 4).process_id == "another process"
 
 
 def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_does_not() -> None:

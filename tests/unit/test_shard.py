@@ -70,9 +70,9 @@ class Rig(ShardShell):
         self.members: dict[str, Member] = {}
         self.steps: dict[str, int] = {}
 
-    def join(self, *learner_ids: str, instance: str = "process") -> Member:
+    def join(self, *learner_ids: str, process_id: str = "process") -> Member:
         for learner_id in learner_ids:
-            self.members[learner_id] = self.shard.join(learner_id, instance, self.model, self.now)
+            self.members[learner_id] = self.shard.join(learner_id, process_id, self.model, self.now)
             self.steps.setdefault(learner_id, 0)
             self.report(learner_id)
         return self.members[learner_ids[-1]]
@@ -172,7 +172,7 @@ def test_the_first_values_become_version_0_and_everybody_is_told() -> None:
     assert rig.theta == [3.0]
     assert rig.shard.all_seeded
     for learner_id in "ab":
-        assert rig.told_of(learner_id, Committed) == [Committed(0, 0, 0, 0, EPOCH)]
+        assert rig.told_of(learner_id, Committed) == [Committed(0, 0, EPOCH)]
 
 
 def test_the_first_writer_wins() -> None:
@@ -297,8 +297,8 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
     assert rig.noted(QuorumReached) == [QuorumReached(0, 1, 3.0)]
     assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 3.0)]
     assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0)]
-    assert rig.told_of("a", Committed) == [Committed(0, 1, 2, 1, EPOCH)]
-    assert rig.told_of("b", Committed) == [Committed(0, 1, 2, 1, EPOCH)]
+    assert rig.told_of("a", Committed) == [Committed(0, 1, EPOCH)]
+    assert rig.told_of("b", Committed) == [Committed(0, 1, EPOCH)]
     ledger = rig.shard.ledger
     assert (ledger.rounds, ledger.participants, ledger.participants_mean) == (1, 2, 2.0)
     assert rig.shard.tokens_merged == ledger.tokens_merged == 80
@@ -309,7 +309,7 @@ def test_who_has_no_part_in_a_version_is_told_so() -> None:
     rig = Rig(sync={"quorum": 1}).started("a", "b")
     rig.take_told("b")
     rig.contribute("a", 1)
-    assert rig.told_of("b", Committed) == [Committed(0, 1, 1, 0, EPOCH)]
+    assert rig.told_of("b", Committed) == [Committed(0, 1, EPOCH)]
 
 
 def test_the_next_round_waits_for_h_steps_of_every_learner() -> None:
@@ -430,7 +430,7 @@ def test_a_control_stream_begins_with_all_that_could_have_been_missed() -> None:
     rig.take_told("a")
     rig.shard.attend(rig.members["a"])
     rig.advance()
-    assert rig.take_told("a") == [Pulse(0, 1000, 2), Committed(0, 0, 0, 0, EPOCH), Collect(0, 1, EPOCH)]
+    assert rig.take_told("a") == [Pulse(0, 1000), Committed(0, 0, EPOCH), Collect(0, 1, EPOCH)]
     rig.contribute("a", 1)
     rig.take_told("a")
     rig.shard.attend(rig.members["a"])
@@ -445,7 +445,7 @@ def test_pulses_go_to_every_live_learner() -> None:
         rig.take_told(learner_id)
     rig.shard.send_pulses()
     rig.advance()
-    assert rig.take_told("a") == [Pulse(0, 0, 1)]
+    assert rig.take_told("a") == [Pulse(0, 0)]
     assert rig.take_told("b") == []
 
 
@@ -735,7 +735,7 @@ def test_what_is_being_merged_is_not_fenced() -> None:
     rig.finish_jobs()
     assert rig.theta == [-2.0]
     assert rig.shard.ledger.tokens_fenced == 0
-    again = rig.join("b", instance="process")
+    again = rig.join("b", process_id="process")
     assert rig.shard.fragment_statuses("b")[0].merged_version == 1
     assert again.merged == 1
     rig.assert_accounts_balance()
@@ -754,15 +754,15 @@ def test_a_round_that_everybody_left_is_opened_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instance", "code", "error"),
+    ("process_id", "code", "error"),
     [("process", "STALE_GENERATION", StaleGeneration), ("another", "SUPERSEDED", Superseded)],
 )
-def test_the_newer_generation_wins_and_the_older_is_told_why(instance: str, code: str, error: type[Refusal]) -> None:
+def test_the_newer_generation_wins_and_the_older_is_told_why(process_id: str, code: str, error: type[Refusal]) -> None:
     rig = Rig().started("a", "b")
     rig.contribute("a", 1, 9.0)
     rig.take_told("a")
     old = rig.members["a"].generation
-    new = rig.join("a", instance=instance).generation
+    new = rig.join("a", process_id=process_id).generation
     assert new > old
     (evicted,) = rig.told_of("a", Evicted)
     assert evicted.code == code

@@ -39,9 +39,9 @@ class Rig(ShardShell):
         if restored is not None:
             self.shard.restore(KNOWN.shard.manifest, [restored])  # type: ignore[arg-type]
 
-    def join(self, name: str, held: tuple[int, int] | None = None, instance: str = "process") -> None:
+    def join(self, name: str, held: tuple[int, int] | None = None, process_id: str = "process") -> None:
         told = [Held(0, *held)] if held else []
-        self.members[name] = self.shard.join(name, f"{name}'s {instance}", MODEL, self.now, told)
+        self.members[name] = self.shard.join(name, f"{name}'s {process_id}", MODEL, self.now, told)
         self.shard.attend(self.members[name])
         self.step(name)
 
@@ -107,7 +107,7 @@ def test_a_restart_brings_a_version_back_under_its_name() -> None:
 def test_learners_go_on_with_what_they_hold() -> None:
     new = Rig(4, first_life().kept())
     new.join("ann", held=(3, 2))
-    assert Committed(0, 2, 0, 2, 3) in new.told["ann"]
+    assert Committed(0, 2, 3) in new.told["ann"]
     new.step("ann")
     assert Collect(0, 3, 3) in new.take_told("ann")
     assert new.push("ann", 3, (3, 2)).outcome is Outcome.ACCEPTED
@@ -143,14 +143,14 @@ def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() 
 def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_own() -> None:
     """P1: membership does not outlive a restart, what was merged and by whom does."""
     new = Rig(4, first_life().kept())
-    new.join("ann", instance="other process")
+    new.join("ann", process_id="other process")
     assert new.merged("ann") == 0
 
 
 def test_a_process_cannot_come_back_after_another_of_its_id_even_over_a_restart() -> None:
     """Its merges are forgotten then: it would carry what is merged."""
     new = Rig(4, first_life().kept())
-    new.join("ann", instance="other process")
+    new.join("ann", process_id="other process")
 
     with pytest.raises(Superseded):
         new.join("ann")
@@ -172,7 +172,7 @@ def test_a_version_that_is_behind_what_was_announced_gets_a_name_of_its_own() ->
     assert new.identity == (4, 2)
     new.join("ann", held=(3, 3))
     assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 3, 2, 3, "ann")]
-    assert Committed(0, 2, 0, 2, 4) in new.take_told("ann")
+    assert Committed(0, 2, 4) in new.take_told("ann")
     new.step("ann")
     lost = new.push("ann", 3, (3, 3))
     assert (lost.outcome, lost.code) == (Outcome.REJECTED, "WRONG_EPOCH")
@@ -190,7 +190,7 @@ def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() ->
 
     assert new.identity == (4, 1)
     assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 3, 1, 3, "ann")]
-    assert Committed(0, 1, 0, 0, 4) in new.take_told("ben"), "everybody is told the new name"
+    assert Committed(0, 1, 4) in new.take_told("ben"), "everybody is told the new name"
 
 
 def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
@@ -240,7 +240,7 @@ def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> 
     assert Collect(0, 2, 3) in new.take_told("ben")
     new.join("ann", held=(3, 2))
     assert [d for d in new.take_told("ben") if isinstance(d, Collect | Committed)] == [
-        Committed(0, 1, 0, 0, 4), Collect(0, 2, 4),
+        Committed(0, 1, 4), Collect(0, 2, 4),
     ]  # fmt: skip
 
 
@@ -264,7 +264,7 @@ def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_th
     """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
     took with it the knowledge that it had been replaced."""
     old = first_life()
-    old.join("ann", instance="other process")
+    old.join("ann", process_id="other process")
     new = Rig(4, old.kept())
     new.join("ann", held=(3, 1))
     (status,) = new.shard.fragment_statuses("ann")

@@ -31,12 +31,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from diloco_common import rpc
 from diloco_common.addresses import parse_address
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError
 from diloco_common.http import HttpServer
+from diloco_common.identity import check_learner_id
 from diloco_common.logs import Log
 from diloco_common.manifest import cut
 from diloco_common.messages import Progress
@@ -119,7 +119,7 @@ def join(
     if twice:
         raise ConfigError(f"shard {twice[0]} is named twice; name every shard once")
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
-    rpc.check_learner_id(name)
+    check_learner_id(name)
     learner = Learner(
         Replica(model, mean_merge), addresses, run, name, token, inner_step, tokens, http, history, resumed=resumed
     )
@@ -444,8 +444,7 @@ class Learner:
 
     def _report(self) -> Progress:
         """The latest progress."""
-        p = self._progress
-        return Progress(p.inner_step, p.tokens, p.loss, p.step_time_s, time.monotonic() - self._step_ended)
+        return self._progress
 
     # ------------------------------------------------------------ helpers
 

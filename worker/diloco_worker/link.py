@@ -19,6 +19,7 @@ from torch import Tensor
 
 from diloco_common import protobuf, rpc
 from diloco_common.errors import DilocoError, Refusal, Superseded
+from diloco_common.identity import Identity
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
 from diloco_protos import parameter_server_pb2 as pb
@@ -46,7 +47,7 @@ class ShardLink:
         self.connected = False
         self.connections = 0
         """How often a control stream was up."""
-        self.pulse = Pulse(0, 0, 0)
+        self.pulse = Pulse(0, 0)
         self._c = context
         self._pusher = Pusher(self.session, self._is_announced)
         self._puller = Puller(self.session, self._pusher.forget)
@@ -155,12 +156,12 @@ class ShardLink:
         """Get a lease. Raises a Refusal or AioRpcError."""
         request = pb.JoinRequest(
             protocol=rpc.PROTOCOL,
-            instance=self._c.instance,
+            process_id=self._c.process_id,
             tensors=protobuf.tensors_to_pb(self._c.tensors),
             decodes=list(rpc.DECODES),
             held=protobuf.held_to_pb(self._puller.held()),
         )
-        metadata = rpc.Identity(self._c.run_id, self._c.learner_id).metadata(self._c.token)
+        metadata = rpc.metadata_of(Identity(self._c.run_id, self._c.learner_id), self._c.token)
         try:
             answer = await self._control.Join(request, metadata=metadata, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 from diloco_common import protobuf, rpc
 from diloco_common.codec import decode_payload
 from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
+from diloco_common.identity import Identity
 from diloco_common.manifest import Fragment, Manifest, cut
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -41,7 +42,7 @@ def pull_global_model(
     Raises CannotConnect if a shard does not answer within `wait_s`, ConfigError or ManifestMismatch if the shards do
     not make up one run, and the Refusal that a shard answers.
     """
-    return asyncio.run(_pull_all(shards, rpc.Identity(run).metadata(token), wait_s))
+    return asyncio.run(_pull_all(shards, rpc.metadata_of(Identity(run), token), wait_s))
 
 
 async def _pull_all(shards: Sequence[str], metadata: tuple[tuple[str, str], ...], wait_s: float) -> GlobalModel:

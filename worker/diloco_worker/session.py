@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco_common import rpc
+from diloco_common.identity import Identity
 from diloco_common.logs import Log
 from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.messages import LearnerPolicy, Progress
@@ -21,7 +22,7 @@ class LinkContext:
 
     run_id: str
     learner_id: str
-    instance: str
+    process_id: str
     token: str | None
     tensors: tuple[TensorSpec, ...]
     inbox: Inbox
@@ -58,4 +59,4 @@ class Session:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Identity under the current lease, for a call."""
         c = self.context
-        return rpc.Identity(c.run_id, c.learner_id, self.generation, self.epoch).metadata(c.token)
+        return rpc.metadata_of(Identity(c.run_id, c.learner_id, self.generation, self.epoch), c.token)

@@ -33,7 +33,7 @@ class Member:
     """A learner as one shard knows it: the current generation, and its record over all of them."""
 
     learner_id: str
-    instance: str
+    process_id: str
     generation: int
     last_heard: float
     last_step_at: float
@@ -73,22 +73,22 @@ class Membership:
         self._generations = 0  # grows; never reset within an epoch
         self._expires_at = 0.0  # nothing can expire or stall before
 
-    def welcome(self, learner_id: str, instance: str) -> None:
+    def welcome(self, learner_id: str, process_id: str) -> None:
         """Look whether this process may join. Raises Superseded where another one has replaced it."""
         old = self._members.get(learner_id)
-        if old is not None and instance in old.replaced:
+        if old is not None and process_id in old.replaced:
             raise superseded(learner_id)
 
-    def join(self, learner_id: str, instance: str, now: float) -> Member:
+    def join(self, learner_id: str, process_id: str, now: float) -> Member:
         """Grant a lease under a new generation. Raises Busy when too many are held."""
         old = self._members.get(learner_id)
         if (old is None or not old.live) and len(self.live()) >= self._max_learners:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
         self._generations += 1
-        member = Member(learner_id, instance, self._generations, last_heard=now, last_step_at=now)
-        if old is None or old.instance != instance:
+        member = Member(learner_id, process_id, self._generations, last_heard=now, last_step_at=now)
+        if old is None or old.process_id != process_id:
             member.first_generation = member.generation
-            member.replaced = (*old.replaced, old.instance)[-REPLACED_MAX:] if old is not None else ()
+            member.replaced = (*old.replaced, old.process_id)[-REPLACED_MAX:] if old is not None else ()
         else:
             member.first_generation, member.replaced = old.first_generation, old.replaced
         if old is not None:

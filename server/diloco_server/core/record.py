@@ -43,7 +43,7 @@ def next_record(
         # It may be forgotten by now, or replaced by another process.
         if member is not None and contribution.generation >= member.first_generation:
             merged_versions[member.learner_id] = closed.round
-            merged_by[member.learner_id] = member.instance
+            merged_by[member.learner_id] = member.process_id
         else:
             forgotten_version = closed.round
     for learner_id in _long_gone(merged_versions, membership, strangers_max):

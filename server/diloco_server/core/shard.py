@@ -97,21 +97,21 @@ class Shard:
     # ------------------------------------------------------------ learners
 
     def join(
-        self, learner_id: str, instance: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = ()
+        self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = ()
     ) -> Member:
         """Grant a lease. Raises Draining, ManifestMismatch, Superseded or Busy."""
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
         self._adopt_or_check(tensors)
-        self.membership.welcome(learner_id, instance)
+        self.membership.welcome(learner_id, process_id)
         old = self.membership.get(learner_id)
         if old is not None and old.live:
-            if old.instance == instance:
+            if old.process_id == process_id:
                 self._lose(old, StaleGeneration.code, f"{learner_id} has joined again")
             else:
                 self._lose(old, Superseded.code, str(superseded(learner_id)))
-        member = self.membership.join(learner_id, instance, now)
-        others = {s.merged_by[learner_id] for s in self.fragments.values() if learner_id in s.merged_by} - {instance}
+        member = self.membership.join(learner_id, process_id, now)
+        others = {s.merged_by[learner_id] for s in self.fragments.values() if learner_id in s.merged_by} - {process_id}
         for state in self.fragments.values():
             if state.merged_by.get(learner_id) in others:  # this process cannot have pending what another contributed
                 state.forget(learner_id)
@@ -139,7 +139,7 @@ class Shard:
         self._tell(member, self.pulse())
         for state in self.fragments.values():
             if state.seeded:
-                self._tell(member, self._committed(state, member.learner_id))
+                self._tell(member, self._committed(state))
             if state.round and member.learner_id in state.round.missing:
                 self._ask(member, state)
         if self.done:
@@ -303,7 +303,7 @@ class Shard:
         self._effects.append(
             VersionCommitted(fragment_id, state.version, len(closed.contributions), tokens, now - closed.opened_at)
         )
-        self._announce(state, len(closed.contributions))
+        self._announce(state)
         self._check_budget()
 
     # ------------------------------------------------------------ time
@@ -335,7 +335,7 @@ class Shard:
             self._tell(member, Drain())
 
     def pulse(self) -> Pulse:
-        return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
+        return Pulse(self.tokens_merged, self.settings.run.tokens)
 
     def send_pulses(self) -> None:
         """Tell every learner that the shard lives; about once per heartbeat."""
@@ -495,13 +495,12 @@ class Shard:
     def _ask(self, member: Member, state: FragmentState) -> None:
         self._tell(member, Collect(state.fragment.fragment_id, state.version + 1, state.epoch))
 
-    def _announce(self, state: FragmentState, participants: int = 0) -> None:
+    def _announce(self, state: FragmentState) -> None:
         for member in self.membership.live():
-            self._tell(member, self._committed(state, member.learner_id, participants))
+            self._tell(member, self._committed(state))
 
-    def _committed(self, state: FragmentState, learner_id: str, participants: int = 0) -> Committed:
-        status = state.status(learner_id)
-        return Committed(status.fragment_id, status.version, participants, status.merged_version, status.epoch)
+    def _committed(self, state: FragmentState) -> Committed:
+        return Committed(state.fragment.fragment_id, state.version, state.epoch)
 
     def _check_budget(self) -> None:
         if self.done or not self.all_seeded or not all(map(self._budget.is_reached, self.fragments.values())):
