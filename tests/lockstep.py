@@ -73,7 +73,8 @@ class ShardShell:
         for job in jobs:
             if isinstance(job, SeedFragment):
                 values = arithmetic.seed(job.payload, self._outer)
-                self.shard.seeded(job.fragment_id, values, arithmetic.publish(values, self.settings.sync.pull))
+                record = self.shard.seed_record(job.fragment_id)
+                self.shard.seeded(record, values, arithmetic.publish(values, self.settings.sync.pull))
             else:
                 self._merge(job)
             self.shard.tick(self.now)
@@ -103,7 +104,7 @@ class ShardShell:
             optimizer=self._outer,
         )  # fmt: skip
         published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
-        self.shard.committed(job.fragment_id, published, self.now)
+        self.shard.committed(self.shard.next_record(job.fragment_id), published, self.now)
 
 
 @dataclass
