@@ -301,7 +301,9 @@ class Shard:
         self.ledger.tokens_merged += tokens
         self.grace.to_publish.add(now - closed.closed_at)
         self._effects.append(
-            VersionCommitted(record.fragment_id, state.version, len(closed.contributions), tokens, now - closed.opened_at)
+            VersionCommitted(
+                record.fragment_id, state.version, len(closed.contributions), tokens, now - closed.opened_at
+            )
         )
         self._announce(state)
         self._check_budget()
