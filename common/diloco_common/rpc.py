@@ -14,8 +14,10 @@ import grpc
 from diloco_common import errors
 from diloco_common.codec import encoding_names
 from diloco_common.identity import Identity, check_learner_id
+from diloco_common.protocol import PROTOCOL as PROTOCOL
+from diloco_common.protocol import PUSHES_AT_ONCE as PUSHES_AT_ONCE
+from diloco_common.protocol import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 
-PROTOCOL = 1
 MAX_MESSAGE_BYTES = 20 << 20
 """Above the largest chunk (4 Mi float32 elements) and the largest model description."""
 CODE_KEY = "diloco-code"
@@ -23,11 +25,6 @@ EOF = grpc.aio.EOF
 """What reading a stream gives at its end."""
 DECODES = encoding_names()
 """Encodings that this build decodes."""
-
-SLOWEST_BYTES_PER_S = 50_000
-"""A transfer that is slower than this is given up and tried again; 0.4 Mbit/s."""
-PUSHES_AT_ONCE = 4
-"""Of one learner to one shard. More would share a thin link so finely that none of them moves."""
 
 
 def _keepalive(every_ms: int, timeout_ms: int) -> list[tuple[str, int]]:

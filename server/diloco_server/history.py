@@ -5,26 +5,19 @@ from __future__ import annotations
 import torch
 
 from diloco_common.codec import decode_payload
-from diloco_common.history import History, fingerprint
+from diloco_common.history import fingerprint
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
-from diloco_common.settings import Settings
+from diloco_common.ports import History
 from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeRound, RoundOpened
 
 
 class ShardHistory:
-    """Writes down what happened to one shard in one life."""
+    """Writes down what happens to one shard in one epoch."""
 
-    def __init__(self, history: History, life: int) -> None:
-        """`life` is the shard's epoch."""
+    def __init__(self, history: History, epoch: int) -> None:
         self._history = history
-        history.write("born", role="shard", life=life)
-
-    @classmethod
-    def of(cls, settings: Settings, life: int) -> ShardHistory | None:
-        """None where nothing is to be recorded. Raises OSError."""
-        folder = settings.run.history
-        return cls(History(folder, f"shard-{settings.shard.index}"), life) if folder else None
+        history.write("born", role="shard", life=epoch)
 
     def note(self, event: Event) -> None:
         """An event of the core."""
@@ -56,11 +49,16 @@ class ShardHistory:
         ]  # fmt: skip
         self._history.write("merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions)
 
-    def announcing(self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool) -> None:
-        """A version is durable and about to be announced; `again`: an earlier life has made it."""
+    def announced(self, fragment_id: int, epoch: int, version: int, published: Published) -> None:
+        """A version is durable and about to be announced."""
+        self._version("announced", fragment_id, epoch, version, published)
+
+    def restored(self, fragment_id: int, epoch: int, version: int, published: Published) -> None:
+        """A version that an earlier epoch has made is about to be announced."""
+        self._version("restored", fragment_id, epoch, version, published)
+
+    def _version(self, what: str, fragment_id: int, epoch: int, version: int, published: Published) -> None:
         values = torch.empty(published.values.header.num_elements)
         decode_payload(published.values, values)
-        self._history.write(
-            "restored" if again else "announced", fragment=fragment_id, epoch=epoch, version=version,
-            checksum=fingerprint(values.numpy().tobytes()),
-        )  # fmt: skip
+        checksum = fingerprint(values.numpy().tobytes())
+        self._history.write(what, fragment=fragment_id, epoch=epoch, version=version, checksum=checksum)

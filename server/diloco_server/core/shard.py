@@ -272,9 +272,9 @@ class Shard:
             norm_window=self.settings.guard.norm_window, strangers_max=2 * self.settings.shard.max_learners,
         )  # fmt: skip
 
-    def seeded(self, fragment_id: int, values: Values, published: Published) -> None:
-        """Version 0 is computed and durable: announce it."""
-        state = self.fragments[fragment_id]
+    def seeded(self, record: Record, values: Values, published: Published) -> None:
+        """Version 0 is computed and durable, with the record that `seed_record` gave: announce it."""
+        state = self.fragments[record.fragment_id]
         state.seed(values, published, self.epoch)
         self._announce(state)
         self._check_budget()
@@ -283,12 +283,12 @@ class Shard:
         """The seed could not be used; another learner may seed."""
         self.fragments[fragment_id].computing = False
 
-    def committed(self, fragment_id: int, published: Published, now: float) -> None:
-        """The next version is computed and durable: announce it."""
-        state = self.fragments[fragment_id]
+    def committed(self, record: Record, published: Published, now: float) -> None:
+        """The next version is computed and durable, with the record that `next_record` gave: announce it."""
+        state = self.fragments[record.fragment_id]
         closed = state.closed
         assert closed is not None
-        state.advance(self.next_record(fragment_id), published)
+        state.advance(record, published)
         tokens = 0
         for contribution in closed.contributions.values():
             tokens += contribution.tokens
@@ -301,7 +301,9 @@ class Shard:
         self.ledger.tokens_merged += tokens
         self.grace.to_publish.add(now - closed.closed_at)
         self._effects.append(
-            VersionCommitted(fragment_id, state.version, len(closed.contributions), tokens, now - closed.opened_at)
+            VersionCommitted(
+                record.fragment_id, state.version, len(closed.contributions), tokens, now - closed.opened_at
+            )
         )
         self._announce(state)
         self._check_budget()
