@@ -120,7 +120,8 @@ class ShardRig:
 
     def _seed(self, effect: SeedFragment) -> None:
         values = arithmetic.seed(effect.payload, self._outer)
-        self.shard.seeded(effect.fragment_id, values, arithmetic.publish(values, self._sync.pull))
+        published = arithmetic.publish(values, self._sync.pull)
+        self.shard.seeded(self.shard.seed_record(effect.fragment_id), values, published)
 
     def _merge(self, effect: MergeRound) -> None:
         state = self.shard.fragments[effect.fragment_id]
@@ -130,7 +131,7 @@ class ShardRig:
             outer_step=effect.version, rule=self._sync.merge, optimizer=self._outer,
         )  # fmt: skip
         published = arithmetic.publish(state.values, self._sync.pull, state.published)
-        self.shard.committed(effect.fragment_id, published, self._cluster.clock.now)
+        self.shard.committed(self.shard.next_record(effect.fragment_id), published, self._cluster.clock.now)
 
 
 class LearnerRig:

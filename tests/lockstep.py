@@ -26,7 +26,7 @@ from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_common.settings import Settings, ShardSettings
 from diloco_server.core import arithmetic
-from diloco_server.core.effects import Event, MergeRound, SeedFragment, Tell
+from diloco_server.core.effects import Fact, MergeRound, SeedFragment, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.outer import make_outer_optimizer
@@ -45,7 +45,7 @@ class ShardShell:
         self.now = 0.0
         self.told: dict[str, list[Directive]] = defaultdict(list)
         """Directives by learner, since they were taken last."""
-        self.events: list[Event] = []
+        self.events: list[Fact] = []
         self.jobs: list[SeedFragment | MergeRound] = []
         """What the compute thread would have to do, while `holds_jobs`."""
         self.holds_jobs = False
@@ -73,7 +73,8 @@ class ShardShell:
         for job in jobs:
             if isinstance(job, SeedFragment):
                 values = arithmetic.seed(job.payload, self._outer)
-                self.shard.seeded(job.fragment_id, values, arithmetic.publish(values, self.settings.sync.pull))
+                published = arithmetic.publish(values, self.settings.sync.pull)
+                self.shard.seeded(self.shard.seed_record(job.fragment_id), values, published)
             else:
                 self._merge(job)
             self.shard.tick(self.now)
@@ -103,7 +104,7 @@ class ShardShell:
             optimizer=self._outer,
         )  # fmt: skip
         published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
-        self.shard.committed(job.fragment_id, published, self.now)
+        self.shard.committed(self.shard.next_record(job.fragment_id), published, self.now)
 
 
 @dataclass
@@ -232,7 +233,7 @@ class Lockstep:
         decode_version(payload, base, values)
         learner.versions[fragment_id] = version, values
         learner.pulled[payload.header.encoding] += 1
-        merged = shell.shard.fragments[fragment_id].merged_versions.get(learner.learner_id, 0)
+        merged = shell.shard.fragments[fragment_id].status(learner.learner_id).merged_version
         learner.core.arrived(fragment_id, version, shell.shard.epoch, values, min(merged, version))
 
     def _encode(self, learner: LockstepLearner, pending: Pending) -> Payload:

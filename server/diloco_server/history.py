@@ -9,7 +9,7 @@ from diloco_common.history import History, fingerprint
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core.arithmetic import Published
-from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeRound, RoundOpened
+from diloco_server.core.effects import Fact, LearnerGone, LearnerJoined, MergeRound, RoundOpened
 
 
 class ShardHistory:
@@ -26,7 +26,7 @@ class ShardHistory:
         folder = settings.run.history
         return cls(History(folder, f"shard-{settings.shard.index}"), life) if folder else None
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Fact) -> None:
         """An event of the core."""
         match event:
             case RoundOpened():

@@ -316,12 +316,13 @@ class ShardHost:
 
         try:
             values, published = await self.compute("seed", work)
-            await self._keep(self.shard.seed_record(effect.fragment_id), values, published)
+            record = self.shard.seed_record(effect.fragment_id)
+            await self._keep(record, values, published)
         except Exception:
             self.shard.seed_failed(effect.fragment_id)
             raise
         self.observer.announcing(effect.fragment_id, self.shard.epoch, 0, published)
-        self.shard.seeded(effect.fragment_id, values, published)
+        self.shard.seeded(record, values, published)
         self.log.event("fragment seeded", fragment=effect.fragment_id, elements=values.theta.numel())
         self.advance()
 
@@ -345,14 +346,15 @@ class ShardHost:
             try:
                 published, merged_s = await self.compute("merge", work)
                 self.metrics.rounds.merged(merged_s)
-                await self._keep(self.shard.next_record(effect.fragment_id), values, published)
+                record = self.shard.next_record(effect.fragment_id)
+                await self._keep(record, values, published)
             except Exception as error:
                 self.keeper.drop(effect.fragment_id)
                 self.why_broken = f"version {effect.version} of fragment {effect.fragment_id} cannot be made: {error}"
                 self.broken.set()
                 raise
         self.observer.announcing(effect.fragment_id, self.shard.epoch, effect.version, published)
-        self.shard.committed(effect.fragment_id, published, self.clock())
+        self.shard.committed(record, published, self.clock())
         self.advance()
 
     async def _keep(self, record: Record, values: Values, published: Published) -> None:

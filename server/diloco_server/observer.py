@@ -12,7 +12,7 @@ from diloco_common.metrics import ShardMetrics
 from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import (
     BudgetReached,
-    Event,
+    Fact,
     LearnerForgotten,
     LearnerGone,
     LearnerJoined,
@@ -49,7 +49,7 @@ class Observer:
             compared["sync.quorum"] = settings.sync.quorum
         metrics.itself.settings(compared)
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Fact) -> None:
         """An event of the core."""
         if self._history is not None:
             self._history.note(event)
