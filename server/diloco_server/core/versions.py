@@ -93,6 +93,7 @@ class Versions:
         """The next version is durable with this record: announce it."""
         state = self.fragments[record.fragment_id]
         state.advance(record, published)
+        self._forget_replaced(state)
         self._announce(state)
 
     # ------------------------------------------------------------ who is in a version
@@ -152,6 +153,13 @@ class Versions:
         return bool(self.fragments) and all(s.seeded for s in self.fragments.values())
 
     # ------------------------------------------------------------ helpers
+
+    def _forget_replaced(self, state: FragmentState) -> None:
+        """The record was made before the version was written. Processes may have been replaced since."""
+        for learner_id, process_id in list(state.record.merged_by.items()):
+            member = self._membership.get(learner_id)
+            if member is not None and member.process_id != process_id:
+                state.forget(learner_id)
 
     def _adopt(self, manifest: Manifest) -> None:
         self.manifest = manifest
