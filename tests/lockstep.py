@@ -25,7 +25,7 @@ from diloco_common.codec.change import decode_version
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_common.settings import Settings, ShardSettings
-from diloco_server.core.effects import Event, Tell
+from diloco_server.core.effects import Fact, Tell
 from diloco_server.core.membership import Member
 from diloco_server.lockstep import LockstepShard, run_to_end
 from diloco_worker.core.fragment import Pending
@@ -41,7 +41,7 @@ class ShardShell(LockstepShard):
         super().__init__(settings, epoch, lambda: self.now)
         self.told: dict[str, list[Directive]] = defaultdict(list)
         """Directives by learner, since they were taken last."""
-        self.events: list[Event] = []
+        self.events: list[Fact] = []
         self.jobs: list[Coroutine[Any, Any, None]] = []
         """What the compute thread would have to do, while `holds_jobs`."""
         self.holds_jobs = False
@@ -77,7 +77,7 @@ class ShardShell(LockstepShard):
     def start(self, job: Coroutine[Any, Any, None], name: str) -> None:
         self.jobs.append(job)
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Fact) -> None:
         self.events.append(event)
 
 
@@ -207,7 +207,7 @@ class Lockstep:
         decode_version(payload, base, values)
         learner.versions[fragment_id] = version, values
         learner.pulled[payload.header.encoding] += 1
-        merged = shell.shard.fragments[fragment_id].merged_versions.get(learner.learner_id, 0)
+        merged = shell.shard.fragments[fragment_id].status(learner.learner_id).merged_version
         learner.core.arrived(fragment_id, version, shell.shard.epoch, values, min(merged, version))
 
     def _encode(self, learner: LockstepLearner, pending: Pending) -> Payload:

@@ -15,7 +15,7 @@ from diloco_common.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.effects import Effect, Event, MergeRound, SeedFragment, Tell
+from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
@@ -50,7 +50,7 @@ class Shell(Protocol):
 class Witness(Protocol):
     """What is told of what happens. Changes nothing."""
 
-    def note(self, event: Event) -> None: ...
+    def note(self, event: Fact) -> None: ...
 
     def merging(self, merge: MergeRound) -> None:
         """A closed round is about to become a version."""

@@ -9,7 +9,7 @@ from diloco_common.history import fingerprint
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.ports import History
 from diloco_server.core.arithmetic import Published
-from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeRound, RoundOpened
+from diloco_server.core.effects import Fact, LearnerGone, LearnerJoined, MergeRound, RoundOpened
 
 
 class ShardHistory:
@@ -19,7 +19,7 @@ class ShardHistory:
         self._history = history
         history.write("born", role="shard", life=epoch)
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Fact) -> None:
         """An event of the core."""
         match event:
             case RoundOpened():

@@ -16,7 +16,7 @@ from diloco_common.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
 from diloco_server.core.arithmetic import Published
-from diloco_server.core.effects import Event, MergeRound, Tell
+from diloco_server.core.effects import Fact, MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.record import Record
@@ -72,7 +72,7 @@ class LockstepShard:
 
     # ------------------------------------------------------------ the witness of its effects
 
-    def note(self, event: Event) -> None: ...
+    def note(self, event: Fact) -> None: ...
 
     def merging(self, merge: MergeRound) -> None: ...
 

@@ -17,7 +17,7 @@ from diloco_common.ports import Clock
 from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import (
     BudgetReached,
-    Event,
+    Fact,
     LearnerForgotten,
     LearnerGone,
     LearnerJoined,
@@ -58,7 +58,7 @@ class ShardTelemetry:
             compared["sync.quorum"] = settings.sync.quorum
         metrics.itself.settings(compared)
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Fact) -> None:
         """An event of the core."""
         if self._history is not None:
             self._history.note(event)

@@ -177,8 +177,8 @@ def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, c
 
     async def encode_slowly(*args):
         encoded = await encode(*args)
-        state.epoch, state.version, state.tokens_merged = state.epoch + 1, 1, 100
-        state.merged_versions["a"] = 1
+        epoch = state.epoch + 1
+        state.record = replace(state.record, epoch=epoch, version=1, tokens_merged=100, merged_versions={"a": 1})
         return encoded
 
     monkeypatch.setattr(host, "encode", encode_slowly)

@@ -143,10 +143,8 @@ class Rig(ShardShell):
         s = self.state
         collected = None if s.round is None else (s.round.round, dict(s.round.contributions), dict(s.round.asked))
         values = None if s.values is None else s.values.theta.tolist()
-        return (
-            s.version, s.seeded, s.computing, s.tokens_merged, dict(s.merged_versions), list(s.norms), values,
-            collected, self.shard.ledger.tokens_accepted, self.shard.ledger.tokens_merged,
-        )  # fmt: skip
+        ledger = self.shard.ledger
+        return s.record.copy(), s.phase, values, collected, ledger.tokens_accepted, ledger.tokens_merged
 
     def assert_accounts_balance(self) -> None:
         """Every accepted token is merged, fenced, or in an open or closing round."""
@@ -501,7 +499,7 @@ def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one
     answer = rig.contribute("a", 1, 1.0)
     assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND"), "the round asked the lease before"
     rig.contribute("b", 1, 3.0)
-    assert (rig.state.version, rig.theta, rig.state.merged_versions) == (1, [-3.0], {"b": 1})
+    assert (rig.state.version, rig.theta, rig.state.record.merged_versions) == (1, [-3.0], {"b": 1})
 
 
 @pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}, {"steps": 5}])
@@ -865,12 +863,12 @@ def test_a_forgotten_learner_leaves_nothing_behind() -> None:
         rig.step(name, steps=4)
         assert rig.state.round is not None
         assert rig.contribute(name, rig.state.round.round).outcome is ACCEPTED
-        assert name in rig.state.merged_versions
+        assert name in rig.state.record.merged_versions
         rig.shard.leave(rig.members[name])
         rig.now += 0.1
         rig.advance()
     assert len(rig.shard.membership.all()) <= 4
-    assert len(rig.state.merged_versions) <= 4
+    assert len(rig.state.record.merged_versions) <= 4
     assert len(rig.state.base_steps) <= 4
     assert len(rig.state.base_tokens) <= 4
     assert len(rig.noted(LearnerForgotten)) == 48
@@ -888,7 +886,7 @@ def test_who_is_forgotten_while_its_contribution_is_merged_leaves_nothing_behind
     assert rig.shard.membership.get("a") is None
     rig.finish_jobs()
     assert rig.state.version == 1
-    assert "a" not in rig.state.merged_versions
+    assert "a" not in rig.state.record.merged_versions
 
 
 @pytest.mark.parametrize("when", ["merged", "computed"])
@@ -912,7 +910,7 @@ def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known
 def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
     rig = Rig(shard={"max_learners": 1}, sync={"quorum": 1}).started("a")
     rig.contribute("a", 1)
-    rig.state.forgotten_version = 1
+    rig.state.record = replace(rig.state.record, forgotten_version=1)
     (status,) = rig.shard.fragment_statuses("a")
     assert (status.merged_version, status.forgotten_version) == (1, 0)
 

@@ -77,7 +77,7 @@ class Rig(ShardShell):
     def kept(self, *, is_new_line: bool = False) -> Restored:
         """What a store would bring back, were the shard killed now."""
         state = self.shard.fragments[0]
-        return deepcopy(Restored(state.record(), state.values, state.published, is_new_line))  # type: ignore[arg-type]
+        return deepcopy(Restored(state.record, state.values, state.published, is_new_line))  # type: ignore[arg-type]
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def test_a_restart_brings_a_version_back_under_its_name() -> None:
     assert new.shard.epoch == 4
     assert new.merged("ann") == 2
     assert new.shard.tokens_merged == old.shard.tokens_merged == 2 * TOKENS
-    assert new.shard.fragments[0].record() == old.shard.fragments[0].record()
+    assert new.shard.fragments[0].record == old.shard.fragments[0].record
 
 
 def test_learners_go_on_with_what_they_hold() -> None:
@@ -275,9 +275,9 @@ def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -
     """P7: learner ids that are made up anew at each start must not fill the files."""
     old = first_life()
     bound = 2 * old.settings.shard.max_learners
-    old.shard.fragments[0].merged_versions |= {f"gone-{i}": i for i in range(3000)}
+    old.shard.fragments[0].record.merged_versions.update({f"gone-{i}": i for i in range(3000)})
     old.trained(1)
-    merged = old.shard.fragments[0].merged_versions
+    merged = old.shard.fragments[0].record.merged_versions
     assert len(merged) == bound
     assert merged["ann"] == 3
     assert "gone-2999" in merged

@@ -1,8 +1,8 @@
-"""What becomes of a push, told from its header and from what the shard knows of the fragment. Changes nothing.
+"""What becomes of a push, decided from its header and the fragment's state. Changes nothing.
 
-The order: what is no contribution to this line of versions is refused, what the shard has already is a duplicate, what
-its round no longer waits for is late, a copy of what was refused hears that again; of the rest, the guards decide
-whether its bytes are wanted.
+In this order: a contribution to another line of versions is refused; one that the shard has already is a duplicate;
+one to a round that is over is late; a copy of a refused one gets the same answer again. For the rest the guards decide
+whether the bytes are wanted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATE = PushAnswer(Outcome.LATE)
 def by_header(
     header: PushHeader, state: FragmentState, learner_id: str, epoch: int, sync: SyncSettings
 ) -> PushAnswer | None:
-    """None: send the bytes; else this is the answer. Raises a Refusal."""
+    """The answer to a push; None if its bytes are wanted. Raises a Refusal."""
     guards.check_epoch(header, state, epoch)
     if header.is_seed:
         if state.seeded or state.computing:
@@ -49,11 +49,11 @@ def by_header(
 
 
 def is_taken(header: PushHeader, state: FragmentState, learner_id: str) -> bool:
-    """Whether this very contribution is in a round already, or in a version."""
+    """Whether this very contribution is already in a round or in a version."""
     if header.is_seed:
         return False
     held = state.held(learner_id, header.round)
     if held is not None:
         return held.is_what(header)
-    # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
+    # Merged, or its learner has pushed for a later round since: then it knows the fate of this one.
     return state.may_hold(learner_id, header.round)
