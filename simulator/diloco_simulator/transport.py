@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from diloco_common.codec import Payload
@@ -23,13 +23,18 @@ from diloco_simulator.network import Answer, Call, End, Network, Path
 from diloco_simulator.process import Process
 
 
+Pushing = Callable[[PushHeader, Payload], None]
+
+
 class MemoryTransport:
     """The way from one learner's process to one shard."""
 
-    def __init__(self, network: Network, process: Process, path: Path) -> None:
+    def __init__(self, network: Network, process: Process, path: Path, pushing: Pushing) -> None:
+        """`pushing` is told of everything that is pushed."""
         self._network = network
         self._process = process
         self._path = path
+        self._pushing = pushing
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
         async def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -47,11 +52,12 @@ class MemoryTransport:
         async def answer(service: ShardService, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
             yield await service.push(caller, parts)
 
+        self._pushing(header, payload)
         return await self._ask(answer, timeout_s, header, *payload.chunks)  # type: ignore[no-any-return]
 
     async def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
-    ) -> AsyncIterator[PullHeader | bytes]:
+    ) -> AsyncGenerator[PullHeader | bytes, None]:
         def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
             return service.pull(caller, request)
 
