@@ -33,7 +33,7 @@ from diloco_worker.builtin import training
 from diloco_worker.builtin.data import Corpus, TokenStream
 from diloco_worker.builtin.gpt import GPT, build_gpt
 from diloco_worker.builtin.schedule import rate_at
-from diloco_worker.core.fragment import Pending
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
@@ -127,7 +127,7 @@ class LearnerRig:
         for fragment in manifest.fragments:
             rig = shards[fragment.shard_index]
             if not rig.shard.owned(fragment.fragment_id).seeded:
-                payload = encode_payload(self.core.fragments[fragment.fragment_id].values(), "float32")
+                payload = encode_payload(self.core.fragments[fragment.fragment_id].tensors.values(), "float32")
                 self._hand_in(rig, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
             version, values, _ = self._fetch(rig, fragment.fragment_id)
             self.core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
@@ -153,8 +153,8 @@ class LearnerRig:
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             event(core)
-        for pending in core.snapshots():
-            self._push(pending)
+        for contribution in core.contribute():
+            self._push(contribution)
         took = self._step_time()
         for rig in self._cluster.shards:
             member = rig.shard.check(self.learner_id, self.generations[rig], EPOCH)
@@ -169,18 +169,23 @@ class LearnerRig:
         assert self.core is not None
         return self.core
 
-    def _push(self, pending: Pending) -> None:
+    def _push(self, contribution: Contribution) -> None:
         policy = self._core.policy
-        payload = pending.encode(policy.push_encoding)
+        payload = contribution.tensors.encode(policy.push_encoding)
         header = self._header(
-            pending.fragment_id, pending.round, pending.base_version, pending.tokens, pending.steps, payload
+            contribution.fragment_id,
+            contribution.round,
+            contribution.base_version,
+            contribution.tokens,
+            contribution.steps,
+            payload,
         )
-        rig = self._cluster.shards[self._core.manifest.fragments[pending.fragment_id].shard_index]
+        rig = self._cluster.shards[self._core.manifest.fragments[contribution.fragment_id].shard_index]
         self._cluster.outcome.bytes_pushed += header.payload.num_bytes
 
         def arrive() -> None:
             answer = self._hand_in(rig, header, payload)
-            self._inbox.append(lambda core: core.answered(pending.fragment_id, pending.round, answer))
+            self._inbox.append(lambda core: core.answered(contribution.fragment_id, contribution.round, answer))
 
         self._cluster.clock.after(PUSH, arrive)
 

@@ -28,7 +28,7 @@ from diloco_common.settings import Settings, ShardSettings
 from diloco_server.core.effects import Fact, Tell
 from diloco_server.core.membership import Member
 from diloco_server.lockstep import LockstepShard, run_to_end
-from diloco_worker.core.fragment import Pending
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
@@ -89,13 +89,13 @@ class LockstepLearner:
     core: LearnerCore
     members: dict[int, Member]
     """Shard index -> lease."""
-    outbox: list[Pending] = field(default_factory=list)
+    outbox: list[Contribution] = field(default_factory=list)
     answers: list[PushAnswer] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     """Shards that have reached their budget."""
     held: bool = False
     """Whether its pushes stay in the outbox."""
-    encoded: dict[int, tuple[Pending, Payload]] = field(default_factory=dict)
+    encoded: dict[int, tuple[Contribution, Payload]] = field(default_factory=dict)
     versions: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """Fragment -> version and values pulled last."""
     pulled: Counter[str] = field(default_factory=Counter)
@@ -126,7 +126,7 @@ class Lockstep:
         for index, shell in enumerate(self.shards):
             for status in shell.shard.fragment_statuses(learner_id):
                 if not status.seeded:
-                    payload = encode_payload(core.fragments[status.fragment_id].values(), "float32")
+                    payload = encode_payload(core.fragments[status.fragment_id].tensors.values(), "float32")
                     header = self._header(learner, status.fragment_id, 0, payload, tokens=0, steps=0, base_version=0)
                     shell.push(members[index], header, payload)
             shell.shard.attend(members[index])
@@ -151,9 +151,9 @@ class Lockstep:
             for learner_id in order or sorted(self.learners):
                 learner = self.learners[learner_id]
                 moved |= self._hear(learner)
-                taken = learner.core.snapshots()
-                for pending in taken:
-                    pending.take_snapshot()
+                taken = learner.core.contribute()
+                for contribution in taken:
+                    contribution.tensors.take_snapshot()
                 learner.outbox += taken
                 if not learner.held:
                     moved |= self.send(learner_id)
@@ -162,16 +162,16 @@ class Lockstep:
         """Push what the learner holds back; says whether there was anything."""
         learner = self.learners[learner_id]
         outbox, learner.outbox = learner.outbox, []
-        for pending in outbox:
-            payload = self._encode(learner, pending)
+        for contribution in outbox:
+            payload = self._encode(learner, contribution)
             header = self._header(
-                learner, pending.fragment_id, pending.round, payload,
-                tokens=pending.tokens, steps=pending.steps, base_version=pending.base_version,
+                learner, contribution.fragment_id, contribution.round, payload,
+                tokens=contribution.tokens, steps=contribution.steps, base_version=contribution.base_version,
             )  # fmt: skip
-            index = learner.core.manifest.fragments[pending.fragment_id].shard_index
+            index = learner.core.manifest.fragments[contribution.fragment_id].shard_index
             answer = self.shards[index].push(learner.members[index], header, payload)
             learner.answers.append(answer)
-            learner.core.answered(pending.fragment_id, pending.round, answer)
+            learner.core.answered(contribution.fragment_id, contribution.round, answer)
         return bool(outbox)
 
     def _report(self, learner: LockstepLearner) -> None:
@@ -210,13 +210,13 @@ class Lockstep:
         merged = shell.shard.fragments[fragment_id].status(learner.learner_id).merged_version
         learner.core.arrived(fragment_id, version, shell.shard.epoch, values, min(merged, version))
 
-    def _encode(self, learner: LockstepLearner, pending: Pending) -> Payload:
+    def _encode(self, learner: LockstepLearner, contribution: Contribution) -> Payload:
         """Once per contribution: encoding leaves in it what was lost."""
-        known = learner.encoded.get(pending.fragment_id)
-        if known is None or known[0] is not pending:
+        known = learner.encoded.get(contribution.fragment_id)
+        if known is None or known[0] is not contribution:
             policy = learner.core.policy
-            payload = pending.encode(policy.push_encoding)
-            learner.encoded[pending.fragment_id] = known = (pending, payload)
+            payload = contribution.tensors.encode(policy.push_encoding)
+            learner.encoded[contribution.fragment_id] = known = (contribution, payload)
         return known[1]
 
     def _header(

@@ -1,7 +1,7 @@
 """What a shell is given from outside: time, chance, threads, a history, and a way to the shards.
 
 There are two worlds. In production these are the wall clock, the system's randomness, real threads, files and gRPC;
-each process builds its world in one file (`diloco_server/server.py`, `diloco_worker/join.py`). In the simulator they
+each process builds its world in one file (`diloco_server/server.py`, `diloco_worker/joining.py`). In the simulator they
 are virtual time, a seeded generator, memory and faults. The shells are the same in both. They wait with asyncio alone:
 the event loop is part of the world too, and a virtual one sleeps in no time.
 """
@@ -88,7 +88,9 @@ class Transport(Protocol):
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer: ...
 
-    def pull(self, caller: Identity, request: PullRequest, timeout_s: float) -> AsyncIterator[PullHeader | bytes]:
+    def pull(
+        self, caller: Identity, request: PullRequest, timeout_s: float
+    ) -> AsyncGenerator[PullHeader | bytes, None]:
         """The header, then the chunks of its payload, if it has one. Close it early with `aclose`."""
 
     async def leave(self, caller: Identity, timeout_s: float) -> None: ...

@@ -13,6 +13,7 @@ import grpc
 
 from diloco_common import errors
 from diloco_common.codec import encoding_names
+from diloco_common.errors import refusal_from
 from diloco_common.identity import Identity, check_learner_id
 from diloco_common.protocol import PROTOCOL as PROTOCOL
 from diloco_common.protocol import PUSHES_AT_ONCE as PUSHES_AT_ONCE
@@ -139,19 +140,10 @@ _STATUS: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-_BY_CODE = {refusal.code: refusal for refusal in _STATUS}
 
 
 def status_of(refusal: errors.Refusal) -> grpc.StatusCode:
     return _STATUS.get(type(refusal), grpc.StatusCode.UNKNOWN)
-
-
-def refusal_from(code: str, message: str) -> errors.Refusal:
-    """The error that a stable code stands for."""
-    kind = _BY_CODE.get(code, errors.Refusal)
-    error = kind.__new__(kind)
-    Exception.__init__(error, message)
-    return error
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:

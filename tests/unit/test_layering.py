@@ -35,7 +35,9 @@ IMPURE = frozenset({
 # fmt: on
 PURE_STDLIB = sys.stdlib_module_names - IMPURE
 """`io`, `sys`, `warnings` and `importlib` would be ways around the rule."""
-PURE_COMMON = tuple(f"diloco_common.{name}" for name in ("codec", "errors", "manifest", "messages", "settings"))
+PURE_COMMON = tuple(
+    f"diloco_common.{name}" for name in ("codec", "errors", "identity", "manifest", "messages", "protocol", "settings")
+)
 
 
 @dataclass(frozen=True)
