@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diloco_common.codec import decode_payload
-from diloco_common.history import History, fingerprint
+from diloco_common.history import HistoryFile, fingerprint
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core.arithmetic import Published
@@ -15,7 +15,7 @@ from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeR
 class ShardHistory:
     """Writes down what happened to one shard in one life."""
 
-    def __init__(self, history: History, life: int) -> None:
+    def __init__(self, history: HistoryFile, life: int) -> None:
         """`life` is the shard's epoch."""
         self._history = history
         history.write("born", role="shard", life=life)
@@ -24,7 +24,7 @@ class ShardHistory:
     def of(cls, settings: Settings, life: int) -> ShardHistory | None:
         """None where nothing is to be recorded. Raises OSError."""
         folder = settings.run.history
-        return cls(History(folder, f"shard-{settings.shard.index}"), life) if folder else None
+        return cls(HistoryFile(folder, f"shard-{settings.shard.index}"), life) if folder else None
 
     def note(self, event: Event) -> None:
         """An event of the core."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_common.history import History, fingerprint
+from diloco_common.history import HistoryFile, fingerprint
 from diloco_worker.core.events import Answered, Arrived
 from diloco_worker.core.fragment import Pending
 from diloco_worker.session import Session
@@ -13,7 +13,7 @@ from diloco_worker.session import Session
 class LearnerHistory:
     """Writes down what happened to one learner in one life."""
 
-    def __init__(self, history: History, inner_step: int, tokens: int) -> None:
+    def __init__(self, history: HistoryFile, inner_step: int, tokens: int) -> None:
         """Counters as they go on from a checkpoint."""
         self._history = history
         history.write("born", role="worker", step=inner_step, tokens=tokens)
@@ -21,7 +21,7 @@ class LearnerHistory:
     @classmethod
     def of(cls, folder: Path | None, learner_id: str, inner_step: int, tokens: int) -> LearnerHistory | None:
         """None where nothing is to be recorded. Raises OSError."""
-        return cls(History(folder, learner_id), inner_step, tokens) if folder else None
+        return cls(HistoryFile(folder, learner_id), inner_step, tokens) if folder else None
 
     def stepped(self, inner_step: int, tokens: int) -> None:
         """An inner step has ended."""
