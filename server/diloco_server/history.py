@@ -7,24 +7,24 @@ import torch
 from diloco_common.codec import decode_payload
 from diloco_common.history import HistoryFile, fingerprint
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.ports import History
 from diloco_common.settings import Settings
-from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeRound, RoundOpened
+from diloco_server.core.fragment import FragmentState
 
 
 class ShardHistory:
-    """Writes down what happened to one shard in one life."""
+    """Writes down what happened to one shard in one epoch. `diloco_common/histories.py` has all lines."""
 
-    def __init__(self, history: HistoryFile, life: int) -> None:
-        """`life` is the shard's epoch."""
+    def __init__(self, history: History, epoch: int) -> None:
         self._history = history
-        history.write("born", role="shard", life=life)
+        history.write("born", role="shard", epoch=epoch)
 
     @classmethod
-    def of(cls, settings: Settings, life: int) -> ShardHistory | None:
+    def of(cls, settings: Settings, epoch: int) -> ShardHistory | None:
         """None where nothing is to be recorded. Raises OSError."""
         folder = settings.run.history
-        return cls(HistoryFile(folder, f"shard-{settings.shard.index}"), life) if folder else None
+        return cls(HistoryFile(folder, f"shard-{settings.shard.index}"), epoch) if folder else None
 
     def note(self, event: Event) -> None:
         """An event of the core."""
@@ -56,11 +56,21 @@ class ShardHistory:
         ]  # fmt: skip
         self._history.write("merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions)
 
-    def announcing(self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool) -> None:
-        """A version is durable and about to be announced; `again`: an earlier life has made it."""
-        values = torch.empty(published.values.header.num_elements)
-        decode_payload(published.values, values)
+    def announcing(self, state: FragmentState, stored_epoch: int | None = None) -> None:
+        """A version is durable, the core has it, and nobody has heard of it yet.
+
+        `stored_epoch`: of an earlier epoch's version, what its name on the disk says; it may have another name now.
+        """
+        values, published = state.values, state.published
+        assert values is not None
+        assert published is not None
+        decoded = torch.empty(published.values.header.num_elements)
+        decode_payload(published.values, decoded)
+        facts = {} if stored_epoch is None else {"stored_epoch": stored_epoch}
         self._history.write(
-            "restored" if again else "announced", fragment=fragment_id, epoch=epoch, version=version,
-            checksum=fingerprint(values.numpy().tobytes()),
+            "announced" if stored_epoch is None else "restored",
+            fragment=state.fragment.fragment_id, epoch=state.epoch, version=state.version,
+            checksum=fingerprint(decoded.numpy().tobytes()),
+            state=fingerprint(*(part.numpy().tobytes() for part in (values.theta, *values.buffers))),
+            tokens_merged=state.tokens_merged, **facts,
         )  # fmt: skip

@@ -118,7 +118,7 @@ class ShardHost:
         self.shard.restore(manifest, fragments)
         for restored in fragments:
             state = self.shard.fragments[restored.record.fragment_id]
-            self.observer.announcing(restored.record.fragment_id, *state.identity, restored.published, again=True)
+            self.observer.announcing(state, restored.record.epoch)
             self.keeper.recovered(restored.record.fragment_id)
             self.metrics.rounds.version(restored.record.fragment_id, restored.record.version)
         self._checkpointer.begin({r.record.fragment_id: r.record.version for r in fragments}, manifest)
@@ -320,8 +320,8 @@ class ShardHost:
         except Exception:
             self.shard.seed_failed(effect.fragment_id)
             raise
-        self.observer.announcing(effect.fragment_id, self.shard.epoch, 0, published)
         self.shard.seeded(effect.fragment_id, values, published)
+        self.observer.announcing(self.shard.fragments[effect.fragment_id])
         self.log.event("fragment seeded", fragment=effect.fragment_id, elements=values.theta.numel())
         self.advance()
 
@@ -351,8 +351,8 @@ class ShardHost:
                 self.why_broken = f"version {effect.version} of fragment {effect.fragment_id} cannot be made: {error}"
                 self.broken.set()
                 raise
-        self.observer.announcing(effect.fragment_id, self.shard.epoch, effect.version, published)
         self.shard.committed(effect.fragment_id, published, self.clock())
+        self.observer.announcing(state)
         self.advance()
 
     async def _keep(self, record: Record, values: Values, published: Published) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 from diloco_common.logs import Log
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.metrics import ShardMetrics
-from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import (
     BudgetReached,
     Event,
@@ -23,6 +22,7 @@ from diloco_server.core.effects import (
     VersionCommitted,
     VersionsLost,
 )
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, State
 from diloco_server.core.shard import Shard
 from diloco_server.history import ShardHistory
@@ -93,12 +93,10 @@ class Observer:
         if self._history is not None:
             self._history.merging(merge)
 
-    def announcing(
-        self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool = False
-    ) -> None:
-        """A version is durable and about to be announced; `again`: an earlier life has made it."""
+    def announcing(self, state: FragmentState, stored_epoch: int | None = None) -> None:
+        """A version is durable, and about to be announced. `stored_epoch`: as in `ShardHistory.announcing`."""
         if self._history is not None:
-            self._history.announcing(fragment_id, epoch, version, published, again=again)
+            self._history.announcing(state, stored_epoch)
 
     def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         """A push got its outcome."""

@@ -315,12 +315,18 @@ class Learner:
                 self._inbox.put_back(event)
                 break
             self._take_in(event)
+            self._note_given_back()
             if isinstance(event, Arrived) and time.perf_counter() - began > apply_s:
                 break
         if self.core is not None and (taken := self.core.snapshots()):
             self._acts.append(partial(self._push, taken))
             if self._history is not None:  # after it, and so under the same lease
                 self._acts.append(partial(self._pushed, taken, [self._since(pending) for pending in taken]))
+
+    def _note_given_back(self) -> None:
+        for pending in self._core.take_given_back() if self.core is not None else ():
+            if self._history is not None:
+                self._history.carried(pending)
 
     def _hand_over(self) -> None:
         """To the network thread, all at once: each time that it is woken, it may take the processor away."""
@@ -398,8 +404,12 @@ class Learner:
         ):  # fmt: skip
             seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
             if self._history is not None:
-                is_merged = pending is not None and self._core.contributions["merged"] > merges
-                self._history.applied(event, merged=pending.round if pending and is_merged else None)
+                number, fates = pending.round if pending is not None else None, self._core.contributions
+                self._history.applied(
+                    event, merged=number if fates["merged"] > merges else None,
+                    forgotten=number if fates["forgotten"] > forgotten else None,
+                    since=self._core.tokens - fragment.tokens_since(self._core.tokens),
+                )  # fmt: skip
             if self._core.contributions["forgotten"] > forgotten:
                 assert pending is not None
                 self.log.warning(

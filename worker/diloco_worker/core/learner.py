@@ -32,6 +32,7 @@ class LearnerCore:
         knows; counted as merged, so that nothing counts twice), and refusals by code."""
         self.tokens_carried = 0
         """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
+        self._given_back: list[Pending] = []
         self.fragments = {
             f.fragment_id: LearnerFragment(f, replica, error_feedback=policy.error_feedback) for f in manifest.fragments
         }
@@ -154,6 +155,11 @@ class LearnerCore:
             if not (status.seeded and (merged or pending.forgotten_in(status.version, status.forgotten_version))):
                 self._carried(fragment)
 
+    def take_given_back(self) -> list[Pending]:
+        """Contributions that turned out not to be merged, since the last call."""
+        given_back, self._given_back = self._given_back, []
+        return given_back
+
     # ------------------------------------------------------------ helpers
 
     def _resolve(self, fragment: LearnerFragment, version: int, merged_version: int, forgotten_version: int) -> bool:
@@ -177,4 +183,5 @@ class LearnerCore:
         assert fragment.pending is not None
         self.contributions["carried"] += 1
         self.tokens_carried += fragment.pending.tokens
+        self._given_back.append(fragment.pending)
         fragment.give_back()
