@@ -16,6 +16,7 @@ from diloco_common.ports import Clock
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
@@ -58,8 +59,8 @@ class Witness(Protocol):
     def merged(self, seconds: float) -> None:
         """It took so long to merge it and to take the outer step."""
 
-    def announcing(self, record: Record, published: Published) -> None:
-        """A version is durable and about to be announced."""
+    def announcing(self, state: FragmentState) -> None:
+        """A version is durable, the core has it, and nobody has heard of it yet."""
 
 
 class EffectDriver:
@@ -102,8 +103,8 @@ class EffectDriver:
         except Exception:
             self._shard.seed_failed(effect.fragment_id)
             raise
-        self._witness.announcing(record, published)
         self._shard.seeded(record, values, published)
+        self._witness.announcing(self._shard.fragments[effect.fragment_id])
 
     async def _merge(self, effect: MergeRound) -> None:
         """Make the next version of a fragment from a closed round."""
@@ -125,8 +126,8 @@ class EffectDriver:
             self._witness.merged(merged_s)
             record = self._shard.next_record(effect.fragment_id)
             await self._shell.keep(self._version(record, values, published))
-        self._witness.announcing(record, published)
         self._shard.committed(record, published, self._shell.clock())
+        self._witness.announcing(state)
 
     def _version(self, record: Record, values: Values, published: Published) -> StoredVersion:
         anchor = None if self._sync.pull in VALUES else published.values

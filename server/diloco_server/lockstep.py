@@ -15,11 +15,10 @@ from diloco_common.messages import PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
-from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import Fact, MergeRound, Tell
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
-from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver
 from diloco_server.storage.version import StoredVersion
@@ -78,7 +77,7 @@ class LockstepShard:
 
     def merged(self, seconds: float) -> None: ...
 
-    def announcing(self, record: Record, published: Published) -> None: ...
+    def announcing(self, state: FragmentState) -> None: ...
 
 
 def run_to_end(job: Coroutine[Any, Any, None]) -> None:

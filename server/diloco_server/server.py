@@ -24,7 +24,7 @@ from diloco_common.addresses import bind_socket, in_use, is_loopback, parse_addr
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import EXIT_OK, ConfigError, DilocoError
-from diloco_common.history import History
+from diloco_common.history import HistoryFile
 from diloco_common.http import HttpServer
 from diloco_common.logs import Log
 from diloco_common.metrics import ShardMetrics
@@ -72,7 +72,7 @@ class ShardServer:
         store, self._lock = open_store(
             settings, epoch_in_memory=1 + world.random.randrange(2**31), epoch_unknown=int(time.time())
         )
-        history = History(settings.run.history, name) if settings.run.history else None
+        history = HistoryFile(settings.run.history, name) if settings.run.history else None
         self.host = ShardHost(settings, store, world, metrics=metrics, log=Log(name), history=history, clock=clock)
         self.service = Service(self.host)
         self._http = HttpServer(

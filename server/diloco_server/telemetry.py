@@ -14,7 +14,6 @@ from diloco_common.logs import Log
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.metrics import ShardMetrics
 from diloco_common.ports import Clock
-from diloco_server.core.arithmetic import Published
 from diloco_server.core.effects import (
     BudgetReached,
     Fact,
@@ -28,8 +27,8 @@ from diloco_server.core.effects import (
     VersionCommitted,
     VersionsLost,
 )
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, State
-from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
 from diloco_server.history import ShardHistory
 
@@ -106,20 +105,19 @@ class ShardTelemetry:
         """It took so long to merge it and to take the outer step."""
         self._metrics.rounds.merged(seconds)
 
-    def announcing(self, record: Record, published: Published) -> None:
-        """A version is durable and about to be announced."""
+    def announcing(self, state: FragmentState) -> None:
+        """A version is durable, and nobody has heard of it yet."""
         if self._history is not None:
-            self._history.announced(record.fragment_id, record.epoch, record.version, published)
-        if record.version == 0:
-            num_elements = published.values.header.num_elements
-            self._log.event("fragment seeded", fragment=record.fragment_id, elements=num_elements)
+            self._history.announcing(state)
+        if state.version == 0:
+            fragment = state.fragment
+            self._log.event("fragment seeded", fragment=fragment.fragment_id, elements=fragment.num_elements)
 
     def restored(self, fragment_id: int) -> None:
         """A fragment goes on from a version that an earlier epoch of the shard, or a checkpoint, has left."""
         state = self._shard.fragments[fragment_id]
-        assert state.published is not None
         if self._history is not None:
-            self._history.restored(fragment_id, *state.identity, state.published)
+            self._history.restored(state)
         self._metrics.rounds.version(fragment_id, state.version)
 
     def recovered(self, took_s: float) -> None:
