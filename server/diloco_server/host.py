@@ -38,7 +38,7 @@ from diloco_server.storage.version import StoredVersion
 from diloco_server.telemetry import ShardTelemetry
 
 TICK_S = 0.02
-"""How often time passes for the core; the resolution of grace windows and leases."""
+"""The resolution of grace windows and leases."""
 DECISION_WAIT = 4.0
 """How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
 
@@ -58,8 +58,12 @@ class ShardHost:
         log: Log,
         history: ports.History | None = None,
         clock: Clock | None = None,
+        tick_s: float = TICK_S,
     ) -> None:
-        """`clock` measures leases and grace windows, in seconds; None: the world's, while this process is awake."""
+        """`clock` measures leases and grace windows, in seconds; None: the world's, while this process is awake.
+
+        `tick_s`: how often time passes for the core.
+        """
         self.settings = settings
         self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
         self.stopwatch = world.clock
@@ -72,6 +76,7 @@ class ShardHost:
         self._checkpointer = Checkpointer(settings, world, metrics, log)
         self.keeper = Keeper(store, settings.shard, world, metrics, log, self._checkpointer.written)
         self._store = store
+        self._tick_s = tick_s
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
         self._recovering = False
@@ -114,7 +119,7 @@ class ShardHost:
                 self.telemetry.sample(now, is_ready=self.ready()[0])
                 self.metrics.storage.not_durable(self.keeper.not_durable)
             self.advance()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, and finish what is under way: rounds that learners were asked for, and merges.

@@ -70,7 +70,7 @@ class ShardServer:
         self.http_address = ""
         world, metrics, name = real_world(), ShardMetrics(), f"shard-{settings.shard.index}"
         store, self._lock = open_store(
-            settings, epoch_in_memory=1 + world.random.randrange(2**31), epoch_unknown=int(time.time())
+            settings, epoch_in_memory=1 + world.random.randrange(2**31), first_epoch=int(time.time())
         )
         history = HistoryFile(settings.run.history, name) if settings.run.history else None
         self.host = ShardHost(settings, store, world, metrics=metrics, log=Log(name), history=history, clock=clock)

@@ -31,8 +31,12 @@ class End:
 class Network:
     """All paths of one cluster."""
 
-    def __init__(self, timeline: Timeline, options: Options, faults: Counter[str]) -> None:
+    def __init__(
+        self, timeline: Timeline, options: Options, faults: Counter[str], said: Callable[[Any, int], None]
+    ) -> None:
+        """`said` is told of every item that a shard sends, and of the shard's index."""
         self.timeline = timeline
+        self.said = said
         self.healed = False
         self.serving: dict[int, tuple[Process, ShardService]] = {}
         """Shard index -> who serves there now."""
@@ -142,6 +146,7 @@ class Call:
 
     def answer(self, item: Any) -> None:
         """The shard says something; an Exception, or End, is its last word."""
+        self._network.said(item, self.path[1])
         if self.loses_answer:
             self._break_or_not()
         else:
@@ -236,9 +241,7 @@ class Call:
 class _Handler:
     """What a shard's process does for one call."""
 
-    def __init__(
-        self, call: Call, process: Process, answer: Answer, service: ShardService, *, answers: bool
-    ) -> None:
+    def __init__(self, call: Call, process: Process, answer: Answer, service: ShardService, *, answers: bool) -> None:
         self.process = process
         self.is_over = False
         self._call = call

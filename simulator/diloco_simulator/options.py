@@ -17,10 +17,11 @@ from diloco_common.settings import (
     ShardSettings,
     SyncSettings,
 )
+from diloco_worker.boundary import SEED_HOLD_S
 
 FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
-    "cut", "cut one way", "break stream", "not finite",
+    "cut", "cut one way", "break calls", "not finite",
 )  # fmt: skip
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
 _DEFAULTS = Settings()

@@ -72,7 +72,7 @@ class ShardProcess:
         self._disk.plan_interruption()
         try:
             unknown = EPOCH_OF_A_NEW_FOLDER + int(1000 * self._cluster.timeline.now)
-            return FileStore(self._disk.fake, Origin.of(settings), epoch_unknown=unknown)
+            return FileStore(self._disk.fake, Origin.of(settings), first_epoch=unknown)
         except Crashed:
             self._disk.fake.crash()
             return None
@@ -87,6 +87,9 @@ class ShardProcess:
         if self._disk is not None:
             writes = [job for t in self.process.threads if t.name == "diloco-storage" for job in t.under_way]
             self._disk.cut_off(writes, power=power)
+
+    def thaw(self) -> None:
+        self.process.thaw()
 
     def check(self) -> None:
         """What must hold at any moment, of rounds."""

@@ -22,7 +22,6 @@ from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.network import Answer, Call, End, Network, Path
 from diloco_simulator.process import Process
 
-
 Pushing = Callable[[PushHeader, Payload], None]
 
 

@@ -25,7 +25,7 @@ def settings_for(folder: Path | None) -> Settings:
 
 
 def opened(settings: Settings) -> tuple[Store, FolderLock | None]:
-    return open_store(settings, epoch_in_memory=7, epoch_unknown=LONG_AGO)
+    return open_store(settings, epoch_in_memory=7, first_epoch=LONG_AGO)
 
 
 def test_the_second_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_folder_that_is_in_use_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_the_next_one_has_the_next_epoch(tmp_path: Path) -> None:
-    for epoch in (1, 2, 3):
+    for epoch in (LONG_AGO, LONG_AGO + 1, LONG_AGO + 2):
         store, lock = opened(settings_for(tmp_path / "new" / "folder"))
         assert store.epoch == epoch
         assert lock is not None

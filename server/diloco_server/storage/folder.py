@@ -10,10 +10,10 @@ from diloco_server.storage.store import FileStore, MemoryStore, Store
 from diloco_server.storage.version import Origin
 
 
-def open_store(settings: Settings, *, epoch_in_memory: int, epoch_unknown: int) -> tuple[Store, FolderLock | None]:
+def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:
     """The store, and what keeps others out of its folder. Raises InUse, and DataError where the disk refuses.
 
-    `epoch_in_memory` is for a shard without a folder, `epoch_unknown` for a folder whose epochs are not known.
+    `epoch_in_memory` is for a shard without a folder, `first_epoch` for a folder that names none.
     """
     folder = settings.shard.data_dir
     if folder is None:
@@ -22,7 +22,7 @@ def open_store(settings: Settings, *, epoch_in_memory: int, epoch_unknown: int) 
     try:
         disk = Disk(folder)
         lock = FolderLock(folder)
-        return FileStore(disk, Origin.of(settings), epoch_unknown=epoch_unknown), lock
+        return FileStore(disk, Origin.of(settings), first_epoch=first_epoch), lock
     except OSError as error:
         if lock is not None:
             lock.release()

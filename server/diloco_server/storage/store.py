@@ -110,11 +110,12 @@ class MemoryStore:
 class FileStore:
     """Versions in a folder that nobody else writes to."""
 
-    def __init__(self, fs: FileSystem, origin: Origin, *, epoch_unknown: int) -> None:
+    def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
         """Begins an epoch, durably.
 
-        `epoch_unknown` is at least what to take where there are versions but no epoch, as in a folder that was
-        restored: above every epoch that the run may have had. Seconds since 1970 are. Raises OSError.
+        `first_epoch` is for a folder that names none: it may be new, emptied, or restored from a checkpoint. It must be
+        above every epoch that the run may have had, or versions of two epochs would have one name. Seconds since 1970
+        are. Raises OSError.
         """
         self._fs = fs
         self._origin = origin
@@ -125,10 +126,7 @@ class FileStore:
             if name.endswith(TEMPORARY):
                 fs.remove(name)
         epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
-        if epochs:
-            self.epoch = epochs[-1] + 1
-        else:
-            self.epoch = epoch_unknown if any(map(parse_version_name, names)) else 1
+        self.epoch = epochs[-1] + 1 if epochs else first_epoch
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 
