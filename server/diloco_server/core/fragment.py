@@ -94,7 +94,7 @@ class FragmentState:
     def fail_seed(self) -> None:
         """SEEDING -> UNSEEDED: the seed could not be used."""
         assert self.phase is Phase.SEEDING
-        self.phase = Phase.UNSEEDED
+        self.record, self.phase = empty_record(self.fragment.fragment_id), Phase.UNSEEDED
 
     def seed(self, record: Record, values: Values, published: Published) -> None:
         """SEEDING -> RESTING: version 0 is durable."""
