@@ -916,6 +916,17 @@ def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
     assert (status.merged_version, status.forgotten_version) == (1, 0)
 
 
+def test_a_process_that_is_refused_cannot_replace_the_model() -> None:
+    """Nothing is seeded and nobody has a lease, so whoever joins next may bring another model."""
+    rig = Rig()
+    rig.join("a", process_id="old process")
+    rig.join("a", process_id="process")
+    rig.shard.leave(rig.members["a"])
+    with pytest.raises(Superseded):
+        rig.shard.join("a", "old process", OTHER_MODEL, 0.0)
+    assert rig.state.fragment.num_elements == SIZE
+
+
 def test_too_many_learners_are_busy() -> None:
     rig = Rig(shard={"max_learners": 1}).started("a")
     with pytest.raises(Busy, match=r"shard\.max_learners"):

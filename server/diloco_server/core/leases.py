@@ -28,9 +28,9 @@ class Leases:
     def join(
         self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held]
     ) -> Member:
-        """Grant a lease; the one before it ends. Raises ManifestMismatch, Superseded or Busy."""
-        self._versions.adopt_or_check(tensors)
+        """Grant a lease; the one before it ends. Raises Superseded, ManifestMismatch or Busy."""
         self._membership.welcome(learner_id, process_id)
+        self._versions.adopt_or_check(tensors)
         old = self._membership.get(learner_id)
         if old is not None and old.live:
             if old.process_id == process_id:

@@ -65,7 +65,7 @@ class Shard:
     ) -> Member:
         """Grant a lease. `held`: the versions that the learner has.
 
-        Raises Draining, ManifestMismatch, Superseded or Busy.
+        Raises Draining, Superseded, ManifestMismatch or Busy.
         """
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
