@@ -774,6 +774,20 @@ def test_the_newer_generation_wins_and_the_older_is_told_why(process_id: str, co
     rig.assert_accounts_balance()
 
 
+def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice() -> None:
+    """The answer to its first join was lost. Only its own first lease ends by that."""
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1.0)
+    rig.shard.leave(rig.members["a"])
+    for _ in range(2):
+        rig.join("a", process_id="another")
+    rig.contribute("b", 1, 3.0)
+    assert rig.theta == [-2.0]
+    assert rig.shard.ledger.tokens_fenced == 0
+    assert rig.members["a"].missed == {}
+    rig.assert_accounts_balance()
+
+
 def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time() -> None:
     rig = Rig().started("a", "b")
     rig.silence("b", "a")

@@ -6,7 +6,7 @@ collected, `admission.py` and `guards.py` the rules for one push.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median_low
 
 from diloco_common.codec import Payload
@@ -119,7 +119,7 @@ class Rounds:
 
     def lose(self, member: Member, code: str) -> None:
         """A generation is over: fence off what it contributed to open rounds, and wait for no more of it."""
-        for collecting in self._forget_steps(member):
+        for collecting in self._asked(member):
             if member.learner_id not in collecting.missing + list(collecting.contributions):
                 continue
             fenced = collecting.lose(member.learner_id)
@@ -129,17 +129,19 @@ class Rounds:
 
     def leave(self, member: Member) -> None:
         """A learner said goodbye: what it contributed to open rounds counts, and nobody waits for more of it."""
-        for collecting in self._forget_steps(member):
+        for collecting in self._asked(member):
             if member.learner_id in collecting.missing:
                 collecting.lose(member.learner_id)
                 member.missed["LEFT"] += 1
 
-    def _forget_steps(self, member: Member) -> Iterator[Round]:
-        """Under its next lease the learner may count from 0. Returns the open rounds."""
+    def _asked(self, member: Member) -> list[Round]:
+        """The open rounds that asked the generation that is over. Its steps are dropped: the next may count from 0."""
+        rounds = []
         for state in self._versions.fragments.values():
             state.base_steps.pop(member.learner_id, None)
-            if state.round is not None:
-                yield state.round
+            if state.round is not None and state.round.asked.get(member.learner_id) == member.generation:
+                rounds.append(state.round)
+        return rounds
 
     # ------------------------------------------------------------ time
 
