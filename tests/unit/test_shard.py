@@ -788,6 +788,21 @@ def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice() -
     rig.assert_accounts_balance()
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_was_refused_and_joins_again_has_no_part_in_the_round(leaves: bool) -> None:
+    """The round asked the generation before, and waits for it no longer."""
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1e6)
+    if leaves:
+        rig.shard.leave(rig.members["a"])
+    rig.join("a")
+    answer = rig.contribute("a", 1, 1.0)
+    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND")
+    assert rig.members["a"].missed == {"NORM_TOO_LARGE": 1}, "counted once"
+    rig.contribute("b", 1, 3.0)
+    assert rig.theta == [-3.0]
+
+
 def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time() -> None:
     rig = Rig().started("a", "b")
     rig.silence("b", "a")

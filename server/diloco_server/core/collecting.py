@@ -120,19 +120,22 @@ class Rounds:
     def lose(self, member: Member, code: str) -> None:
         """A generation is over: fence off what it contributed to open rounds, and wait for no more of it."""
         for collecting in self._asked(member):
-            if member.learner_id not in collecting.missing + list(collecting.contributions):
-                continue
+            was_missing = member.learner_id in collecting.missing
             fenced = collecting.lose(member.learner_id)
-            member.missed["FENCED" if fenced else code] += 1
-            if fenced:
+            if fenced is not None:
+                member.missed["FENCED"] += 1
                 self.ledger.tokens_fenced += fenced.tokens
+            elif was_missing:
+                member.missed[code] += 1
 
     def leave(self, member: Member) -> None:
         """A learner said goodbye: what it contributed to open rounds counts, and nobody waits for more of it."""
         for collecting in self._asked(member):
+            if member.learner_id in collecting.contributions:
+                continue
             if member.learner_id in collecting.missing:
-                collecting.lose(member.learner_id)
                 member.missed["LEFT"] += 1
+            collecting.lose(member.learner_id)
 
     def _asked(self, member: Member) -> list[Round]:
         """The open rounds that asked the generation that is over. Its steps are dropped: the next may count from 0."""

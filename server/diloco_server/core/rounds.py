@@ -83,8 +83,8 @@ class Round:
         return sorted(self.asked.keys() - self.lost - self.refused.keys() - self.contributions.keys())
 
     def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
-        """Take a contribution of a learner that was asked."""
-        assert contribution.learner_id in self.asked
+        """Take a contribution of a generation that was asked."""
+        assert self.asked.get(contribution.learner_id) == contribution.generation
         self.contributions[contribution.learner_id] = contribution
         if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
             self.quorum_at = now
