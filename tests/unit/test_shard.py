@@ -49,6 +49,7 @@ from diloco_server.core.effects import (
     RoundOpened,
     VersionCommitted,
 )
+from diloco_server.core.fragment import DECLINED_MAX
 from diloco_server.core.membership import Member
 from lockstep import ShardShell
 
@@ -666,6 +667,60 @@ def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_th
     assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
     assert rig.state.round is not None
     assert not rig.state.round.contributions
+
+
+def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> None:
+    """The learner has given its work back. The copy was let in before that, and its bytes came slowly."""
+    rig = Rig().started("a")
+    payload = encode_payload(torch.ones(SIZE), "float32")
+    header, member = rig.header(1, payload), rig.members["a"]
+    assert rig.shard.admit(member, header) is None
+    refused = rig.shard.reject(member, header, BadChecksum("the bytes of this copy are damaged"))
+    rig.advance()
+    assert rig.state.round is None
+    rig.step("a", steps=4)
+    assert rig.state.round is not None
+    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
+    assert not rig.state.round.contributions
+    rig.advance()
+    assert rig.state.round is None, "nobody waits for what was refused"
+    assert rig.shard.ledger.rejected == {"BAD_CHECKSUM": 1}
+
+
+@pytest.mark.parametrize("first", [LATE, REJECTED])
+def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(first: Outcome) -> None:
+    """A new lease ends the round's old one, so the contribution is refused, or late if no round is open. Later the
+    same round opens again and asks the new lease: only what is made for that counts."""
+    rig = Rig().started("a", "b")
+    if first is LATE:
+        rig.join("a", "b")
+        assert rig.state.round is None
+    else:
+        rig.join("a")
+    assert rig.contribute("a", 1).outcome is first
+    rig.join("b")
+    rig.step("a", "b", steps=4)
+    assert rig.state.round is not None
+    assert rig.state.round.asked["a"] == rig.members["a"].generation
+    assert rig.contribute("a", 1).outcome is first, "a copy that comes late"
+    assert rig.contribute("a", 1, tokens=80, steps=8).outcome is ACCEPTED
+    assert rig.contribute("b", 1, tokens=80, steps=8).outcome is ACCEPTED
+    assert rig.state.tokens_merged == 160
+
+
+def test_answers_about_a_round_are_forgotten_with_it() -> None:
+    rig = Rig(sync={"quorum": 1}).started("a", "b")
+    rig.contribute("b", 1, 1e6)
+    assert rig.state.declined
+    rig.contribute("a", 1)
+    assert not rig.state.declined
+
+
+def test_a_learner_that_is_refused_again_and_again_is_remembered_within_a_bound() -> None:
+    rig = Rig().started("a", "b")
+    for tokens in range(1, 1000):
+        rig.contribute("a", 1, 1e6, tokens=tokens)
+    assert sum(map(len, rig.state.declined.values())) <= DECLINED_MAX
 
 
 def test_a_round_of_refusals_alone_is_opened_again_after_h_steps() -> None:

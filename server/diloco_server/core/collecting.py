@@ -83,15 +83,10 @@ class Rounds:
         answer = PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
         state = self._versions.fragments.get(header.fragment_id)
         if state is not None and guards.is_in_line(header, state, self._versions.epoch):
-            collecting = state.round
             if admission.is_taken(header, state, member.learner_id):
                 answer = DUPLICATE
-            elif (
-                collecting is not None
-                and collecting.round == header.round
-                and collecting.refuse(member.learner_id, member.generation, header, answer)
-            ):
-                member.missed[refusal.code] += 1
+            else:
+                self._decline(member, state, header, answer)
         self.ledger.answered(header, answer)
         return answer
 
@@ -101,9 +96,24 @@ class Rounds:
         guards.check_origin(header, self._versions.manifest)
         state = self._versions.owned(header.fragment_id)
         answer = admission.by_header(header, state, member.learner_id, self._versions.epoch, self._sync)
-        if answer is not None and answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
+        if answer is None:
+            return None
+        if answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
             self.ledger.answered(header, answer)
+        if answer.outcome is not Outcome.DUPLICATE:
+            self._decline(member, state, header, answer)
         return answer
+
+    def _decline(self, member: Member, state: FragmentState, header: PushHeader, answer: PushAnswer) -> None:
+        """A contribution is not taken, so its learner gives the work back. The round does not wait for another one."""
+        state.decline(member.learner_id, header, answer)
+        collecting = state.round
+        if (
+            collecting is not None
+            and collecting.round == header.round
+            and collecting.refuse(member.learner_id, member.generation)
+        ):
+            member.missed[answer.code or answer.outcome.name] += 1
 
     def _accept(self, state: FragmentState, contribution: Contribution, now: float) -> None:
         collecting = state.round
