@@ -61,7 +61,7 @@ def test_what_is_right_passes() -> None:
         ({"epoch": 4}, WrongEpoch, "version 5 of epoch 4 is over"),
     ],
 )
-def test_another_model_or_another_life_of_the_shard(
+def test_another_model_or_another_epoch_of_the_shard(
     changes: dict[str, object], error: type[Refusal], words: str
 ) -> None:
     header = replace(HEADER, **changes)  # type: ignore[arg-type]
@@ -78,10 +78,10 @@ def test_another_model_or_another_life_of_the_shard(
     ("epoch", "base_version", "in_line"),
     [
         (7, 5, True),  # the latest version
-        (3, 4, True),  # what this life began with
+        (3, 4, True),  # what this epoch began with
         (3, 2, True),  # before it
-        (3, 5, False),  # announced by the earlier life, and lost: its number was given again
-        (5, 4, False),  # of no life that this version came from
+        (3, 5, False),  # announced in the earlier epoch, and lost: its number was given again
+        (5, 4, False),  # of no epoch that this version came from
     ],
 )
 def test_a_base_version_is_one_that_the_latest_version_came_from(epoch: int, base_version: int, in_line: bool) -> None:

@@ -1,8 +1,8 @@
 """What becomes of a push, decided from its header and the fragment's state. Changes nothing.
 
-In this order: a contribution to another line of versions is refused; one that the shard has already is a duplicate;
-one to a round that is over is late; a copy of a refused one gets the same answer again. For the rest the guards decide
-whether the bytes are wanted.
+In this order: a contribution to another line of versions is refused; one that the shard has already is a duplicate; a
+copy of one that was not taken gets the same answer again; one to a round that is over, or not open, is late. For the
+rest the guards decide whether the bytes are wanted.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def by_header(
             f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
             "a contribution cannot be changed"
         )
+    if (answer := state.answered(learner_id, header)) is not None:
+        return answer
     if header.round <= state.version or (state.round is None and header.round == state.version + 1):
         return LATE
-    if state.round is not None and (refused := state.round.refusal_of(learner_id, header)) is not None:
-        return refused
     guards.check_round(header, state, learner_id, sync.staleness_max)
     if header.not_finite:
         raise NotFinite(f"fragment {header.fragment_id}: {learner_id} says that its values are not finite")

@@ -6,7 +6,7 @@ collected, `admission.py` and `guards.py` the rules for one push.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median_low
 
 from diloco_common.codec import Payload
@@ -83,15 +83,10 @@ class Rounds:
         answer = PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
         state = self._versions.fragments.get(header.fragment_id)
         if state is not None and guards.is_in_line(header, state, self._versions.epoch):
-            collecting = state.round
             if admission.is_taken(header, state, member.learner_id):
                 answer = DUPLICATE
-            elif (
-                collecting is not None
-                and collecting.round == header.round
-                and collecting.refuse(member.learner_id, member.generation, header, answer)
-            ):
-                member.missed[refusal.code] += 1
+            else:
+                self._decline(member, state, header, answer)
         self.ledger.answered(header, answer)
         return answer
 
@@ -101,9 +96,24 @@ class Rounds:
         guards.check_origin(header, self._versions.manifest)
         state = self._versions.owned(header.fragment_id)
         answer = admission.by_header(header, state, member.learner_id, self._versions.epoch, self._sync)
-        if answer is not None and answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
+        if answer is None:
+            return None
+        if answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
             self.ledger.answered(header, answer)
+        if answer.outcome is not Outcome.DUPLICATE:
+            self._decline(member, state, header, answer)
         return answer
+
+    def _decline(self, member: Member, state: FragmentState, header: PushHeader, answer: PushAnswer) -> None:
+        """A contribution is not taken, so its learner gives the work back. The round does not wait for another one."""
+        state.decline(member.learner_id, header, answer)
+        collecting = state.round
+        if (
+            collecting is not None
+            and collecting.round == header.round
+            and collecting.refuse(member.learner_id, member.generation)
+        ):
+            member.missed[answer.code or answer.outcome.name] += 1
 
     def _accept(self, state: FragmentState, contribution: Contribution, now: float) -> None:
         collecting = state.round
@@ -119,27 +129,32 @@ class Rounds:
 
     def lose(self, member: Member, code: str) -> None:
         """A generation is over: fence off what it contributed to open rounds, and wait for no more of it."""
-        for collecting in self._forget_steps(member):
-            if member.learner_id not in collecting.missing + list(collecting.contributions):
-                continue
+        for collecting in self._asked(member):
+            was_missing = member.learner_id in collecting.missing
             fenced = collecting.lose(member.learner_id)
-            member.missed["FENCED" if fenced else code] += 1
-            if fenced:
+            if fenced is not None:
+                member.missed["FENCED"] += 1
                 self.ledger.tokens_fenced += fenced.tokens
+            elif was_missing:
+                member.missed[code] += 1
 
     def leave(self, member: Member) -> None:
         """A learner said goodbye: what it contributed to open rounds counts, and nobody waits for more of it."""
-        for collecting in self._forget_steps(member):
+        for collecting in self._asked(member):
+            if member.learner_id in collecting.contributions:
+                continue
             if member.learner_id in collecting.missing:
-                collecting.lose(member.learner_id)
                 member.missed["LEFT"] += 1
+            collecting.lose(member.learner_id)
 
-    def _forget_steps(self, member: Member) -> Iterator[Round]:
-        """Under its next lease the learner may count from 0. Returns the open rounds."""
+    def _asked(self, member: Member) -> list[Round]:
+        """The open rounds that asked the generation that is over. Its steps are dropped: the next may count from 0."""
+        rounds = []
         for state in self._versions.fragments.values():
             state.base_steps.pop(member.learner_id, None)
-            if state.round is not None:
-                yield state.round
+            if state.round is not None and state.round.asked.get(member.learner_id) == member.generation:
+                rounds.append(state.round)
+        return rounds
 
     # ------------------------------------------------------------ time
 

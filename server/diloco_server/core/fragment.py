@@ -9,7 +9,7 @@ from enum import Enum
 from statistics import median
 
 from diloco_common.manifest import Fragment
-from diloco_common.messages import Collect, Committed, FragmentStatus, Held
+from diloco_common.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record, empty_record
@@ -20,6 +20,10 @@ NORMS_MIN = 8
 NORM_QUIET = 1e-3
 """Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
 the first real contribution to them is thousands of times larger: 3199 times at 1 % of version 0 (docs/quality.md)."""
+
+
+DECLINED_MAX = 8
+"""Answers about one round that are remembered per learner."""
 
 
 class Phase(Enum):
@@ -65,6 +69,9 @@ class FragmentState:
     """Learner -> inner step it had reported when the last round opened, for the cadence."""
     base_tokens: dict[str, int] = field(default_factory=dict)
     """Learner -> tokens it had reported then, for the end of the budget."""
+    declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
+    """Learner -> its contributions to the next version that were refused or came late, and the answers. The learner
+    gave their work back, so no other copy may be taken, not even when the same round opens again."""
     values: Values | None = None
     """Ahead of the announced version while MERGING."""
     published: Published | None = None
@@ -94,7 +101,7 @@ class FragmentState:
     def fail_seed(self) -> None:
         """SEEDING -> UNSEEDED: the seed could not be used."""
         assert self.phase is Phase.SEEDING
-        self.phase = Phase.UNSEEDED
+        self.record, self.phase = empty_record(self.fragment.fragment_id), Phase.UNSEEDED
 
     def seed(self, record: Record, values: Values, published: Published) -> None:
         """SEEDING -> RESTING: version 0 is durable."""
@@ -134,6 +141,7 @@ class FragmentState:
         self.before = self.identity
         self.record, self.published = record.copy(), published
         self.collected, self.phase = None, Phase.RESTING
+        self.declined.clear()
 
     # ------------------------------------------------------------ changes in every phase
 
@@ -141,10 +149,20 @@ class FragmentState:
         """The latest version gets a name of its own: its old one may also name bytes that were lost."""
         self.record, self.before = replace(self.record, epoch=epoch), None
 
+    def decline(self, learner_id: str, header: PushHeader, answer: PushAnswer) -> None:
+        """Remember that a contribution was not taken, while its round may still open again."""
+        if header.round != self.version + 1:
+            return
+        answers = self.declined.setdefault(learner_id, {})
+        answers[header] = answer
+        if len(answers) > DECLINED_MAX:
+            del answers[next(iter(answers))]  # the oldest
+
     def forget(self, learner_id: str) -> None:
         """Drop what is known of a learner's merges. Whoever asks under its id hears that they are not known."""
         merged = self.record.merged_versions.pop(learner_id, 0)
         self.record.merged_by.pop(learner_id, None)
+        self.declined.pop(learner_id, None)
         self.record = replace(self.record, forgotten_version=max(self.record.forgotten_version, merged))
 
     # ------------------------------------------------------------ questions
@@ -213,6 +231,10 @@ class FragmentState:
         if self.collected is not None and self.collected.round == round_number:
             return self.collected.contributions.get(learner_id)
         return None
+
+    def answered(self, learner_id: str, header: PushHeader) -> PushAnswer | None:
+        """The answer that another copy of this contribution got, if that was not taken."""
+        return self.declined.get(learner_id, {}).get(header)
 
     def may_hold(self, learner_id: str, round_number: int) -> bool:
         """Whether what the learner contributed to this round is in a version, or may be."""

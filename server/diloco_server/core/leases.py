@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_common.errors import NotJoined, StaleGeneration, Superseded
+from diloco_common.errors import StaleGeneration, Superseded
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Evicted, Held
 from diloco_server.core.collecting import Rounds
@@ -28,9 +28,9 @@ class Leases:
     def join(
         self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held]
     ) -> Member:
-        """Grant a lease; the one before it ends. Raises ManifestMismatch, Superseded or Busy."""
-        self._versions.adopt_or_check(tensors)
+        """Grant a lease; the one before it ends. Raises Superseded, ManifestMismatch or Busy."""
         self._membership.welcome(learner_id, process_id)
+        self._versions.adopt_or_check(tensors)
         old = self._membership.get(learner_id)
         if old is not None and old.live:
             if old.process_id == process_id:
@@ -43,12 +43,6 @@ class Leases:
         for state in self._versions.look_for_losses(learner_id, held):
             self._rounds.ask_missing(state)
         return member
-
-    def check(self, learner_id: str, generation: int, epoch: int) -> Member:
-        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
-        if epoch != self._versions.epoch:
-            raise NotJoined(f"{learner_id} has no lease here since this shard restarted; join again")
-        return self._membership.check(learner_id, generation)
 
     def leave(self, member: Member) -> None:
         """A learner says goodbye."""

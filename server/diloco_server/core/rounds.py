@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from diloco_common.codec import Payload
-from diloco_common.messages import PushAnswer, PushHeader
+from diloco_common.messages import PushHeader
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.membership import Member
 
@@ -70,9 +70,8 @@ class Round:
     """Learner -> the generation that was asked. Learners that lose their lease stay here."""
     lost: set[str] = field(default_factory=set)
     """Asked learners whose generation is over: they are gone, or have joined again."""
-    refused: dict[str, tuple[PushHeader, PushAnswer]] = field(default_factory=dict)
-    """Asked learner -> its contribution that was refused, and the answer. It gave the work back, so no copy that is
-    still under way may be taken, and nobody waits for it."""
+    refused: set[str] = field(default_factory=set)
+    """Asked learners whose contribution was refused. Nobody waits for another one."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     quorum_at: float | None = None
     closed_at: float = 0.0
@@ -80,26 +79,21 @@ class Round:
     @property
     def missing(self) -> list[str]:
         """Learners that are still expected to contribute, in order."""
-        return sorted(self.asked.keys() - self.lost - self.refused.keys() - self.contributions.keys())
+        return sorted(self.asked.keys() - self.lost - self.refused - self.contributions.keys())
 
     def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
-        """Take a contribution of a learner that was asked."""
-        assert contribution.learner_id in self.asked
+        """Take a contribution of a generation that was asked."""
+        assert self.asked.get(contribution.learner_id) == contribution.generation
         self.contributions[contribution.learner_id] = contribution
         if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
             self.quorum_at = now
 
-    def refuse(self, learner_id: str, generation: int, header: PushHeader, answer: PushAnswer) -> bool:
+    def refuse(self, learner_id: str, generation: int) -> bool:
         """Wait no longer for a learner whose contribution was refused. Returns whether the round had waited."""
         waited = learner_id in self.missing and self.asked[learner_id] == generation
         if waited:
-            self.refused[learner_id] = (header, answer)
+            self.refused.add(learner_id)
         return waited
-
-    def refusal_of(self, learner_id: str, header: PushHeader) -> PushAnswer | None:
-        """The answer to another copy of this contribution, if that was refused."""
-        refused, answer = self.refused.get(learner_id, (None, None))
-        return answer if refused == header else None
 
     def lose(self, learner_id: str) -> Contribution | None:
         """The generation that was asked is over: fence off what it contributed, and return that."""

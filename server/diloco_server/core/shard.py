@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_common.codec import Payload
-from diloco_common.errors import Draining, NotSeeded, Refusal
+from diloco_common.errors import Draining, NotJoined, NotSeeded, Refusal
 from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.messages import (
     Drain,
@@ -65,7 +65,7 @@ class Shard:
     ) -> Member:
         """Grant a lease. `held`: the versions that the learner has.
 
-        Raises Draining, ManifestMismatch, Superseded or Busy.
+        Raises Draining, Superseded, ManifestMismatch or Busy.
         """
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
@@ -80,7 +80,9 @@ class Shard:
 
     def check(self, learner_id: str, generation: int, epoch: int) -> Member:
         """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
-        return self._leases.check(learner_id, generation, epoch)
+        if epoch != self.epoch:
+            raise NotJoined(f"{learner_id} has no lease here since this shard restarted; join again")
+        return self.membership.check(learner_id, generation)
 
     def attend(self, member: Member) -> None:
         """A control stream begins: tell it everything that it could have missed. Repeats are harmless."""
@@ -164,7 +166,7 @@ class Shard:
         self._outbox.tell_live(Drain())
 
     def send_pulses(self) -> None:
-        """Tell every learner that the shard lives; about once per heartbeat."""
+        """Tell every learner that the shard is there; about once per heartbeat."""
         self._outbox.tell_live(self.pulse())
 
     # ------------------------------------------------------------ questions
