@@ -700,3 +700,14 @@ def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
     assert rig.arrives(3, 7.0, merged=3, epoch=EPOCH + 1)
     (pending,) = rig.core.snapshots()
     assert (rig.theta, pending.round, pending.epoch, pending.base_version) == (9.0, 4, EPOCH + 1, 3)
+
+
+def test_what_was_not_merged_is_told_once() -> None:
+    rig = Rig()
+    rig.arrives(0, 0.0)
+    rig.trains(1.0)
+    (pending,) = rig.asked(1)
+    assert rig.core.take_given_back() == []
+    rig.answered(1, LATE)
+    assert rig.core.take_given_back() == [pending]
+    assert rig.core.take_given_back() == []

@@ -32,7 +32,7 @@ class LearnerCore:
         knows; counted as merged, so that nothing counts twice), and refusals by code."""
         self.tokens_carried = 0
         """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
-        self._given_back: list[Pending] = []
+        self._given_back: dict[int, Pending] = {}  # the last one per fragment, until it is taken
         self.fragments = {
             f.fragment_id: LearnerFragment(f, replica, error_feedback=policy.error_feedback) for f in manifest.fragments
         }
@@ -156,9 +156,9 @@ class LearnerCore:
                 self._carried(fragment)
 
     def take_given_back(self) -> list[Pending]:
-        """Contributions that turned out not to be merged, since the last call."""
-        given_back, self._given_back = self._given_back, []
-        return given_back
+        """Contributions that turned out not to be merged. Call it after every event: one per fragment is remembered."""
+        given_back, self._given_back = self._given_back, {}
+        return list(given_back.values())
 
     # ------------------------------------------------------------ helpers
 
@@ -183,5 +183,5 @@ class LearnerCore:
         assert fragment.pending is not None
         self.contributions["carried"] += 1
         self.tokens_carried += fragment.pending.tokens
-        self._given_back.append(fragment.pending)
+        self._given_back[fragment.pending.fragment_id] = fragment.pending
         fragment.give_back()
