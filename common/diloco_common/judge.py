@@ -216,8 +216,7 @@ def _going_on(
     """One epoch of a shard. `latest`: fragment -> the last version that it had, in this epoch or an earlier one."""
     epoch, began = process.epoch, set[int]()
     for line in process.of("announced", "restored"):
-        fragment, version, now = line["fragment"], line["version"], _held(histories, line)
-        assert now is not None
+        fragment, version, now = line["fragment"], line["version"], histories.lineage.at(line)
         before = latest.get(fragment)
         if fragment in began:
             assert before is not None
@@ -286,8 +285,7 @@ def _restored(histories: Histories) -> Iterator[Violation]:
     """What comes back from the disk is what the shard had, whatever its name is now."""
     for process in histories.shard_processes():
         for line in process.of("restored"):
-            version = _held(histories, line)
-            assert version is not None
+            version = histories.lineage.at(line)
             for fact in ("state", "tokens_merged"):
                 if line[fact] != version.line[fact]:
                     yield Violation(

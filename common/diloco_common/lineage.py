@@ -116,6 +116,7 @@ class Lineage:
         self.versions: list[Version] = []
         """In the order in which each shard says that they were durable."""
         self._pushes = pushes
+        self._at: dict[int, Version] = {}  # id of a line -> the version that it speaks of
         self._names: dict[Name, Version] = {}
         self._merges: dict[Push, list[Merge]] = {}
         for name, processes in shards.items():
@@ -124,6 +125,10 @@ class Lineage:
     def version(self, fragment: int, epoch: int, version: int) -> Version | None:
         """By any name that it had. None: no shard announced it."""
         return self._names.get((fragment, epoch, version))
+
+    def at(self, line: Line) -> Version:
+        """The version that a line "announced" or "restored" speaks of."""
+        return self._at[id(line)]
 
     def merges_of(self, push: Push) -> Sequence[Merge]:
         """Where a contribution was merged; more than one is too many, unless all but one were lost."""
@@ -140,13 +145,15 @@ class Lineage:
                     fragment = line["fragment"]
                     closed[fragment, own_epoch, line["version"]] = line, latest.get(fragment)
                 elif what == "announced":
-                    self._go_on(self._make(shard, line, line["epoch"], closed), own_epoch, latest, had)
+                    self._at[id(line)] = version = self._make(shard, line, line["epoch"], closed)
+                    self._go_on(version, own_epoch, latest, had)
                 elif what == "restored":
                     fragment, number = line["fragment"], line["version"]
                     stored = self._names.get((fragment, line["stored_epoch"], number))
                     version = stored or self._make(shard, line, line["stored_epoch"], closed)
                     for epoch in (line["epoch"], own_epoch):  # it may get the latter any time later
                         self._names.setdefault((fragment, epoch, number), version)
+                    self._at[id(line)] = version
                     self._go_on(version, own_epoch, latest, had)
 
     def _go_on(self, version: Version, epoch: int, latest: dict[int, Version], had: dict[int, Version]) -> None:

@@ -264,6 +264,13 @@ def came_back_with_another_one(lines: Lines) -> None:
     cut(lines, 6.5)
 
 
+def came_back_with_one_of_no_epoch(lines: Lines) -> None:
+    """It has the name of the version that was announced, and the disk says that it is another one."""
+    cut(lines, 5.6)
+    lines["shard-0"].remove(find(lines["shard-0"], "restored"))
+    lines["shard-0"].append(restored(5.5, 2, stored_epoch=5))
+
+
 def applied_what_nobody_announced(lines: Lines) -> None:
     lines["ann"].append(applied(9.0, 5, None, since=400, epoch=LATER))
 
@@ -364,6 +371,7 @@ def never_trained(lines: Lines) -> None:
         (began_anew, ["work_lost", "work_lost", "lost_versions"]),
         (skipped, ["lost_versions"]),
         (came_back_with_another_one, ["work_lost", "work_lost", "lost_versions"]),
+        (came_back_with_one_of_no_epoch, ["work_lost", "work_lost", "lost_versions", "differing_bytes"]),
         (applied_what_nobody_announced, ["lost_versions"]),
         (other_bytes_at_a_learner, ["differing_bytes"]),
         (other_bytes_after_the_crash, ["differing_bytes"]),
