@@ -150,7 +150,7 @@ class Rig(ShardShell):
     def assert_accounts_balance(self) -> None:
         """Every accepted token is merged, fenced, or in an open or closing round."""
         held = [*self.state.round.contributions.values()] if self.state.round else []
-        computing = [c for job in self.jobs for c in getattr(job, "contributions", ())]
+        computing = [*self.state.closed.contributions.values()] if self.state.closed else []
         ledger = self.shard.ledger
         assert ledger.tokens_in_flight == sum(c.tokens for c in [*held, *computing])
         assert ledger.tokens_accepted == ledger.tokens_merged + ledger.tokens_fenced + ledger.tokens_in_flight
@@ -190,8 +190,7 @@ def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
     rig.join("a", "b")
     rig.holds_jobs = True
     rig.seed("a", 1.0, tokens_merged=12345)
-    rig.jobs.clear()
-    rig.shard.seed_failed(0)
+    rig.fail_jobs()
     assert rig.shard.tokens_merged == 0, "nothing was merged into what is not there"
     rig.holds_jobs = False
     assert rig.seed("b", 2.0).outcome is ACCEPTED
