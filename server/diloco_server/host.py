@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from diloco_common import ports
 from diloco_common.codec import Payload, encode_payload
@@ -31,7 +31,7 @@ from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard
-from diloco_server.driver import EffectDriver
+from diloco_server.driver import EffectDriver, Job
 from diloco_server.keeper import Keeper
 from diloco_server.recovery import recover
 from diloco_server.storage.store import Store
@@ -76,7 +76,7 @@ class ShardHost:
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
         self._recovering = False
-        self._jobs: dict[asyncio.Task[None], Coroutine[Any, Any, None]] = {}
+        self._jobs: dict[asyncio.Task[None], str] = {}  # with their names, in the order of their start
         self.broken = asyncio.Event()
         """Set when a merge failed half way: the values in memory are of no version, so this process must end."""
         self.why_broken = ""
@@ -299,23 +299,22 @@ class ShardHost:
     def tell(self, tell: Tell) -> None:
         self.streams.tell(tell)
 
-    def start(self, job: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a job and let the core go on after it."""
+    def start(self, job: Job, name: str) -> None:
+        """Run a job and let the core go on after it; nothing once the shard has ended."""
         if self._closed:  # the last pushes have closed a round
-            job.close()
             return
         task = asyncio.create_task(self._run(job), name=name)
-        self._jobs[task] = job
+        self._jobs[task] = name
         task.add_done_callback(self._finished)
 
-    async def _run(self, job: Coroutine[Any, Any, None]) -> None:
-        await job
+    async def _run(self, job: Job) -> None:
+        await job()
         self.advance()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._jobs.pop(task).close()  # a task that is cancelled early has not begun it
+        name = self._jobs.pop(task)
         if not task.cancelled() and task.exception() is not None:
-            self.log.error("job failed", trace=task.exception(), job=task.get_name())
+            self.log.error("job failed", trace=task.exception(), job=name)
         self._moved.set()
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:

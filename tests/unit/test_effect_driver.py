@@ -89,4 +89,4 @@ def test_a_job_that_waits_cannot_be_done_at_once() -> None:
         await Waits()
 
     with pytest.raises(AssertionError, match="waits for something"):
-        run_to_end(job())
+        run_to_end(job)

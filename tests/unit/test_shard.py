@@ -191,7 +191,7 @@ def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
     rig.join("a", "b")
     rig.holds_jobs = True
     rig.seed("a", 1.0)
-    rig.fail_jobs()
+    rig.jobs.clear()
     rig.shard.seed_failed(0)
     rig.holds_jobs = False
     assert rig.seed("b", 2.0).outcome is ACCEPTED
