@@ -13,9 +13,8 @@ everything that can be said is said, unless a learner's pushes are held back, or
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from diloco_common.messages import Collect, Committed, Directive, Evicted, Progr
 from diloco_common.settings import Settings, ShardSettings
 from diloco_server.core.effects import Fact, Tell
 from diloco_server.core.membership import Member
+from diloco_server.driver import Job
 from diloco_server.lockstep import LockstepShard, run_to_end
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
@@ -42,7 +42,7 @@ class ShardShell(LockstepShard):
         self.told: dict[str, list[Directive]] = defaultdict(list)
         """Directives by learner, since they were taken last."""
         self.events: list[Fact] = []
-        self.jobs: list[Coroutine[Any, Any, None]] = []
+        self.jobs: list[Job] = []
         """What the compute thread would have to do, while `holds_jobs`."""
         self.holds_jobs = False
 
@@ -61,12 +61,6 @@ class ShardShell(LockstepShard):
             run_to_end(job)
             self.shard.tick(self.now)
 
-    def fail_jobs(self) -> None:
-        """Make nothing of what waits: no version, no word."""
-        jobs, self.jobs = self.jobs, []
-        for job in jobs:
-            job.close()
-
     def take_told(self, learner_id: str) -> list[Directive]:
         """What the learner was told since the last call."""
         return self.told.pop(learner_id, [])
@@ -74,7 +68,7 @@ class ShardShell(LockstepShard):
     def tell(self, tell: Tell) -> None:
         self.told[tell.learner_id].append(tell.directive)
 
-    def start(self, job: Coroutine[Any, Any, None], name: str) -> None:
+    def start(self, job: Job, name: str) -> None:
         self.jobs.append(job)
 
     def note(self, event: Fact) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from diloco_common.codec.change import VALUES
 from diloco_common.metrics import ComputePhase
@@ -23,6 +24,8 @@ from diloco_server.core.shard import Shard
 from diloco_server.storage.version import StoredVersion
 
 T = TypeVar("T")
+Job: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+"""Makes a version and hands it to the core; may raise."""
 
 
 class Shell(Protocol):
@@ -35,8 +38,8 @@ class Shell(Protocol):
 
     def tell(self, tell: Tell) -> None: ...
 
-    def start(self, job: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a job, soon or at once. It may raise."""
+    def start(self, job: Job, name: str) -> None:
+        """Run a job, soon or at once."""
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic, in the order of the calls."""
@@ -82,10 +85,10 @@ class EffectDriver:
             case Tell():
                 self._shell.tell(effect)
             case SeedFragment():
-                self._shell.start(self._seed(effect), f"seed-{effect.fragment_id}")
+                self._shell.start(partial(self._seed, effect), f"seed-{effect.fragment_id}")
             case MergeRound():
                 self._witness.merging(effect)
-                self._shell.start(self._merge(effect), f"merge-{effect.fragment_id}")
+                self._shell.start(partial(self._merge, effect), f"merge-{effect.fragment_id}")
             case _:
                 self._witness.note(effect)
 

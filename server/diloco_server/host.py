@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from diloco_common import ports
 from diloco_common.codec import Payload, encode_payload
@@ -23,6 +23,7 @@ from diloco_common.messages import JoinAnswer, JoinRequest, Progress, PullHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
+from diloco_server.answers import join_answer, pull_header
 from diloco_server.checkpointer import Checkpointer
 from diloco_server.clock import AwakeClock
 from diloco_server.control_streams import ControlStream, ControlStreams
@@ -30,7 +31,7 @@ from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard
-from diloco_server.driver import EffectDriver
+from diloco_server.driver import EffectDriver, Job
 from diloco_server.keeper import Keeper
 from diloco_server.recovery import recover
 from diloco_server.storage.store import Store
@@ -80,7 +81,7 @@ class ShardHost:
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
         self._recovering = False
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], str] = {}  # with their names, in the order of their start
         self.broken = asyncio.Event()
         """Set when a merge failed half way: the values in memory are of no version, so this process must end."""
         self.why_broken = ""
@@ -202,13 +203,13 @@ class ShardHost:
         """Describe the run to an observer. Raises NotSeeded or ManifestMismatch."""
         self.shard.observe(tensors)
         assert self.shard.manifest is not None
-        return self._join_answer("", 0, self.shard.manifest.tensors)
+        return join_answer(self.shard, tensors=self.shard.manifest.tensors)
 
     def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
         """Grant a lease. Raises Draining, ManifestMismatch, Superseded or Busy."""
         member = self.shard.join(learner_id, request.process_id, request.tensors, self.clock(), request.held)
         self.advance()
-        return self._join_answer(learner_id, member.generation)
+        return join_answer(self.shard, learner_id, member.generation)
 
     def member(self, caller: Identity) -> Member:
         """Who calls, if it holds a lease. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
@@ -240,23 +241,6 @@ class ShardHost:
         self.shard.leave(self.member(caller))
         self.streams.end(caller.learner_id)
         self.advance()
-
-    def _join_answer(self, learner_id: str, generation: int, tensors: tuple[TensorSpec, ...] = ()) -> JoinAnswer:
-        shard, settings = self.shard, self.settings
-        assert shard.manifest is not None
-        return JoinAnswer(
-            generation=generation,
-            epoch=shard.epoch,
-            heartbeat_s=settings.lease.heartbeat_s,
-            shard_index=settings.shard.index,
-            num_shards=settings.shard.count,
-            num_fragments=settings.sync.fragments,
-            manifest_digest=shard.manifest.digest,
-            policy=shard.policy(),
-            fragments=tuple(shard.fragment_statuses(learner_id)),
-            pulse=shard.pulse(),
-            tensors=tensors,
-        )
 
     # ------------------------------------------------------------ contributions
 
@@ -298,12 +282,12 @@ class ShardHost:
             self.member(caller)
         _, values = self.shard.published(request.fragment_id)
         change = None if request.have is None else self.shard.change_since(request.fragment_id, *request.have)
-        return self._pull_header(caller, request.fragment_id), change, values
+        return pull_header(self.shard, caller.learner_id, request.fragment_id), change, values
 
     async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
         """The latest version in an encoding other than the run's, for one caller alone. Raises Draining."""
         await self._until(lambda: self._closed or not self.shard.owned(fragment_id).computing)
-        header = self._pull_header(caller, fragment_id)  # of the very values that are read next
+        header = pull_header(self.shard, caller.learner_id, fragment_id)  # of the very values that are read next
         return header, await self.encode(fragment_id, encoding)
 
     async def encode(self, fragment_id: int, encoding: str) -> Payload:
@@ -315,37 +299,27 @@ class ShardHost:
         assert values is not None
         return await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
-    def _pull_header(self, caller: Identity, fragment_id: int) -> PullHeader:
-        """What is said of the latest version, all of it at this moment; without a payload."""
-        state = self.shard.owned(fragment_id)
-        status = state.status(caller.learner_id)
-        return PullHeader(
-            fragment_id, status.version, status.epoch, status.merged_version, status.forgotten_version,
-            state.tokens_merged, payload=None,
-        )  # fmt: skip
-
     # ------------------------------------------------------------ the shell of its effects
 
     def tell(self, tell: Tell) -> None:
         self.streams.tell(tell)
 
-    def start(self, job: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a job and let the core go on after it."""
+    def start(self, job: Job, name: str) -> None:
+        """Run a job and let the core go on after it; nothing once the shard has ended."""
         if self._closed:  # the last pushes have closed a round
-            job.close()
             return
         task = asyncio.create_task(self._run(job), name=name)
-        self._jobs.add(task)
+        self._jobs[task] = name
         task.add_done_callback(self._finished)
 
-    async def _run(self, job: Coroutine[Any, Any, None]) -> None:
-        await job
+    async def _run(self, job: Job) -> None:
+        await job()
         self.advance()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._jobs.discard(task)
+        name = self._jobs.pop(task)
         if not task.cancelled() and task.exception() is not None:
-            self.log.error("job failed", trace=task.exception(), job=task.get_name())
+            self.log.error("job failed", trace=task.exception(), job=name)
         self._moved.set()
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:

@@ -5,9 +5,9 @@ The numerics tests and `benchmarks/quality.py` drive it, and pass its time by ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Refusal
@@ -20,7 +20,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard
-from diloco_server.driver import EffectDriver
+from diloco_server.driver import EffectDriver, Job
 from diloco_server.storage.version import StoredVersion
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class LockstepShard:
 
     def tell(self, tell: Tell) -> None: ...
 
-    def start(self, job: Coroutine[Any, Any, None], name: str) -> None:
+    def start(self, job: Job, name: str) -> None:
         run_to_end(job)
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
@@ -80,10 +80,10 @@ class LockstepShard:
     def announcing(self, state: FragmentState) -> None: ...
 
 
-def run_to_end(job: Coroutine[Any, Any, None]) -> None:
+def run_to_end(job: Job) -> None:
     """Run a job that waits for nothing."""
     try:
-        job.send(None)
+        job().send(None)
     except StopIteration:
         return
     raise AssertionError(f"{job} waits for something")
