@@ -432,6 +432,6 @@ class Cluster:
                 core = self.running(learner_id)[0].learner.core
                 assert core is not None
                 has = core.fragments[fragment_id]
-                if has.version <= marked or has.version < state.version - 1:
+                if has.version <= marked:
                     return False, f"{learner_id} stays at version {has.version} of fragment {fragment_id}"
         return True, "well"

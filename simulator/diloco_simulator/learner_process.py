@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.2
 """How often a learner that is joining looks whether it can train."""
 SETTLE_S = 5.0
+SAVES = 0.5
+"""How often a step ends with a checkpoint."""
 TORN = 0.3
 """How often an optimizer step falls into the middle of a snapshot."""
 
@@ -172,12 +174,14 @@ class LearnerProcess:
         self._check()
         core = self.learner.core
         assert core is not None
-        if self._random.random() < 0.2:
+        if self._random.random() < SAVES:
             saved = Checkpoint(self.model.flat.clone(), core.inner_step, core.tokens)
             self._cluster.checkpoints[self.learner_id].append(saved)
 
     def _during_a_read(self, read: Tensor) -> None:
-        """The codec thread is in the middle of a snapshot."""
+        """Values are being read. The codec thread takes a snapshot, while the training goes on."""
+        if self.process.in_thread != "diloco-codec":
+            return
         if self._tokens and not self._ahead and self._random.random() < TORN:
             self.model.train_on(self._tokens)
             self._ahead = self._tokens
@@ -198,9 +202,9 @@ class LearnerProcess:
                     self._taken[contribution] = Taken(self._unmerged(fragment))
             case VersionApplied():
                 fragment = self.learner.core.fragments[act.fragment_id]  # type: ignore[union-attr]
-                if act.fragment_id not in self._accounts or self._options.on_commit != "carry":
-                    self._accounts.pop(act.fragment_id, None)
-                    self._account(fragment)
+                account = self._account(fragment)
+                if self._options.on_commit != "carry":  # what was trained is gone
+                    account.base = part_of(self.model.trained, fragment.fragment)
                 if act.contribution is not None and act.fate is not Fate.CARRIED:
                     self._merged(act.fragment_id, act.contribution)
 
