@@ -133,7 +133,8 @@ class LearnerProcess:
         """Its end is that of the process."""
 
     def _dial(self, address: str) -> MemoryTransport:
-        return MemoryTransport(self._cluster.network, self.process, (self.learner_id, int(address)), self._pushing)
+        path = self.learner_id, int(address)
+        return MemoryTransport(self._cluster.network, self.process, path, self._pushing, self._options.call_s)
 
     # ------------------------------------------------------------ the training loop
 

@@ -18,6 +18,8 @@ from diloco_simulator.options import Options
 from diloco_simulator.process import Process
 from diloco_simulator.timeline import Timeline
 
+PAUSES = 0.3
+"""Share of the short calls whose items travel one by one. The items of the others arrive together."""
 Path = tuple[str, int]
 """Learner id and shard index."""
 Answer = Callable[[ShardService, AsyncIterator[Any]], AsyncIterator[Any]]
@@ -68,6 +70,7 @@ class Network:
         """Begin a call. A short one may lose its request or its answer, or arrive twice."""
         call = Call(self, client, path, answer)
         if is_short:
+            call.pauses = self.random.random() < PAUSES
             call.loses_request = self.happens(self._options.loss, "request lost")
             call.loses_answer = self.happens(self._options.loss, "answer lost")
             call.is_twice = self.happens(self._options.duplicates, "call twice")
@@ -99,6 +102,8 @@ class Call:
     def __init__(self, network: Network, client: Process, path: Path, answer: Answer) -> None:
         self.path = path
         self.loses_request = self.loses_answer = self.is_twice = False
+        self.pauses = True
+        """Whether items travel one by one, so that anything may come between them."""
         self._network = network
         self._client = client
         self._answer = answer
@@ -119,14 +124,17 @@ class Call:
     def dial(self) -> None:
         self._transmit(True, self._accept)
 
-    def send(self, item: Any) -> None:
-        """Raises Unavailable once the client knows that the call is over."""
+    def send(self, *items: Any) -> None:
+        """Send items, in one go or with pauses. Raises Unavailable once the client knows that the call is over."""
         if self._given_up:
             raise Unavailable("the call is over")
         if self.loses_request:
             self._break_or_not()
+        elif self.pauses:
+            for item in items:
+                self._transmit(True, self._to_handlers, item)
         else:
-            self._transmit(True, self._to_handlers, item)
+            self._transmit(True, self._to_handlers, *items)
 
     async def receive(self) -> Any:
         """The next item; `End` at the end. Raises a Refusal or Unavailable."""
@@ -144,13 +152,18 @@ class Call:
 
     # ------------------------------------------------------------ the shard's end
 
-    def answer(self, item: Any) -> None:
+    def answer(self, *items: Any) -> None:
         """The shard says something; an Exception, or End, is its last word."""
-        self._network.said(item, self.path[1])
+        for item in items:
+            self._network.said(item, self.path[1])
         if self.loses_answer:
             self._break_or_not()
         else:
-            self._transmit(False, self._come, item)
+            self._transmit(False, self._come, *items)
+
+    def failed(self, error: Exception) -> None:
+        """The product raised something in a handler that is no refusal."""
+        self._network.timeline.fail(error)
 
     def _accept(self) -> None:
         serving = self._network.serving.get(self.path[1])
@@ -161,13 +174,15 @@ class Call:
         for copy in range(2 if self.is_twice else 1):
             handler = _Handler(self, process, self._answer, service, answers=copy == 0)
             self._handlers.append(handler)
-            self._network.timeline.at(
-                self._network.timeline.now + (self._network.delay_s() if copy else 0.0), handler.begin, process=process
-            )
+            if copy:
+                later = self._network.timeline.now + self._network.delay_s()
+                self._network.timeline.at(later, handler.begin, process=process)
+            else:
+                process.do(handler.begin, ())
 
-    def _to_handlers(self, item: Any) -> None:
+    def _to_handlers(self, *items: Any) -> None:
         for handler in self._handlers:
-            handler.process.do(handler.take, (item,))
+            handler.process.do(handler.take, items)
 
     def _cancel_handlers(self) -> None:
         for handler in self._handlers:
@@ -231,11 +246,12 @@ class Call:
         if not self._dead:
             act(*args)
 
-    def _come(self, item: Any) -> None:
+    def _come(self, *items: Any) -> None:
         """Something arrives at the client."""
-        if item is End or isinstance(item, Exception):
-            self._given_up = True
-        self._came.put_nowait(item)
+        for item in items:
+            if item is End or isinstance(item, Exception):
+                self._given_up = True
+            self._came.put_nowait(item)
 
 
 class _Handler:
@@ -255,8 +271,9 @@ class _Handler:
         if not self.is_over:
             self._task = self.process.start(self._run(), f"handler {self._call.path}")
 
-    def take(self, item: Any) -> None:
-        self._requests.put_nowait(item)
+    def take(self, *items: Any) -> None:
+        for item in items:
+            self._requests.put_nowait(item)
 
     def cancel(self) -> None:
         """The call is over, as gRPC tells a handler."""
@@ -265,19 +282,26 @@ class _Handler:
             self._task.cancel()
 
     async def _run(self) -> None:
+        said: list[Any] = []
         try:
             async for item in self._answer(self._service, self._items()):
-                self._say(item)
-            self._say(End)
+                said.append(item)
+                if self._call.pauses:
+                    self._say(said)
+            said.append(End)
         except Refusal as refusal:
-            self._say(refusal)
+            said.append(refusal)
+        except Exception as error:
+            self._call.failed(error)
         finally:
+            self._say(said)
             self.is_over = True
 
     async def _items(self) -> AsyncIterator[Any]:
         while (item := await self._requests.get()) is not End:
             yield item
 
-    def _say(self, item: Any) -> None:
+    def _say(self, said: list[Any]) -> None:
         if self._answers and not self.is_over:
-            self._call.answer(item)
+            self._call.answer(*said)
+        said.clear()

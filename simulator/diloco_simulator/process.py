@@ -44,7 +44,7 @@ class Process:
         self.threads: list[VirtualThreads] = []
         self.in_thread = ""
         """Name of the threads of which one does its work just now; nothing: the event loop does."""
-        self.tasks: set[Task[Any]] = set()
+        self._orphans: set[Task[Any]] = set()
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
         self._takes_s = takes_s
         self._stutters = stutters
@@ -97,6 +97,7 @@ class Process:
         """As SIGKILL: nothing of it runs any more, not even what it would do at its end."""
         self.alive = self.frozen = False
         self._backlog.clear()
+        self._orphans = asyncio.all_tasks(self.loop)  # kept: a task that nobody holds runs its `finally` blocks
 
     def _make_threads(self, count: int, name: str) -> Executor:
         threads = VirtualThreads(self, count, name, self._takes_s(name))
@@ -179,7 +180,7 @@ class VirtualLoop(AbstractEventLoop):
 
     def call_soon(self, callback: Act, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle(callback, args, self, context)
-        self._timeline.soon(self._process, self._run, handle)
+        self._timeline.soon(self._process, _run, handle)
         return handle
 
     call_soon_threadsafe = call_soon
@@ -189,24 +190,17 @@ class VirtualLoop(AbstractEventLoop):
 
     def call_at(self, when: float, callback: Act, *args: Any, context: Context | None = None) -> TimerHandle:  # type: ignore[override]
         handle = TimerHandle(when, callback, args, self, context)
-        self._timeline.at(max(when, self._timeline.now), self._run, handle, process=self._process)
+        self._timeline.at(max(when, self._timeline.now), _ring, handle, self._process)
         return handle
 
     def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
         """It stays where it is, and does nothing."""
 
-    def _run(self, handle: Handle) -> None:
-        if not handle.cancelled():
-            handle._run()
-
     def create_future(self) -> Future[Any]:
         return Future(loop=self)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task[Any]:  # type: ignore[override]
-        task: Task[Any] = Task(coro, loop=self, name=name)
-        self._process.tasks.add(task)  # a killed process's tasks are kept: what they would do at their end must not run
-        task.add_done_callback(self._process.tasks.discard)
-        return task
+        return Task(coro, loop=self, name=name)
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> Future[T]:  # type: ignore[override]
         assert executor is not None
@@ -223,3 +217,14 @@ class VirtualLoop(AbstractEventLoop):
         error = context.get("exception")
         if error is not None and self._process.alive:
             self._timeline.fail(error)
+
+
+def _ring(handle: TimerHandle, process: Process) -> None:
+    """A timer's time has come. Most were cancelled before."""
+    if not handle._cancelled:  # type: ignore[attr-defined]
+        process.do(_run, (handle,))
+
+
+def _run(handle: Handle) -> None:
+    if not handle._cancelled:  # type: ignore[attr-defined]
+        handle._run()

@@ -28,12 +28,13 @@ Pushing = Callable[[PushHeader, Payload], None]
 class MemoryTransport:
     """The way from one learner's process to one shard."""
 
-    def __init__(self, network: Network, process: Process, path: Path, pushing: Pushing) -> None:
-        """`pushing` is told of everything that is pushed."""
+    def __init__(self, network: Network, process: Process, path: Path, pushing: Pushing, keepalive_s: float) -> None:
+        """`pushing` is told of everything that is pushed. A call that is silent for `keepalive_s` seconds breaks."""
         self._network = network
         self._process = process
         self._path = path
         self._pushing = pushing
+        self._keepalive_s = keepalive_s
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
         async def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -61,7 +62,7 @@ class MemoryTransport:
             return service.pull(caller, request)
 
         call = self._open(answer, is_short=True)
-        deadline = self._process.loop.time() + timeout_s
+        deadline = self._process.loop.time() + min(timeout_s, self._keepalive_s)
         try:
             call.send(End)
             while (item := await _receive(call, deadline)) is not End:
@@ -81,11 +82,9 @@ class MemoryTransport:
     async def _ask(self, answer: Answer, timeout_s: float, *parts: Any) -> Any:
         """A call that is answered once."""
         call = self._open(answer, is_short=True)
-        deadline = self._process.loop.time() + timeout_s
+        deadline = self._process.loop.time() + min(timeout_s, self._keepalive_s)
         try:
-            for part in parts:
-                call.send(part)
-            call.send(End)
+            call.send(*parts, End)
             return await _receive(call, deadline)
         finally:
             call.cancel()
