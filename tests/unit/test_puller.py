@@ -26,6 +26,8 @@ from waiting import until_async
 EPOCH = 7
 POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
 NOTHING, FIRST = None, (EPOCH, 1)
+ANOTHER = 99
+"""A version that comes as one of another fragment than was asked for."""
 
 
 class Shard:
@@ -46,7 +48,8 @@ class Shard:
         if isinstance(answer, BadChecksum):
             raise answer
         payload = encode_payload(torch.zeros(4), "bfloat16")
-        yield PullHeader(0, answer, EPOCH, 0, 0, 0, payload.header)
+        fragment_id = request.fragment_id if answer != ANOTHER else 1
+        yield PullHeader(fragment_id, answer, EPOCH, 0, 0, 0, payload.header)
         for chunk in payload.chunks:
             yield chunk
 
@@ -104,3 +107,10 @@ def test_another_epoch_of_the_shard_is_told_what_an_earlier_one_gave() -> None:
     assert state.joined(joined(EPOCH + 1, POLICY))
     assert state.announced == {}
     assert codec.held(state.fragment_ids) == (Held(0, EPOCH, 1),)
+
+
+def test_a_version_of_another_fragment_than_was_asked_for_is_asked_for_again() -> None:
+    shard = Shard(ANOTHER, 1)
+    _, codec = pulled(shard, 1)
+    assert codec.held([0]) == (Held(0, EPOCH, 1),)
+    assert shard.asked == [NOTHING, NOTHING]

@@ -61,9 +61,12 @@ class Connection:
     async def run(self) -> None:
         """Keep the connection up until cancelled, or until the shard refuses for good."""
         pulling = asyncio.create_task(self._puller.run(), name=f"pull {self.address}")
+        attending = asyncio.create_task(self._stay_connected(), name=f"attend {self.address}")
         log = self._c.telemetry.log
         try:
-            await self._stay_connected()
+            ended, _ = await asyncio.wait((pulling, attending), return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         except Refusal as refusal:
             log.error("refused", shard=self.address, code=refusal.code, why=refusal)
             self._c.inbox.put(Failed(refusal))
@@ -71,7 +74,9 @@ class Connection:
             log.error("connection failed", trace=error, shard=self.address)
             self._c.inbox.put(Failed(DilocoError(f"the connection to {self.address} failed: {error!r}")))
         finally:
-            pulling.cancel()
+            for task in (pulling, attending):
+                task.cancel()
+            await asyncio.gather(pulling, attending, return_exceptions=True)
             self.pusher.cancel()
             await self._transport.close(GOODBYE_S)  # the stream may end before Leave is answered
 
