@@ -154,7 +154,7 @@ class Connection:
     async def _attend(self) -> None:
         """Hold the control stream until it ends. Raises the Refusal or Unavailable that ended it."""
         stream = self._transport.attend(self.state.identity)
-        reporting = asyncio.create_task(self._report_all(stream), name=f"report {self.address}")
+        reporting: asyncio.Task[None] | None = None
         silence_s = SILENCE_HEARTBEATS * self.state.heartbeat_s
         try:
             while True:
@@ -162,13 +162,17 @@ class Connection:
                     directive = await stream.hear()
                 if directive is None:
                     return
-                if not self.is_up:
+                if reporting is None:
+                    # Not sooner: where the shard refuses while a report is being sent, grpc.aio drops the refusal and
+                    # raises INTERNAL (grpc/grpc#36066). The shard speaks first, so this costs nothing.
+                    reporting = asyncio.create_task(self._report_all(stream), name=f"report {self.address}")
                     self._came_up()
                 self._hear(directive)
         except TimeoutError:
             raise Unavailable(f"silent for {silence_s:.1f} s") from None
         finally:
-            reporting.cancel()
+            if reporting is not None:
+                reporting.cancel()
             stream.cancel()
 
     async def _report_all(self, stream: ControlStream) -> None:
