@@ -107,12 +107,13 @@ class ShardService(Protocol):
 
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer: ...
 
-    def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncIterator[Directive]:
-        """Directives until the lease, or the learner's side, ends."""
+    def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
+        """Directives until the lease, or the learner's side, ends. Close it with `aclose`."""
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | bytes]) -> PushAnswer:
         """`parts`: the header, then the chunks. The lease is checked before any of them is read."""
 
-    def pull(self, caller: Identity, request: PullRequest) -> AsyncIterator[PullHeader | bytes]: ...
+    def pull(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | bytes, None]:
+        """The header, then the chunks of its payload, if it has one. Close it early with `aclose`."""
 
     async def leave(self, caller: Identity) -> None: ...

@@ -343,7 +343,7 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
 
 def _break_streams(shard: InProcessShard) -> None:
     def end() -> None:
-        for stream in shard.server.host._streams.values():
+        for stream in shard.server.host.streams:
             stream.end()
 
     shard.loop.look(end)

@@ -16,12 +16,16 @@ from diloco_server import keeper, server
 from diloco_server.server import ShardServer
 from diloco_server.storage.folder import open_store
 from diloco_server.storage.lock import FolderLock
-from diloco_server.storage.store import FileStore, MemoryStore
-from stores import MANIFEST, make_version
+from diloco_server.storage.store import FileStore, MemoryStore, Store
+from stores import LONG_AGO, MANIFEST, make_version
 
 
 def settings_for(folder: Path | None) -> Settings:
     return Settings.model_validate({"shard": {"data_dir": folder}})
+
+
+def opened(settings: Settings) -> tuple[Store, FolderLock | None]:
+    return open_store(settings, epoch_in_memory=7, first_epoch=LONG_AGO)
 
 
 def test_the_second_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
@@ -34,10 +38,10 @@ def test_the_second_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None
 
 
 def test_a_folder_that_is_in_use_is_not_touched(tmp_path: Path) -> None:
-    store, lock = open_store(settings_for(tmp_path))
+    store, lock = opened(settings_for(tmp_path))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(InUse):
-        open_store(settings_for(tmp_path))
+        opened(settings_for(tmp_path))
     assert sorted(tmp_path.iterdir()) == before
     assert isinstance(store, FileStore)
     assert lock is not None
@@ -45,23 +49,24 @@ def test_a_folder_that_is_in_use_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_the_next_one_has_the_next_epoch(tmp_path: Path) -> None:
-    for epoch in (1, 2, 3):
-        store, lock = open_store(settings_for(tmp_path / "new" / "folder"))
+    for epoch in (LONG_AGO, LONG_AGO + 1, LONG_AGO + 2):
+        store, lock = opened(settings_for(tmp_path / "new" / "folder"))
         assert store.epoch == epoch
         assert lock is not None
         lock.release()
 
 
 def test_without_a_folder_versions_stay_in_memory() -> None:
-    store, lock = open_store(settings_for(None))
+    store, lock = opened(settings_for(None))
     assert isinstance(store, MemoryStore)
+    assert store.epoch == 7
     assert lock is None
 
 
 def test_a_folder_that_cannot_be_used_is_said_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"shard.data_dir .*file/data cannot be used: Not a directory"):
-        open_store(settings_for(tmp_path / "file" / "data"))
+        opened(settings_for(tmp_path / "file" / "data"))
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -114,7 +119,7 @@ def test_a_shard_ends_quietly_while_its_disk_refuses(
         shard = ShardServer(Settings.model_validate({"shard": {"data_dir": tmp_path, "listen": "127.0.0.1:0"}}))
         await shard.start()
         monkeypatch.setattr(FileStore, "save", refuse)
-        shard.host._start(shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
+        shard.host.start(lambda: shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
         jobs = list(shard.host._jobs)
         await shard.stop()
         await asyncio.wait(jobs, timeout=20.0)

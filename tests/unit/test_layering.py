@@ -61,12 +61,16 @@ def core(package: str) -> Rule:
 
 
 TORCH = frozenset({"torch"})
+CLOCKS_AND_CHANCE = frozenset({"time", "random", "secrets"})
+NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 RULES = {
     "diloco_protos": allow("diloco_protos", outside=frozenset({"google", "grpc"}) | sys.stdlib_module_names),
     "diloco_common": allow("diloco_common", never=TORCH),
     "diloco_common.codec": allow("diloco_common"),
     "diloco_common.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
-    "diloco_server": allow("diloco_server", "diloco_common", "diloco_protos"),
+    "diloco_server": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
+    "diloco_server.servicer": allow("diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
+    "diloco_server.server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", "diloco_protos"),
     "diloco_worker.core": core("diloco_worker"),
@@ -180,6 +184,8 @@ def test_every_module_keeps_to_its_layer(repository):
         ("diloco_worker.client", "from diloco_server.core.rounds import Round"),
         ("diloco_server.service", "import diloco_worker"),
         ("diloco_server.service", "import diloco_deploy.cli"),
+        ("diloco_server.host", "from time import monotonic"),
+        ("diloco_server.service", "from diloco_common import rpc"),
         ("diloco_simulator.cluster", "from diloco_server.service import Service"),
         ("diloco_simulator.cluster", "import diloco_deploy"),
     ],
@@ -199,7 +205,7 @@ def test_a_module_that_breaks_its_layer_is_found(module, source):
             "from diloco_common.errors import Late\nfrom .rounds import Round",
         ),
         ("diloco_server.core", "from .rounds import Round"),
-        ("diloco_server.service", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
+        ("diloco_server.server", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
         ("diloco_simulator.cluster", "import random\nfrom diloco_worker.core.learner import Learner"),
         ("diloco_deploy.up", "import diloco_server.cli, diloco_worker, diloco_simulator"),
     ],

@@ -23,6 +23,7 @@ from diloco_worker.core.acts import (
     PushContribution,
     SeedFragment,
     VersionApplied,
+    WorkCarried,
 )
 from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
 from diloco_worker.core.learner import LearnerCore
@@ -75,6 +76,8 @@ class StepBoundary:
                     self._inbox.put_back(event)
                     break
                 self._take(event, tokens_merged)
+                if self.core is not None:
+                    self._acts += map(WorkCarried, self.core.take_carried())
                 if isinstance(event, Arrived) and self._clock() - began > apply_s:
                     break
         except DilocoError as error:
@@ -185,7 +188,7 @@ class StepBoundary:
             self._acts.append(
                 VersionApplied(
                     event.fragment_id, event.version, event.epoch, event.values, applied.contribution, applied.fate,
-                    seconds, cpu_seconds, replaced,
+                    self._core.tokens - fragment.tokens_since(self._core.tokens), seconds, cpu_seconds, replaced,
                 )
             )  # fmt: skip
 

@@ -18,7 +18,7 @@ from diloco_common.addresses import parse_address
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError
-from diloco_common.history import History
+from diloco_common.history import HistoryFile
 from diloco_common.http import HttpServer
 from diloco_common.identity import check_learner_id
 from diloco_common.logs import Log
@@ -83,7 +83,7 @@ def join(
     replica = Replica(model, mean_merge)
     world = production_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}")
-    recorded = None if history is None else History(history, name)
+    recorded = None if history is None else HistoryFile(history, name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
     if replica.device.type == "cpu" and isinstance(why := native.find(), str):
         telemetry.log.warning("no native kernels: encoding takes several times as long", why=why)

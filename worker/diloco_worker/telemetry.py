@@ -22,6 +22,7 @@ from diloco_worker.core.acts import (
     PushContribution,
     StepEnded,
     VersionApplied,
+    WorkCarried,
 )
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.fragment import Fate
@@ -97,7 +98,7 @@ class LearnerTelemetry:
 
     def born(self, inner_step: int, tokens: int) -> None:
         """The counters of this process begin there."""
-        self._write("born", role="worker", step=inner_step, tokens=tokens)
+        self._write("born", role="learner", step=inner_step, tokens=tokens)
 
     def stepped(self, inner_step: int, tokens: int) -> None:
         """An inner step has ended."""
@@ -115,6 +116,11 @@ class LearnerTelemetry:
                     )  # fmt: skip
                 case VersionApplied():
                     self._applied(act)
+                case WorkCarried():
+                    c = act.contribution
+                    self._write(
+                        "carried", shard_epoch=c.shard_epoch, fragment=c.fragment_id, round=c.round, tokens=c.tokens
+                    )
 
     def ended(self) -> None:
         """The learner is leaving the run."""
@@ -144,7 +150,7 @@ class LearnerTelemetry:
         """A push of this contribution begins, under this lease."""
         c = act.contribution
         self._write(
-            "pushed", life=lease.epoch, generation=lease.generation, fragment=c.fragment_id, round=c.round,
+            "pushed", shard_epoch=lease.epoch, generation=lease.generation, fragment=c.fragment_id, round=c.round,
             epoch=c.epoch, base=c.base_version, tokens=c.tokens, steps=c.steps, since=act.since,
         )  # fmt: skip
 
@@ -185,11 +191,12 @@ class LearnerTelemetry:
     def _applied(self, act: VersionApplied) -> None:
         contribution = act.contribution
         if self._history is not None:
-            merged = contribution.round if contribution is not None and act.fate is Fate.MERGED else None
+            number = contribution.round if contribution is not None else None
             checksum = fingerprint(act.values.cpu().numpy().tobytes())
             self._write(
                 "applied", fragment=act.fragment_id, epoch=act.epoch, version=act.version, checksum=checksum,
-                merged=merged,
+                merged=number if act.fate is Fate.MERGED else None,
+                forgotten=number if act.fate is Fate.FORGOTTEN else None, since=act.since,
             )  # fmt: skip
         if contribution is not None and act.fate is Fate.FORGOTTEN:
             self.log.warning(

@@ -70,10 +70,19 @@ class VersionApplied:
     contribution: Contribution | None
     """The one whose fate the version tells."""
     fate: Fate | None
+    since: int
+    """The learner's count of tokens where the work begins that no version holds, as far as it knows."""
     seconds: float
     cpu_seconds: float
     replaced: object
     """Freed with the act, in the network thread: giving so much memory back can take longer than the apply did."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCarried:
+    """A contribution was not merged: its work goes into the next one."""
+
+    contribution: Contribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,7 @@ class GiveUp:
     error: DilocoError
 
 
-Act = ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | StepEnded | GiveUp
+Act = ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | WorkCarried | StepEnded | GiveUp
 
 
 @dataclass(frozen=True, slots=True)

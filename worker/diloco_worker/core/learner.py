@@ -41,6 +41,7 @@ class LearnerCore:
         """Contributions by what became of them: taken, the fates (`Fate`), and refusals by code."""
         self.tokens_carried = 0
         """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
+        self._carried: list[Contribution] = []
         self.fragments = {
             f.fragment_id: LearnerFragment(f, FragmentTensors(f, replica, policy)) for f in manifest.fragments
         }
@@ -151,6 +152,11 @@ class LearnerCore:
             if not status.seeded or fate is Fate.CARRIED:
                 self._carry_on(fragment)
 
+    def take_carried(self) -> list[Contribution]:
+        """The contributions that turned out not to be merged since the last call."""
+        carried, self._carried = self._carried, []
+        return carried
+
     # ------------------------------------------------------------ helpers
 
     def _resolve(self, fragment: LearnerFragment, version: int, merged_version: int, forgotten_version: int) -> Applied:
@@ -170,4 +176,5 @@ class LearnerCore:
         assert fragment.contribution is not None
         self.contributions[Fate.CARRIED.value] += 1
         self.tokens_carried += fragment.contribution.tokens
+        self._carried.append(fragment.contribution)
         fragment.give_back()

@@ -32,7 +32,7 @@ class RegularCheckpoints:
         self._open: dict[int, set[int]] = {}  # checkpoint -> fragments that are in it
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest, shard_index: int) -> list[int]:
-        """Go on from what earlier lives left, with the version that each fragment came back with. Raises OSError."""
+        """Go on from what earlier epochs left, with the version that each fragment came back with. Raises OSError."""
         found = {int(m[1]): path for path in self._folder.glob("version-*") if (m := _NAME.fullmatch(path.name))}
         self._done = sorted(number for number, path in found.items() if is_checkpoint(path))
         for number in found.keys() - self._done:  # begun anew from what came back: a later version may have been lost

@@ -1,4 +1,7 @@
-"""What happened on a shard, told three ways: log lines, metrics, and the recent events of /status."""
+"""What happened on a shard, told four ways: log lines, metrics, the recent events of /status, and the history.
+
+It decides nothing, and branches on nothing that a log or a metric returns: in another world they may be silent.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+from diloco_common import ports
 from diloco_common.logs import Log
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.metrics import ShardMetrics
-from diloco_server.core.arithmetic import Published
+from diloco_common.ports import Clock
 from diloco_server.core.effects import (
     BudgetReached,
-    Event,
+    Fact,
     LearnerForgotten,
     LearnerGone,
     LearnerJoined,
@@ -23,6 +27,7 @@ from diloco_server.core.effects import (
     VersionCommitted,
     VersionsLost,
 )
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, State
 from diloco_server.core.shard import Shard
 from diloco_server.history import ShardHistory
@@ -30,10 +35,13 @@ from diloco_server.history import ShardHistory
 EVENTS_MAX = 50
 
 
-class Observer:
-    """Watches one shard; changes nothing."""
+class ShardTelemetry:
+    """Tells of one shard. Owned by its event loop."""
 
-    def __init__(self, shard: Shard, metrics: ShardMetrics, log: Log, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, shard: Shard, metrics: ShardMetrics, log: Log, clock: Clock, history: ports.History | None
+    ) -> None:
+        """`clock` is the shard's; None for `history`: nothing is recorded."""
         self._shard = shard
         self._metrics = metrics
         self._log = log
@@ -41,7 +49,7 @@ class Observer:
         self._events: deque[tuple[float, dict[str, Any]]] = deque(maxlen=EVENTS_MAX)
         self.bytes_pushed = 0
         self.bytes_pulled = 0
-        self._history = ShardHistory.of(shard.settings, shard.epoch)
+        self._history = None if history is None else ShardHistory(history, shard.epoch)
         metrics.itself.epoch(shard.epoch)
         settings = shard.settings
         compared = {"shard.count": settings.shard.count, "sync.staleness_max": settings.sync.staleness_max}
@@ -49,7 +57,7 @@ class Observer:
             compared["sync.quorum"] = settings.sync.quorum
         metrics.itself.settings(compared)
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Fact) -> None:
         """An event of the core."""
         if self._history is not None:
             self._history.note(event)
@@ -73,32 +81,54 @@ class Observer:
                 )  # fmt: skip
             case VersionsLost():
                 self._metrics.storage.lost(event.seen - event.recovered)
-                self._remember(
+                self._say(
                     "versions lost", self._log.error, fragment=event.fragment_id, epoch=event.epoch,
                     recovered=event.recovered, seen=event.seen, learner=event.learner_id,
                 )  # fmt: skip
             case LearnerJoined():
                 self._metrics.learners.joined()
                 what = "returned" if event.returned else "joined"
-                self._remember(what, learner=event.learner_id, generation=event.generation)
+                self._say(what, learner=event.learner_id, generation=event.generation)
             case LearnerGone():
                 self._gone(event)
             case LearnerForgotten():
                 self._metrics.learners.forget(event.learner_id)
             case BudgetReached():
-                self._remember("budget reached", tokens_merged=event.tokens_merged)
+                self._say("budget reached", tokens_merged=event.tokens_merged)
 
     def merging(self, merge: MergeRound) -> None:
         """A closed round is about to become a version."""
         if self._history is not None:
             self._history.merging(merge)
 
-    def announcing(
-        self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool = False
-    ) -> None:
-        """A version is durable and about to be announced; `again`: an earlier life has made it."""
+    def merged(self, seconds: float) -> None:
+        """It took so long to merge it and to take the outer step."""
+        self._metrics.rounds.merged(seconds)
+
+    def announcing(self, state: FragmentState) -> None:
+        """A version is durable, and nobody has heard of it yet."""
         if self._history is not None:
-            self._history.announcing(fragment_id, epoch, version, published, again=again)
+            self._history.announcing(state)
+        if state.version == 0:
+            fragment = state.fragment
+            self._log.event("fragment seeded", fragment=fragment.fragment_id, elements=fragment.num_elements)
+
+    def restored(self, fragment_id: int) -> None:
+        """A fragment goes on from a version that an earlier epoch of the shard, or a checkpoint, has left."""
+        state = self._shard.fragments[fragment_id]
+        if self._history is not None:
+            self._history.restored(state)
+        self._metrics.rounds.version(fragment_id, state.version)
+
+    def recovered(self, took_s: float) -> None:
+        """All that the data folder held is back."""
+        shard = self._shard
+        states = shard.fragments.values()
+        self._log.event(
+            "recovered", fragments=sum(s.seeded for s in states),
+            parameters=sum(s.fragment.num_elements for s in states if s.seeded),
+            tokens_merged=shard.tokens_merged, epoch=shard.epoch, took_s=round(took_s, 2),
+        )  # fmt: skip
 
     def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         """A push got its outcome."""
@@ -173,13 +203,13 @@ class Observer:
     def _gone(self, event: LearnerGone) -> None:
         learner, generation = event.learner_id, event.generation
         if event.code == "LEFT":
-            self._remember("left", learner=learner, generation=generation)
+            self._say("left", learner=learner, generation=generation)
         elif event.code in ("SUPERSEDED", "STALE_GENERATION"):
-            self._remember("replaced", learner=learner, generation=generation, code=event.code)
+            self._say("replaced", learner=learner, generation=generation, code=event.code)
         else:
             self._metrics.learners.evicted(event.code)
-            self._remember("evicted", learner=learner, generation=generation, code=event.code)
+            self._say("evicted", learner=learner, generation=generation, code=event.code)
 
-    def _remember(self, event: str, say: Callable[..., None] | None = None, /, **facts: Any) -> None:
+    def _say(self, event: str, say: Callable[..., None] | None = None, /, **facts: Any) -> None:
         (say or self._log.event)(event, **facts)
         self._events.append((self._clock(), {"event": event, **facts}))
