@@ -7,15 +7,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
+import torch
 from torch import nn
 
 from diloco_common.logs import Log
+from diloco_common.messages import JoinAnswer, LearnerPolicy, Pulse
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
+from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.replica import Replica
+from diloco_worker.inbox import Inbox
 from diloco_worker.learner import Learner, make_learner
 from diloco_worker.telemetry import LearnerTelemetry
 
@@ -35,9 +40,10 @@ class Clock:
 
 
 class Jobs(Executor):
-    """Runs what was submitted when the test says so."""
+    """Runs what was submitted when the test says so, or at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
         self.waiting: list[Callable[[], None]] = []
 
     def submit(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -50,6 +56,8 @@ class Jobs(Executor):
                 future.set_exception(error)
 
         self.waiting.append(run)
+        if self._at_once:
+            self.run()
         return future
 
     def run(self) -> None:
@@ -78,15 +86,26 @@ class Posted:
         pass
 
 
+def joined(epoch: int, policy: LearnerPolicy, *, generation: int = 1, num_fragments: int = 1) -> JoinAnswer:
+    """The answer of the only shard of a run."""
+    return JoinAnswer(generation, epoch, 1.0, 0, 1, num_fragments, "digest", policy, (), Pulse(0, 0))
+
+
 class Parts:
     """What a learner is made of here."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, encodes_at_once: bool = False) -> None:
         self.clock = Clock()
-        self.jobs = Jobs()
+        self.jobs = Jobs(at_once=encodes_at_once)
         self.posted = Posted()
         self.world = World(self.clock, self.clock, random.Random(0), lambda count, name: self.jobs)
         self.telemetry = LearnerTelemetry(CALLER, self.clock, WorkerMetrics(), Log("cat"))
+
+    def context(self, device: str = "cpu") -> ConnectionContext:
+        """What connections share; the inbox is empty, and nobody can be dialed."""
+        codec = CodecThread(torch.device(device), self.world, self.telemetry)
+        dial: Any = None
+        return ConnectionContext(CALLER, (), dial, self.world, Inbox(), codec, self.telemetry)
 
     def learner(self, model: nn.Module, addresses: Sequence[str] = ("shard:1",)) -> Learner:
         """It dials nobody."""

@@ -1,4 +1,4 @@
-"""How long a learner waits before it dials again."""
+"""When a learner dials its shard again, and how long it waits before."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from diloco_worker.core.dialing import FIRST_S, LONGEST_S, backoff_s
+from diloco_common.errors import Busy, DilocoError, LeaseExpired, StaleGeneration, Superseded, WrongRun
+from diloco_common.ports import Unavailable
+from diloco_worker.core.dialing import ANNOUNCE_WAIT_S, FIRST_S, LONGEST_S, STEADY_S, Dialing, Redial, backoff_s
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,93 @@ def test_after_ten_seconds_of_failures_there_is_at_most_one_attempt_per_second()
         spent_s += backoff_s(attempt, jitter=0.0)
         attempt += 1
     assert backoff_s(attempt, jitter=0.0) >= 1.0
+
+
+# ------------------------------------------------------------------ attempts
+
+
+LEASE_OVER, NOT_NOW, FOREVER = LeaseExpired("silent"), Busy("too many"), WrongRun("another run")
+CUT = Unavailable("unavailable: cut off")
+
+
+def attempts(*errors: DilocoError | None, lasting_s: float = 0.0, has_lease: bool = True) -> Redial:
+    """Attempts that end with these errors, one after the other; what becomes of the last one."""
+    dialing, now = Dialing(), 0.0
+    for error in errors:
+        dialing.begin(now, has_lease=has_lease)
+        redial = dialing.ended(error, now + lasting_s, 0.0)
+        now += lasting_s + redial.after_s
+    return redial
+
+
+@pytest.mark.parametrize(
+    ("error", "joins", "why"),
+    [
+        (None, False, "the stream ended"),
+        (CUT, False, "unavailable: cut off"),
+        (NOT_NOW, False, "too many"),
+        (LEASE_OVER, True, "silent"),
+        (StaleGeneration("cat", 1, 2), True, "generation 1 is over"),
+    ],
+)
+def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_over(
+    error: DilocoError | None, joins: bool, why: str
+) -> None:
+    redial = attempts(error)
+    assert (redial.is_lease_over, redial.after_s) == (joins, FIRST_S / 2)
+    assert why in redial.why
+
+
+@pytest.mark.parametrize(
+    ("errors", "waits"),
+    [
+        ((CUT,) * 4, 3),  # each wait is longer than the one before
+        ((CUT, CUT, CUT, LEASE_OVER), 0),  # the shard answers: no need to wait for it
+        ((CUT, CUT, CUT, NOT_NOW), 3),
+    ],
+)
+def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple[DilocoError, ...], waits: int) -> None:
+    assert attempts(*errors).after_s == backoff_s(waits, 0.0)
+
+
+def test_a_refusal_of_join_earns_no_shorter_wait() -> None:
+    """There was no lease that could be over; else a shard that evicts at once would be dialed without a pause."""
+    assert attempts(LEASE_OVER, LEASE_OVER, LEASE_OVER, has_lease=False).after_s == backoff_s(2, 0.0)
+
+
+@pytest.mark.parametrize(("lasting_s", "waits"), [(STEADY_S - 1, 3), (STEADY_S + 1, 0)])
+def test_a_connection_that_held_is_dialed_again_without_the_waits_before_it(lasting_s: float, waits: int) -> None:
+    assert attempts(CUT, CUT, CUT, CUT, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)
+
+
+def test_a_shard_that_is_away_is_spoken_of_at_once_and_then_every_ten_seconds() -> None:
+    dialing, now, said = Dialing(), 0.0, []
+    while now < 35.0:
+        dialing.begin(now, has_lease=False)
+        redial = dialing.ended(CUT, now, 0.5)
+        if redial.is_news:
+            said.append(now)
+        now += redial.after_s
+    assert len(said) == 4
+    assert said[0] == 0.0
+    assert all(ANNOUNCE_WAIT_S <= later - earlier < ANNOUNCE_WAIT_S + LONGEST_S for earlier, later in pairwise(said))
+
+
+def test_what_is_wrong_from_the_start_is_raised() -> None:
+    with pytest.raises(WrongRun):
+        attempts(FOREVER)
+
+
+def test_a_shard_that_came_back_as_another_one_stops_nobody() -> None:
+    dialing = Dialing()
+    dialing.begin(0.0, has_lease=True)
+    dialing.is_up()
+    assert dialing.ended(FOREVER, 1.0, 0.0).why == "another run [WRONG_RUN]"
+
+
+def test_another_process_with_the_same_learner_id_stops_this_one_whenever_it_comes() -> None:
+    dialing = Dialing()
+    dialing.begin(0.0, has_lease=True)
+    dialing.is_up()
+    with pytest.raises(Superseded):
+        dialing.ended(Superseded("another process is cat now"), 1.0, 0.0)

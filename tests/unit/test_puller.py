@@ -3,67 +3,80 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 import torch
-from diloco_worker.session import Session
+from torch import nn
 
+from diloco_common.codec import encode_payload
 from diloco_common.errors import BadChecksum
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import Held, LearnerPolicy
+from diloco_common.manifest import cut
+from diloco_common.messages import Held, LearnerPolicy, PullHeader, PullRequest
 from diloco_worker import puller as module
+from diloco_worker.codec_thread import CodecThread
+from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
 from diloco_worker.puller import Puller
+from parts import CALLER, Parts, joined
 from waiting import until_async
 
 EPOCH = 7
-MANIFEST = cut([TensorSpec("w", (4,))], 1, 1)
+POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
 NOTHING, FIRST = None, (EPOCH, 1)
+ANOTHER = 99
+"""A version that comes as one of another fragment than was asked for."""
 
 
 class Shard:
-    """Answers each pull in turn: with that version, or with bytes that are damaged."""
+    """Answers each pull in turn: with the values of that version, or with bytes that are damaged."""
 
     def __init__(self, *answers: int | BadChecksum) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[int, int] | None] = []
         """What each pull said that the learner has."""
-        self.held: list[list[Held]] = []
+        self.held: list[tuple[Held, ...]] = []
         """What a Join would have said when each pull was made."""
-        self.puller: Puller
+        self.codec: CodecThread
 
-    async def pull(self, stub: Any, request: Any, *_: Any) -> Any:
-        self.asked.append((request.epoch, request.have_version) if request.HasField("have_version") else None)
-        self.held.append(self.puller.held())
+    async def pull(self, caller: Any, request: PullRequest, timeout_s: float) -> AsyncGenerator[Any, None]:
+        self.asked.append(request.have)
+        self.held.append(self.codec.held([0]))
         answer = self.answers.pop(0)
         if isinstance(answer, BadChecksum):
             raise answer
-        return SimpleNamespace(
-            version=answer, epoch=EPOCH, merged_version=0, forgotten_version=0, tokens_merged=0,
-            values=torch.zeros(4), shift=None,
-        )  # fmt: skip
+        payload = encode_payload(torch.zeros(4), "bfloat16")
+        fragment_id = request.fragment_id if answer != ANOTHER else 1
+        yield PullHeader(fragment_id, answer, EPOCH, 0, 0, 0, payload.header)
+        for chunk in payload.chunks:
+            yield chunk
 
 
-def pulled(shard: Shard, *announced: int) -> Puller:
+def pulled(shard: Shard, *announced: int) -> tuple[ConnectionState, CodecThread]:
     """Announce these versions, each once the one before is there."""
 
-    async def run() -> Puller:
-        log = SimpleNamespace(debug=lambda *_, **__: None)
-        inbox: list[Any] = []
-        context: Any = SimpleNamespace(
-            transfer=shard, log=log, inbox=SimpleNamespace(put=inbox.append), run_id="", learner_id="", token=None
-        )
-        session = Session("shard", context)
-        session.epoch, session.generation, session.manifest = EPOCH, 1, MANIFEST
-        session.policy = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
-        shard.puller = puller = Puller(session, lambda *_: None)
-        running = asyncio.create_task(puller.run(None))  # type: ignore[arg-type]
-        for number, version in enumerate(announced, 1):
-            puller.announce(0, EPOCH, version)
-            await until_async(lambda: len(inbox) >= number, f"version {version}")  # noqa: B023
+    async def run() -> tuple[ConnectionState, CodecThread]:
+        context = Parts(encodes_at_once=True).context()
+        replica = Replica(nn.Linear(2, 2, bias=False))
+        manifest = cut(replica.specs, 1, 1)
+        core = LearnerCore(replica, manifest, POLICY)
+        context.codec.own({0: core.fragments[0].tensors})
+        state = ConnectionState(CALLER, "shard")
+        state.joined(joined(EPOCH, POLICY))
+        state.manifest = manifest
+        shard.codec = context.codec
+        transport: Any = shard
+        puller = Puller(state, transport, context)
+        running = asyncio.create_task(puller.run())
+        for version in announced:
+            state.announced[0] = (EPOCH, version)
+            puller.wake()
+            arrived = await until_async(context.inbox.pop, f"version {version}")
+            assert arrived.version == version
         running.cancel()
-        return puller
+        return state, context.codec
 
     return asyncio.run(run())
 
@@ -75,20 +88,29 @@ def tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_pulled_is_held_and_the_next_is_asked_for_as_a_change_of_it() -> None:
     shard = Shard(1, 2)
-    assert pulled(shard, 1, 2).held() == [Held(0, EPOCH, 2)]
+    _, codec = pulled(shard, 1, 2)
+    assert codec.held([0]) == (Held(0, EPOCH, 2),)
     assert shard.asked == [NOTHING, FIRST]
 
 
 def test_a_change_that_came_damaged_is_fetched_from_nothing_and_what_was_held_still_is() -> None:
     """The learner's anchor is what it was. A shard that comes back without that version must hear of it."""
     shard = Shard(1, BadChecksum("damaged"), 2)
-    assert pulled(shard, 1, 2).held() == [Held(0, EPOCH, 2)]
+    _, codec = pulled(shard, 1, 2)
+    assert codec.held([0]) == (Held(0, EPOCH, 2),)
     assert shard.asked == [NOTHING, FIRST, NOTHING]
-    assert shard.held == [[], [Held(0, EPOCH, 1)], [Held(0, EPOCH, 1)]]
+    assert shard.held == [(), (Held(0, EPOCH, 1),), (Held(0, EPOCH, 1),)]
 
 
-def test_another_life_of_the_shard_is_told_what_an_earlier_one_gave() -> None:
-    puller = pulled(Shard(1), 1)
-    puller.begin_epoch()
-    assert not puller.is_announced(0)
-    assert puller.held() == [Held(0, EPOCH, 1)]
+def test_another_epoch_of_the_shard_is_told_what_an_earlier_one_gave() -> None:
+    state, codec = pulled(Shard(1), 1)
+    assert state.joined(joined(EPOCH + 1, POLICY))
+    assert state.announced == {}
+    assert codec.held(state.fragment_ids) == (Held(0, EPOCH, 1),)
+
+
+def test_a_version_of_another_fragment_than_was_asked_for_is_asked_for_again() -> None:
+    shard = Shard(ANOTHER, 1)
+    _, codec = pulled(shard, 1)
+    assert codec.held([0]) == (Held(0, EPOCH, 1),)
+    assert shard.asked == [NOTHING, NOTHING]

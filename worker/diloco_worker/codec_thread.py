@@ -56,16 +56,19 @@ class CodecThread:
         self._tensors: Mapping[int, FragmentTensors] = {}
         self._payloads: dict[Contribution, Future[Payload]] = {}  # the training thread adds, the network thread drops
         self._held: dict[int, HeldVersion] = {}
+        self._is_closed = False
 
     def close(self) -> None:
         """End the thread; jobs that have not begun are given up. Repeating it is fine."""
+        self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ in the training thread
 
     def begin(self, contribution: Contribution, encoding: str) -> None:
-        """Take the snapshot of a contribution and encode it, unless that is done or under way."""
-        if contribution not in self._payloads:
+        """Take the snapshot of a contribution and encode it, unless that is done or under way, or this is closed."""
+        if contribution not in self._payloads and not self._is_closed:
+            self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
             self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)
 
     # ------------------------------------------------------------ in the network thread: what goes out

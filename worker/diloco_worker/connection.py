@@ -61,9 +61,12 @@ class Connection:
     async def run(self) -> None:
         """Keep the connection up until cancelled, or until the shard refuses for good."""
         pulling = asyncio.create_task(self._puller.run(), name=f"pull {self.address}")
+        attending = asyncio.create_task(self._stay_connected(), name=f"attend {self.address}")
         log = self._c.telemetry.log
         try:
-            await self._stay_connected()
+            ended, _ = await asyncio.wait((pulling, attending), return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         except Refusal as refusal:
             log.error("refused", shard=self.address, code=refusal.code, why=refusal)
             self._c.inbox.put(Failed(refusal))
@@ -71,7 +74,9 @@ class Connection:
             log.error("connection failed", trace=error, shard=self.address)
             self._c.inbox.put(Failed(DilocoError(f"the connection to {self.address} failed: {error!r}")))
         finally:
-            pulling.cancel()
+            for task in (pulling, attending):
+                task.cancel()
+            await asyncio.gather(pulling, attending, return_exceptions=True)
             self.pusher.cancel()
             await self._transport.close(GOODBYE_S)  # the stream may end before Leave is answered
 
@@ -149,7 +154,7 @@ class Connection:
     async def _attend(self) -> None:
         """Hold the control stream until it ends. Raises the Refusal or Unavailable that ended it."""
         stream = self._transport.attend(self.state.identity)
-        reporting = asyncio.create_task(self._report_all(stream), name=f"report {self.address}")
+        reporting: asyncio.Task[None] | None = None
         silence_s = SILENCE_HEARTBEATS * self.state.heartbeat_s
         try:
             while True:
@@ -157,13 +162,17 @@ class Connection:
                     directive = await stream.hear()
                 if directive is None:
                     return
-                if not self.is_up:
+                if reporting is None:
+                    # Not sooner: where the shard refuses while a report is being sent, grpc.aio drops the refusal and
+                    # raises INTERNAL (grpc/grpc#36066). The shard speaks first, so this costs nothing.
+                    reporting = asyncio.create_task(self._report_all(stream), name=f"report {self.address}")
                     self._came_up()
                 self._hear(directive)
         except TimeoutError:
             raise Unavailable(f"silent for {silence_s:.1f} s") from None
         finally:
-            reporting.cancel()
+            if reporting is not None:
+                reporting.cancel()
             stream.cancel()
 
     async def _report_all(self, stream: ControlStream) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from diloco_common.messages import Progress
-from diloco_common.ports import Clock, Transport, World
+from diloco_common.ports import Transport, World
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
@@ -68,19 +68,18 @@ class Learner:
     """One learner of a run. Made by `join`; a context manager that leaves the run at its end."""
 
     def __init__(
-        self, boundary: StepBoundary, connections: Connections, codec: CodecThread, background: Background,
-        inbox: Inbox, telemetry: LearnerTelemetry, clock: Clock,
-    ) -> None:  # fmt: skip
+        self, boundary: StepBoundary, connections: Connections, background: Background, context: ConnectionContext
+    ) -> None:
         self.connections = connections
-        self.telemetry = telemetry
+        self.telemetry = context.telemetry
         self.step_time_s = 0.0
         """Moving average."""
         self._boundary = boundary
-        self._codec = codec
         self._background = background
-        self._inbox = inbox
-        self._clock = clock
-        self._began = self._step_ended = clock()
+        self._codec = context.codec
+        self._inbox = context.inbox
+        self._clock = context.world.clock
+        self._began = self._step_ended = self._clock()
         self._loss: float | None = None
         self._loss_read = 0.0
         self._is_stop_requested = False
@@ -270,4 +269,4 @@ def make_learner(
     boundary = StepBoundary(
         replica, addresses, inbox, world, inner_step=inner_step, tokens=tokens, resumed=resumed
     )  # fmt: skip
-    return Learner(boundary, connections, codec, background, inbox, telemetry, world.clock)
+    return Learner(boundary, connections, background, context)

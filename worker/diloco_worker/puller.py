@@ -79,6 +79,8 @@ async def read_version(
     header = await anext(parts, None)
     if not isinstance(header, PullHeader):
         raise BadRequest("the shard answered Pull without a header")
+    if header.fragment_id != request.fragment_id:
+        raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
     if header.payload is None:
         return header, None
     if header.payload.num_elements != num_elements:

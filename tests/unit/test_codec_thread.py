@@ -1,0 +1,138 @@
+"""What the codec side keeps: a payload until its contribution's fate is known, and the version that was pulled last."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_common.codec import encode_payload
+from diloco_common.errors import NotFinite
+from diloco_common.manifest import cut
+from diloco_common.messages import Collect, Held, LearnerPolicy, PullHeader
+from diloco_worker.core.events import Arrived
+from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+from parts import Parts
+
+EPOCH = 7
+POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, True)
+
+
+class Rig:
+    """A learner of one fragment of two elements, which holds version 0, all 10; its codec jobs wait."""
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        self.codec = self.parts.context().codec
+        self.model = nn.ParameterList([nn.Parameter(torch.full((2,), 10.0))])
+        replica = Replica(self.model)
+        self.core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
+        self.codec.own({0: self.core.fragments[0].tensors})
+        self.core.arrived(0, 0, EPOCH, torch.full((2,), 10.0), 0)
+
+    def contributes(self, round_number: int = 1, by: float = 1.0) -> Contribution:
+        """It has trained, a round asks, and the codec thread is to encode."""
+        with torch.no_grad():
+            self.model[0].add_(by)
+        self.core.stepped(1)
+        self.core.collect(Collect(0, round_number, EPOCH), EPOCH)
+        (contribution,) = self.core.contribute()
+        self.codec.begin(contribution, "float32")
+        return contribution
+
+    def values(self, contribution: Contribution) -> list[float] | None:
+        """What is to be pushed."""
+        payload = asyncio.run(self.codec.payload(contribution))
+        return None if payload is None else torch.frombuffer(bytearray(payload.chunks[0]), dtype=torch.float32).tolist()
+
+
+def arrived(version: int) -> Arrived:
+    return Arrived(0, version, EPOCH, torch.zeros(2), 0)
+
+
+def test_snapshot_and_encoding_are_one_job() -> None:
+    rig = Rig()
+    contribution = rig.contributes(by=2.0)
+    assert len(rig.parts.jobs.waiting) == 1
+    assert rig.core.is_being_read(0)
+    rig.parts.jobs.run()
+    assert not rig.core.is_being_read(0)
+    assert rig.values(contribution) == [-2.0, -2.0]
+
+
+def test_a_contribution_that_is_asked_for_again_is_encoded_once() -> None:
+    rig = Rig()
+    contribution = rig.contributes()
+    rig.codec.begin(contribution, "float32")
+    rig.parts.jobs.run()
+    rig.codec.begin(contribution, "float32")
+    assert rig.parts.jobs.waiting == []
+    assert rig.values(contribution) == rig.values(contribution) == [-1.0, -1.0]
+
+
+def test_that_a_contribution_is_not_finite_is_said_as_often_as_it_is_asked_for() -> None:
+    rig = Rig()
+    contribution = rig.contributes(by=float("nan"))
+    rig.parts.jobs.run()
+    for _ in range(2):
+        with pytest.raises(NotFinite):
+            rig.values(contribution)
+
+
+@pytest.mark.parametrize(("version", "is_kept"), [(1, True), (2, False), (3, False)])
+def test_a_payload_is_dropped_with_the_version_of_its_round(version: int, is_kept: bool) -> None:
+    rig = Rig()
+    contribution = rig.contributes(round_number=2)
+    rig.parts.jobs.run()
+    rig.codec.hold(arrived(version), 0)
+    assert (rig.values(contribution) is not None) is is_kept
+
+
+def test_the_next_contribution_of_a_fragment_takes_the_place_of_one_that_was_given_back() -> None:
+    rig = Rig()
+    earlier = rig.contributes(round_number=50)
+    rig.parts.jobs.run()
+    rig.core.fragments[0].give_back()
+    later = rig.contributes(round_number=1)
+    rig.parts.jobs.run()
+    assert rig.values(earlier) is None
+    assert rig.values(later) == [-2.0, -2.0]
+
+
+def test_a_codec_that_is_closed_begins_nothing() -> None:
+    rig = Rig()
+    rig.codec.close()
+    contribution = rig.contributes()
+    assert rig.parts.jobs.waiting == []
+    assert rig.values(contribution) is None
+
+
+def test_a_version_comes_with_what_applying_it_adds() -> None:
+    rig = Rig()
+    payload = encode_payload(torch.full((2,), 13.0), "float32")
+    header = PullHeader(0, 1, EPOCH, 0, 0, 0, payload.header)
+
+    async def decode() -> Arrived:
+        decoding = asyncio.ensure_future(rig.codec.decode(header, payload))
+        await asyncio.sleep(0)
+        rig.parts.jobs.run()
+        return await decoding
+
+    found = asyncio.run(decode())
+    assert found.values.tolist() == [13.0, 13.0]
+    assert found.difference is not None
+    assert found.difference.values.tolist() == [3.0, 3.0]
+
+
+def test_a_damaged_change_costs_the_base_and_not_what_is_held() -> None:
+    rig = Rig()
+    assert (rig.codec.base(0), rig.codec.tokens_merged(0)) == (None, 0)
+    rig.codec.hold(arrived(4), tokens_merged=123)
+    assert (rig.codec.base(0), rig.codec.tokens_merged(0)) == ((EPOCH, 4), 123)
+    rig.codec.lose_base(0)
+    assert (rig.codec.base(0), rig.codec.tokens_merged(0)) == (None, 123)
+    assert rig.codec.held([0, 1]) == (Held(0, EPOCH, 4),)

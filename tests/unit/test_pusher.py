@@ -1,0 +1,121 @@
+"""Under which lease a push is sent, when it has to wait for its turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco_common.codec import Payload
+from diloco_common.identity import Identity
+from diloco_common.manifest import cut
+from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
+from diloco_common.protocol import PUSHES_AT_ONCE
+from diloco_worker.core.acts import PushContribution, SeedFragment
+from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+from diloco_worker.pusher import Pusher
+from parts import CALLER, Parts, joined
+from waiting import until_async
+
+EPOCH = 7
+FRAGMENTS = PUSHES_AT_ONCE + 1
+POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, True)
+
+
+class Shard:
+    """Answers pushes once it is let."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[Identity, PushHeader]] = []
+        self.may_answer = asyncio.Event()
+
+    async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
+        self.pushed.append((caller, header))
+        await self.may_answer.wait()
+        return PushAnswer(Outcome.ACCEPTED)
+
+
+class Rig:
+    """The pusher of a connection, and a learner that has more to push than goes at once."""
+
+    def __init__(self) -> None:
+        self.shard = Shard()
+        self.context = Parts(encodes_at_once=True).context()
+        model = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(FRAGMENTS))
+        replica = Replica(model)
+        self.core = LearnerCore(replica, cut(replica.specs, FRAGMENTS, 1), POLICY)
+        self.state = ConnectionState(CALLER, "shard")
+        self.joins(EPOCH)
+        self.state.manifest = self.core.manifest
+        transport: Any = self.shard
+        self.pusher = Pusher(self.state, transport, self.context)
+
+    def joins(self, epoch: int, generation: int = 1) -> None:
+        self.state.joined(joined(epoch, POLICY, generation=generation, num_fragments=FRAGMENTS))
+
+    def pushes(self) -> None:
+        """A contribution to each fragment."""
+        for i in self.core.fragments:
+            self.core.arrived(i, 0, EPOCH, torch.zeros(2), 0)
+            self.core.collect(Collect(i, 1, EPOCH), EPOCH)
+        self.core.stepped(1)
+        for contribution in self.core.contribute():
+            self.context.codec.begin(contribution, "float32")
+            self.pusher.push(PushContribution(contribution, 0, 0))
+
+    def seeds(self) -> None:
+        """Every fragment."""
+        for i, fragment in self.core.fragments.items():
+            self.pusher.seed(SeedFragment(i, 0, fragment.tensors.values(), 0.0))
+
+
+def run(test: Callable[[Rig], Awaitable[None]]) -> None:
+    async def begin() -> None:
+        await test(Rig())
+
+    asyncio.run(begin())
+
+
+def test_what_waits_for_its_turn_is_not_pushed_into_the_next_epoch_of_the_shard() -> None:
+    """When the learner joined that epoch, the work was given back: it would count twice."""
+
+    async def test(rig: Rig) -> None:
+        rig.pushes()
+        await until_async(lambda: len(rig.shard.pushed) == PUSHES_AT_ONCE, "as many pushes as go at once")
+        rig.joins(EPOCH + 1)
+        rig.shard.may_answer.set()
+        await rig.pusher.settle(10.0)
+        assert len(rig.shard.pushed) == PUSHES_AT_ONCE
+        assert {(caller.epoch, caller.generation) for caller, _ in rig.shard.pushed} == {(EPOCH, 1)}
+        assert rig.context.inbox.pop() is None, "and no answer of the earlier epoch counts"
+
+    run(test)
+
+
+def test_all_that_wait_are_pushed_in_the_end() -> None:
+    async def test(rig: Rig) -> None:
+        rig.pushes()
+        rig.shard.may_answer.set()
+        await rig.pusher.settle(10.0)
+        assert [header.fragment_id for _, header in rig.shard.pushed] == list(range(FRAGMENTS))
+
+    run(test)
+
+
+def test_a_seed_is_offered_under_the_lease_that_it_was_asked_under() -> None:
+    async def test(rig: Rig) -> None:
+        rig.seeds()
+        await until_async(lambda: rig.shard.pushed, "a first seed")
+        at_once = len(rig.shard.pushed)
+        rig.joins(EPOCH, generation=2)
+        rig.shard.may_answer.set()
+        await rig.pusher.settle(10.0)
+        assert len(rig.shard.pushed) == at_once
+        assert {(header.epoch, caller.generation) for caller, header in rig.shard.pushed} == {(EPOCH, 1)}
+
+    run(test)
