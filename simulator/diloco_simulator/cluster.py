@@ -160,7 +160,10 @@ class Cluster:
         if what in ("announced", "restored"):
             version = facts["fragment"], facts["epoch"], facts["version"]
             self._announced[version] = facts["checksum"]
-            self._fragments[int(name.removeprefix("shard-"))].add(facts["fragment"])
+            shard = int(name.removeprefix("shard-"))
+            self._fragments[shard].add(facts["fragment"])
+            if what == "announced" and shard in self.disks:
+                self.disks[shard].hurt.pop(facts["fragment"], None)
         match what:
             case "announced":
                 self.counts["versions"] += 1
@@ -226,8 +229,9 @@ class Cluster:
             self.counts["recoveries"] += bool(shard.host.shard.fragments)
             lost = set(disk.hurt)
         self._excused |= {(epoch, fragment_id) for fragment_id in lost}
-        if disk is not None:
-            disk.hurt.clear()
+        for fragment_id, state in shard.host.shard.fragments.items():
+            if disk is not None and state.seeded:
+                disk.hurt.pop(fragment_id, None)
 
     def start_learner(self, learner_id: str) -> None:
         saved = self.checkpoints[learner_id]

@@ -1,28 +1,37 @@
-"""Cores with one guard broken each: what the simulation must not let pass."""
+"""The product with one guard broken each: what the simulation must not let pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from diloco_common.errors import Superseded
+from diloco_common.errors import NotFinite, Refusal, Superseded
+from diloco_common.identity import Identity
+from diloco_common.messages import PushAnswer, PushHeader
+from diloco_common.ports import Unavailable
 from diloco_server.core.admission import DUPLICATE
+from diloco_server.core.collecting import Rounds
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Membership
 from diloco_server.core.rounds import Round
 from diloco_server.core.shard import Shard
+from diloco_server.core.versions import Versions
+from diloco_server.host import ShardHost
+from diloco_server.keeper import Keeper
+from diloco_server.service import Service
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import StoredVersion
-from diloco_simulator import number_file
 from diloco_simulator.disk import FakeDisk, FakeFile
-from diloco_simulator.link import ShardLink
-from diloco_simulator.shard import SimulatedShard
-from diloco_worker.core.fragment import LearnerFragment, Pending
+from diloco_worker.codec_thread import CodecThread
+from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
 from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.tensors import FragmentTensors
+from diloco_worker.pusher import Pusher
 
 
 @contextmanager
@@ -59,9 +68,9 @@ def let_everybody_speak(original: Any) -> Any:
 def accept_late(original: Any) -> Any:
     """What comes after its round has closed goes into the next."""
 
-    def admit(self: Shard, member: Any, header: Any) -> Any:
-        state = self.fragments.get(header.fragment_id)
-        if state is not None and state.seeded and not header.is_seed and header.epoch == self.epoch:
+    def admit(self: Rounds, member: Any, header: Any) -> Any:
+        state = self._versions.fragments.get(header.fragment_id)
+        if state is not None and state.seeded and not header.is_seed and header.epoch == self._versions.epoch:
             collecting = state.round
             if collecting is not None and header.round < collecting.round and member.learner_id in collecting.asked:
                 return None
@@ -74,13 +83,14 @@ def merge_twice(original: Any) -> Any:
     """A contribution stays in the fragment and is merged into the next version as well."""
     kept: dict[int, tuple[Any, ...]] = {}
 
-    def close(self: Shard, state: FragmentState, grace_s: float, now: float) -> None:
-        original(self, state, grace_s, now)
-        for i, effect in enumerate(self._effects):
+    def close(self: Rounds, state: FragmentState, collecting: Round, grace_s: float, now: float) -> None:
+        original(self, state, collecting, grace_s, now)
+        effects = self._outbox._effects
+        for i, effect in enumerate(effects):
             if isinstance(effect, MergeRound) and effect.fragment_id == state.fragment.fragment_id:
                 again = kept.get(id(state), ())
                 kept[id(state)] = effect.contributions
-                self._effects[i] = MergeRound(effect.fragment_id, effect.version, (*effect.contributions, *again))
+                effects[i] = MergeRound(effect.fragment_id, effect.version, (*effect.contributions, *again))
 
     return close
 
@@ -88,12 +98,10 @@ def merge_twice(original: Any) -> Any:
 def announce_before_computing(original: Any) -> Any:
     """Learners are told of a version as soon as its round closes."""
 
-    def close(self: Shard, state: FragmentState, grace_s: float, now: float) -> None:
-        original(self, state, grace_s, now)
+    def close(self: Rounds, state: FragmentState, collecting: Round, grace_s: float, now: float) -> None:
+        original(self, state, collecting, grace_s, now)
         if state.closed is not None:
-            state.version += 1
-            self._announce(state)
-            state.version -= 1
+            self._outbox.tell_live(replace(state.announcement(), version=state.version + 1))
 
     return close
 
@@ -101,7 +109,7 @@ def announce_before_computing(original: Any) -> Any:
 def take_every_seed(original: Any) -> Any:
     """Not the first writer wins, but the last."""
 
-    def admit(self: Shard, member: Any, header: Any) -> Any:
+    def admit(self: Rounds, member: Any, header: Any) -> Any:
         answer = original(self, member, header)
         return None if header.is_seed and answer is DUPLICATE else answer
 
@@ -132,53 +140,39 @@ def stop_whoever_joins_again(original: Any) -> Any:
 
 def carry_although_merged(original: Any) -> Any:
     """The learner never believes that it was merged."""
-
-    def resolve(
-        self: LearnerCore, fragment: LearnerFragment, version: int, merged_version: int, *forgotten: int
-    ) -> bool:
-        return bool(original(self, fragment, version, 0, *forgotten))
-
-    return resolve
+    return lambda self, version, merged_version, forgotten: original(self, version, 0, forgotten)
 
 
 def ignore_merged_version(original: Any) -> Any:
     """The learner always believes that it was merged."""
-
-    def resolve(
-        self: LearnerCore, fragment: LearnerFragment, version: int, merged_version: int, *forgotten: int
-    ) -> bool:
-        round_number = fragment.pending.round if fragment.pending is not None else 0
-        return bool(original(self, fragment, version, round_number, *forgotten))
-
-    return resolve
+    return lambda self, version, merged_version, forgotten: Fate.MERGED
 
 
 def drop_what_was_not_merged(original: Any) -> Any:
     """Work that was not merged is not given back."""
 
     def give_back(self: LearnerFragment) -> None:
-        assert self.pending is not None
-        self._base_tokens += self.pending.tokens
-        self._base_steps += self.pending.steps
+        assert self.contribution is not None
+        self._base_tokens += self.contribution.tokens
+        self._base_steps += self.contribution.steps
         original(self)
 
     return give_back
 
 
 def never_give_back(original: Any) -> Any:
-    """A contribution that was not merged stays pending."""
+    """A contribution that was not merged stays under way."""
     return lambda self: None
 
 
 def count_the_snapshot_twice(original: Any) -> Any:
-    """A version that holds the contribution is laid under all local progress, the contribution's included."""
+    """A version that holds the contribution is put under all local progress, the contribution's included."""
 
-    def carry(self: LearnerFragment, values: Any, version: int, epoch: int, *, merged: bool, shift: Any) -> None:
+    def carry(self: FragmentTensors, values: Any, *, merged: bool, difference: Any = None) -> None:
         if merged:
-            assert self.pending is not None
-            assert self.anchor is not None
-            self.pending.snapshot = self.anchor
-        original(self, values, version, epoch, merged=merged, shift=shift)
+            assert self.contribution is not None
+            self.contribution._moved = self.anchor
+        original(self, values, merged=merged, difference=None)
 
     return carry
 
@@ -186,8 +180,8 @@ def count_the_snapshot_twice(original: Any) -> Any:
 def forget_what_encoding_lost(original: Any) -> Any:
     """No error feedback, although it is set."""
 
-    def settle(self: LearnerFragment, pending: Any) -> None:
-        original(self, pending)
+    def settle(self: FragmentTensors, values: Any, *, merged: bool) -> None:
+        original(self, values, merged=merged)
         self._residual = None
 
     return settle
@@ -198,7 +192,7 @@ def keep_what_a_shard_forgot(original: Any) -> Any:
 
     def rejoined(self: LearnerCore, statuses: Any, epoch: int) -> None:
         for status in statuses:
-            self.fragments[status.fragment_id].wanted = None
+            self.fragments[status.fragment_id].asked = None
 
     return rejoined
 
@@ -216,8 +210,8 @@ def add_changes_to_anything(original: Any) -> Any:
     return change_since
 
 
-def push_to_any_life(original: Any) -> Any:
-    """What was taken for one life of a shard is pushed to the next one as well."""
+def push_to_any_epoch(original: Any) -> Any:
+    """What was taken for one epoch of a shard is pushed to the next one as well."""
     return lambda self, lease: self.pushes.begin(lease)
 
 
@@ -225,9 +219,9 @@ def forget_without_a_trace(original: Any) -> Any:
     """A learner that was forgotten hears that nothing of it was merged."""
 
     def forget(self: FragmentState, learner_id: str) -> None:
-        before = self.forgotten_version
+        before = self.record.forgotten_version
         original(self, learner_id)
-        self.forgotten_version = before
+        self.record = replace(self.record, forgotten_version=before)
 
     return forget
 
@@ -238,10 +232,8 @@ def forget_without_a_trace(original: Any) -> Any:
 def announce_before_saving(original: Any) -> Any:
     """Learners are told of a version while it is being written."""
 
-    def keep(self: SimulatedShard, record: Any, values: Any, published: Any, then: Any, *args: Any) -> None:
-        original(self, record, values, published, lambda: None)
-        if self._keeper is not None:
-            then(*args)
+    async def keep(self: ShardHost, version: StoredVersion) -> None:
+        self.start(lambda: original(self, version), "keep")
 
     return keep
 
@@ -280,7 +272,7 @@ def rename_before_sync(original: Any) -> Any:
 
 
 def reuse_an_epoch(original: Any) -> Any:
-    """A shard that restarts goes on in the epoch of its life before."""
+    """A shard that restarts goes on in the epoch that it had before."""
 
     def begin_epoch(self: FileStore, before: Any) -> None:
         if before:
@@ -303,11 +295,6 @@ def forget_what_was_merged(original: Any) -> Any:
 
 def accept_damaged_files(original: Any) -> Any:
     """No checksum of a version file is ever wrong."""
-    return lambda content: 0
-
-
-def accept_damaged_tensors(original: Any) -> Any:
-    """The same, of files that hold tensors."""
 
     class NoChecksums:
         value = staticmethod(lambda content: 0)
@@ -328,7 +315,158 @@ def keep_the_old_name(original: Any) -> Any:
 
 def forget_what_is_held(original: Any) -> Any:
     """A learner that joins does not say which versions it holds."""
-    return lambda self: ()
+    return lambda self, fragment_ids: ()
+
+
+def begin_every_folder_at_epoch_1(original: Any) -> Any:
+    """A folder that was emptied begins with an epoch that it had before."""
+
+    def open_folder(self: FileStore, fs: Any, origin: Any, *, first_epoch: int) -> None:
+        original(self, fs, origin, first_epoch=1)
+
+    return open_folder
+
+
+def announce_what_the_disk_refused(original: Any) -> Any:
+    """A disk that refuses a version is believed to have it."""
+
+    async def write(self: Keeper, version: StoredVersion, manifest: Any) -> bool:
+        await original(self, version, manifest)
+        return True
+
+    return write
+
+
+# ------------------------------------------------------------ what only the product's own shells can get wrong
+
+
+def apply_while_a_snapshot_is_read(original: Any) -> Any:
+    """A version does not wait for the codec thread, which is copying the fragment."""
+    return property(lambda self: False)
+
+
+def count_open_pushes_for_ever(original: Any) -> Any:
+    """A push that was answered still takes a place: the shard is busy for ever."""
+
+    @contextmanager
+    def place(self: Service) -> Iterator[None]:
+        with original(self):
+            self._pushes += 1
+            yield
+
+    return place
+
+
+def hold_the_place_of_a_seed(original: Any) -> Any:
+    """A seed that was torn on its way keeps its place: nobody else may bring the fragment."""
+
+    @contextmanager
+    def place(self: Service, header: PushHeader) -> Iterator[None]:
+        with original(self, header):
+            yield
+        if header.is_seed:
+            self._seeding.add(header.fragment_id)
+
+    return place
+
+
+def take_torn_uploads(original: Any) -> Any:
+    """A push whose bytes stopped half way is refused for good: its learner seeds nothing any more."""
+
+    async def push(self: Service, caller: Identity, parts: AsyncIterator[Any]) -> PushAnswer:
+        try:
+            return await original(self, caller, parts)  # type: ignore[no-any-return]
+        except Refusal:
+            return DUPLICATE
+
+    return push
+
+
+def keep_quiet_about_values_that_are_not_finite(original: Any) -> Any:
+    """A learner that cannot contribute does not say so, and the round waits for it."""
+
+    async def payload(self: CodecThread, contribution: Contribution) -> Any:
+        try:
+            return await original(self, contribution)
+        except NotFinite:
+            return None
+
+    return payload
+
+
+def believe_answers_under_an_earlier_lease(original: Any) -> Any:
+    """An answer counts although the lease that it was given under is over."""
+
+    async def push(self: Pusher, header: PushHeader, payload: Any, lease: Any) -> PushAnswer | None:
+        try:
+            return await self._push_once(header, payload, lease)
+        except (Refusal, Unavailable):
+            return await original(self, header, payload, lease)  # type: ignore[no-any-return]
+
+    return push
+
+
+def take_any_epoch_for_the_same(original: Any) -> Any:
+    """A learner that joins a restarted shard does not forget what the shard had announced before."""
+
+    def joined(self: ConnectionState, answer: Any) -> bool:
+        announced = dict(self.announced)
+        original(self, answer)
+        self.announced |= announced
+        return False
+
+    return joined
+
+
+def compute_the_record_again(original: Any) -> Any:
+    """The record in memory is not the one on the disk: learners have come and gone in between."""
+
+    def committed(self: Versions, record: Any, published: Any) -> None:
+        state = self.fragments[record.fragment_id]
+        before = dict(state.record.merged_versions)
+        original(self, record, published)
+        state.record.merged_versions.clear()
+        state.record.merged_versions.update(before)
+
+    return committed
+
+
+def trust_who_was_replaced(original: Any) -> Any:
+    """A process that replaces another one is told that its predecessor's contributions are its own."""
+    return lambda self, learner_id, process_id: set()
+
+
+def forget_refusals(original: Any) -> Any:
+    """A slow copy of what a round has declined is taken after all."""
+    return lambda self, learner_id, header, answer: None
+
+
+def close_rounds_without_their_quorum(original: Any) -> Any:
+    """A round closes on its first contribution whatever the quorum is, and then again."""
+
+    def is_due(self: Rounds, state: FragmentState, live: Any) -> bool:
+        return state.phase.value == "resting" and bool(live)
+
+    return is_due
+
+
+def resume_with_work_of_the_checkpoint(original: Any) -> Any:
+    """A learner that trains on without its shard contributes what it had trained before its checkpoint as well."""
+
+    def begin(self: LearnerFragment, tokens: int, steps: int) -> None:
+        original(self, 0, 0)
+
+    return begin
+
+
+def decode_onto_any_base(original: Any) -> Any:
+    """A change is added to whatever version the learner holds by then."""
+
+    def base(self: CodecThread, fragment_id: int) -> Any:
+        held = self._held.get(fragment_id)
+        return None if held is None else (held.epoch, held.version - 1)
+
+    return base
 
 
 Mutant = tuple[Any, str, Callable[[Any], Any]]
@@ -337,32 +475,46 @@ MUTANTS: dict[str, Mutant] = {
     for owner, name, make in (
         (Round, "lose", fence_nobody),
         (Membership, "check", let_everybody_speak),
-        (Shard, "_admit", accept_late),
-        (Shard, "_close_if_ready", merge_twice),
-        (Shard, "_close_if_ready", announce_before_computing),
-        (Shard, "_admit", take_every_seed),
+        (Rounds, "_admit", accept_late),
+        (Rounds, "_close_if_ready", merge_twice),
+        (Rounds, "_close_if_ready", announce_before_computing),
+        (Rounds, "_admit", take_every_seed),
         (Round, "verdict", wait_for_all),
         (Round, "missing", wait_for_the_dead),
         (Membership, "check", stop_whoever_joins_again),
-        (LearnerCore, "_resolve", carry_although_merged),
-        (LearnerCore, "_resolve", ignore_merged_version),
+        (Contribution, "fate_in", carry_although_merged),
+        (Contribution, "fate_in", ignore_merged_version),
         (LearnerFragment, "give_back", drop_what_was_not_merged),
         (LearnerFragment, "give_back", never_give_back),
-        (LearnerFragment, "carry", count_the_snapshot_twice),
-        (LearnerFragment, "_settle", forget_what_encoding_lost),
+        (FragmentTensors, "carry", count_the_snapshot_twice),
+        (FragmentTensors, "_settle", forget_what_encoding_lost),
         (LearnerCore, "rejoined", keep_what_a_shard_forgot),
         (Shard, "change_since", add_changes_to_anything),
-        (Pending, "begin_push", push_to_any_life),
+        (Contribution, "begin_push", push_to_any_epoch),
         (FragmentState, "forget", forget_without_a_trace),
-        (SimulatedShard, "_keep", announce_before_saving),
+        (ShardHost, "keep", announce_before_saving),
         (FakeFile, "sync", skip_the_sync_of_files),
         (FakeDisk, "sync_names", skip_the_sync_of_names),
         (FileStore, "save", rename_before_sync),
         (FileStore, "_begin_epoch", reuse_an_epoch),
         (Shard, "restore", forget_what_was_merged),
-        (number_file, "checksum", accept_damaged_files),
-        (version_file, "google_crc32c", accept_damaged_tensors),
+        (version_file, "google_crc32c", accept_damaged_files),
         (FileStore, "_recover_fragment", keep_the_old_name),
-        (ShardLink, "_held", forget_what_is_held),
+        (CodecThread, "held", forget_what_is_held),
+        (FileStore, "__init__", begin_every_folder_at_epoch_1),
+        (Keeper, "_write", announce_what_the_disk_refused),
+        (FragmentTensors, "is_being_read", apply_while_a_snapshot_is_read),
+        (Service, "_push_place", count_open_pushes_for_ever),
+        (Service, "_seed_place", hold_the_place_of_a_seed),
+        (Service, "push", take_torn_uploads),
+        (CodecThread, "payload", keep_quiet_about_values_that_are_not_finite),
+        (Pusher, "_push_until_answered", believe_answers_under_an_earlier_lease),
+        (ConnectionState, "joined", take_any_epoch_for_the_same),
+        (Versions, "committed", compute_the_record_again),
+        (Versions, "forget_others", trust_who_was_replaced),
+        (FragmentState, "decline", forget_refusals),
+        (Rounds, "_is_due", close_rounds_without_their_quorum),
+        (LearnerFragment, "begin_with_own", resume_with_work_of_the_checkpoint),
+        (CodecThread, "base", decode_onto_any_base),
     )
 }
