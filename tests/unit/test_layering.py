@@ -72,7 +72,10 @@ RULES = {
     "diloco_server.servicer": allow("diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
     "diloco_server.server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.core": core("diloco_server"),
-    "diloco_worker": allow("diloco_worker", "diloco_common", "diloco_protos"),
+    "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
+    "diloco_worker.grpc_transport": allow("diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
+    "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),
+    "diloco_worker.builtin": allow("diloco_worker.builtin", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow(
         "diloco_simulator", "diloco_common", "diloco_server.core", "diloco_server.storage", "diloco_worker.core"
