@@ -138,6 +138,15 @@ class InProcessShard:
             self._running = False
             await self.server.stop()
 
+    def break_streams(self) -> None:
+        """End every control stream that is open now."""
+
+        def end() -> None:
+            for stream in self.server.host._streams.values():
+                stream.end()
+
+        self.loop.look(end)
+
     @property
     def address(self) -> str:
         return self.server.grpc_address

@@ -187,14 +187,17 @@ class ShardLink:
     async def _attend(self) -> None:
         """Hold the control stream until it breaks. Raises what broke it."""
         call = self._control.Attend(metadata=self.session.metadata())
-        reporting = asyncio.create_task(self._report(call), name=f"report {self.address}")
+        reporting: asyncio.Task[None] | None = None
         try:
             while True:
                 async with asyncio.timeout(self._silence_s()):  # wait_for can swallow a cancellation before 3.12
                     message = await call.read()
                 if message is rpc.EOF:
                     return
-                if not self.connected:
+                if reporting is None:
+                    # Not sooner: where the shard refuses while a report is being sent, grpc.aio drops the refusal and
+                    # raises INTERNAL (grpc/grpc#36066). The shard speaks first, so this costs nothing.
+                    reporting = asyncio.create_task(self._report(call), name=f"report {self.address}")
                     self._connected()
                 directive = protobuf.directive_from_pb(message)
                 if directive is not None:
@@ -202,7 +205,8 @@ class ShardLink:
         except grpc.aio.AioRpcError as error:
             raise rpc.refusal_of(error) or error from None
         finally:
-            reporting.cancel()
+            if reporting is not None:
+                reporting.cancel()
             call.cancel()
 
     async def _report(self, call: grpc.aio.StreamStreamCall) -> None:
