@@ -32,7 +32,7 @@ TENSORS = (TensorSpec("layer.bias", (5,)), TensorSpec("layer.weight", (60, 10)))
 NUM_ELEMENTS = 605
 """Of the one fragment that TENSORS make: three chunks of CHUNK_ELEMENTS."""
 ANSWER_LOST = "Internal error from Core"
-"""What grpc.aio makes of an answer that comes while a message is being sent (grpc/grpc#36066). Pushing again is safe."""
+"""What grpc.aio makes of an answer that comes while it sends a message (grpc/grpc#36066). Pushing again is safe."""
 
 T = TypeVar("T")
 
