@@ -93,13 +93,13 @@ check-metrics: $(INSTALLED)
 	@command -v promtool >/dev/null || printf '%s\n' '' \
 	  '  NOT CHECKED: promtool is not on PATH, so nobody looks at metrics and alerts as Prometheus would.' \
 	  '  It comes with Prometheus (Debian and Ubuntu: apt install prometheus).' '' >&2
-	$(BIN)/python -m pytest -q tests/unit/test_metrics.py tests/unit/test_alerts.py
+	$(BIN)/python -m pytest -q tests/unit/test_metrics.py tests/artifacts/test_metrics_page.py tests/artifacts/test_alerts.py
 
 check-layers: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/unit/test_layering.py
 
 check-wheel: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/unit/test_packaging.py
+	$(BIN)/python -m pytest -q tests/artifacts/test_packaging.py
 
 # The oldest supported generator, on its own: generated code refuses runtimes older than its generator.
 $(PROTO_INSTALLED): Makefile $(INSTALLED)
