@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -61,7 +60,6 @@ def catches_sigterm(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="looks into /proc")
 @pytest.mark.parametrize("module", ["diloco_server", "diloco_worker"])
 def test_a_process_ends_while_it_starts(tmp_path: Path, module: str, absent: str) -> None:
     one = process(module, tmp_path, *([f"--shards={absent}"] if module == "diloco_worker" else []))
