@@ -50,7 +50,7 @@ def absent() -> Iterator[str]:
 def process(module: str, folder: Path, *arguments: str) -> Process:
     for part in ("run", "logs"):
         (folder / part).mkdir()
-    return Process("one", module, lambda: [*arguments, "--http=127.0.0.1:0"], folder)
+    return Process("one", module, lambda: [*arguments, "--http=127.0.0.1:0"], folder, own_interpreter=True)
 
 
 def catches_sigterm(pid: int) -> bool:
