@@ -25,18 +25,15 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
-from diloco_common.messages import Collect, Committed, Progress, PushAnswer, PushHeader
+from diloco_common.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings, ShardSettings
-from diloco_server.core import arithmetic
-from diloco_server.core.effects import MergeRound, SeedFragment, Tell
-from diloco_server.core.merge import piece_norms
-from diloco_server.core.outer import make_outer_optimizer
-from diloco_server.core.shard import Shard
+from diloco_server.core.effects import Tell
+from diloco_server.lockstep import LockstepShard
 from diloco_worker.builtin import training
 from diloco_worker.builtin.data import Corpus, TokenStream
 from diloco_worker.builtin.gpt import GPT, build_gpt
 from diloco_worker.builtin.schedule import rate_at
-from diloco_worker.core.fragment import Pending
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
@@ -86,51 +83,16 @@ class Clock:
         event()
 
 
-class ShardRig:
-    """What `diloco_server.host` is to a shard, without sockets and threads."""
+class ShardRig(LockstepShard):
+    """One shard of the cluster, in the cluster's time."""
 
     def __init__(self, cluster: Cluster, index: int, count: int) -> None:
         settings = cluster.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
-        self.shard = Shard(settings, EPOCH)
+        super().__init__(settings, EPOCH, lambda: cluster.clock.now)
         self._cluster = cluster
-        self._sync = settings.sync
-        self._outer = make_outer_optimizer(settings.outer)
 
-    def advance(self) -> None:
-        self.shard.tick(self._cluster.clock.now)
-        while effects := self.shard.take_effects():
-            for effect in effects:
-                match effect:
-                    case Tell():
-                        self._cluster.learners[effect.learner_id].told(self, effect.directive)
-                    case SeedFragment():
-                        self._seed(effect)
-                    case MergeRound():
-                        self._merge(effect)
-
-    def push(self, learner: LearnerRig, header: PushHeader, payload: Payload) -> PushAnswer:
-        now = self._cluster.clock.now
-        member = self.shard.check(learner.learner_id, learner.generations[self], EPOCH)
-        answer = self.shard.admit(member, header)
-        if answer is None:
-            norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
-            answer = self.shard.contribute(member, header, payload, norms, now)
-        self.advance()
-        return answer
-
-    def _seed(self, effect: SeedFragment) -> None:
-        values = arithmetic.seed(effect.payload, self._outer)
-        self.shard.seeded(effect.fragment_id, values, arithmetic.publish(values, self._sync.pull))
-
-    def _merge(self, effect: MergeRound) -> None:
-        state = self.shard.fragments[effect.fragment_id]
-        assert state.values is not None
-        arithmetic.step(
-            state.values, state.fragment, effect.contributions,
-            outer_step=effect.version, rule=self._sync.merge, optimizer=self._outer,
-        )  # fmt: skip
-        published = arithmetic.publish(state.values, self._sync.pull, state.published)
-        self.shard.committed(effect.fragment_id, published, self._cluster.clock.now)
+    def tell(self, tell: Tell) -> None:
+        self._cluster.learners[tell.learner_id].told(self, tell.directive)
 
 
 class LearnerRig:
@@ -165,12 +127,12 @@ class LearnerRig:
         for fragment in manifest.fragments:
             rig = shards[fragment.shard_index]
             if not rig.shard.owned(fragment.fragment_id).seeded:
-                payload = encode_payload(self.core.fragments[fragment.fragment_id].values(), "float32")
-                rig.push(self, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
+                payload = encode_payload(self.core.fragments[fragment.fragment_id].tensors.values(), "float32")
+                self._hand_in(rig, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
             version, values, _ = self._fetch(rig, fragment.fragment_id)
             self.core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
 
-    def told(self, rig: ShardRig, directive: object) -> None:
+    def told(self, rig: ShardRig, directive: Directive) -> None:
         match directive:
             case Collect():
                 asked: Event = lambda core: core.collect(directive, EPOCH)  # noqa: E731
@@ -191,8 +153,8 @@ class LearnerRig:
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             event(core)
-        for pending in core.snapshots():
-            self._push(pending)
+        for contribution in core.contribute():
+            self._push(contribution)
         took = self._step_time()
         for rig in self._cluster.shards:
             member = rig.shard.check(self.learner_id, self.generations[rig], EPOCH)
@@ -207,20 +169,28 @@ class LearnerRig:
         assert self.core is not None
         return self.core
 
-    def _push(self, pending: Pending) -> None:
+    def _push(self, contribution: Contribution) -> None:
         policy = self._core.policy
-        payload = pending.encode(policy.push_encoding)
+        payload = contribution.tensors.encode(policy.push_encoding)
         header = self._header(
-            pending.fragment_id, pending.round, pending.base_version, pending.tokens, pending.steps, payload
+            contribution.fragment_id,
+            contribution.round,
+            contribution.base_version,
+            contribution.tokens,
+            contribution.steps,
+            payload,
         )
-        rig = self._cluster.shards[self._core.manifest.fragments[pending.fragment_id].shard_index]
+        rig = self._cluster.shards[self._core.manifest.fragments[contribution.fragment_id].shard_index]
         self._cluster.outcome.bytes_pushed += header.payload.num_bytes
 
         def arrive() -> None:
-            answer = rig.push(self, header, payload)
-            self._inbox.append(lambda core: core.answered(pending.fragment_id, pending.round, answer))
+            answer = self._hand_in(rig, header, payload)
+            self._inbox.append(lambda core: core.answered(contribution.fragment_id, contribution.round, answer))
 
         self._cluster.clock.after(PUSH, arrive)
+
+    def _hand_in(self, rig: ShardRig, header: PushHeader, payload: Payload) -> PushAnswer:
+        return rig.push(rig.shard.check(self.learner_id, self.generations[rig], EPOCH), header, payload)
 
     def _pull(self, rig: ShardRig, committed: Committed) -> None:
         version, values, num_bytes = self._fetch(rig, committed.fragment_id)

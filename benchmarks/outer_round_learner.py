@@ -118,7 +118,7 @@ def usage(learner: diloco_worker.Learner) -> dict[str, Any]:
     own = resource.getrusage(resource.RUSAGE_SELF)
     phases = {
         sample.labels["phase"]: sample.value
-        for family in learner.metrics.registry.collect()
+        for family in learner.telemetry.metrics.registry.collect()
         for sample in family.samples
         if sample.name == "diloco_worker_sync_seconds_total"
     }
@@ -126,6 +126,6 @@ def usage(learner: diloco_worker.Learner) -> dict[str, Any]:
         "cpu_s": own.ru_utime + own.ru_stime,
         "rss_bytes": own.ru_maxrss * 1024,
         "phases_cpu_s": phases,
-        "bytes_up": learner.transfer.bytes_pushed,
-        "bytes_down": learner.transfer.bytes_pulled,
+        "bytes_up": learner.telemetry.bytes_pushed,
+        "bytes_down": learner.telemetry.bytes_pulled,
     }

@@ -186,7 +186,7 @@ def counts(learner: diloco_worker.Learner) -> dict[str, float]:
 
 def applied(learner: diloco_worker.Learner) -> int:
     """Versions applied so far."""
-    return int(learner.metrics.registry.get_sample_value("diloco_worker_apply_seconds_count") or 0)
+    return int(learner.telemetry.metrics.registry.get_sample_value("diloco_worker_apply_seconds_count") or 0)
 
 
 # ------------------------------------------------------------ the run

@@ -1,7 +1,7 @@
-"""Your own model, your own loop: the lines that join a run are marked.
+"""Your own model in your own loop. The four marked lines join a run.
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=200_000
-python examples/own_loop.py 127.0.0.1:50051          # as often as you like, from wherever you like
+python examples/own_loop.py 127.0.0.1:50051          # as many as you like, from anywhere
 """
 
 import sys
@@ -13,7 +13,7 @@ import diloco_worker  # 1
 
 
 def spirals(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points on two spirals, and which one each is on."""
+    """Points on two spirals, and the spiral of each point."""
     label = torch.randint(0, 2, (n,), generator=generator)
     angle = 6 * torch.rand(n, generator=generator) + 0.5
     turn = angle + torch.pi * label

@@ -1,6 +1,6 @@
 """Whole clusters of pure cores in one process: no network, no threads, one order, time passed by hand.
 
-`ShardShell` carries out what one `Shard` asks for; `Lockstep` couples shards with `LearnerCore`s. At every boundary
+`ShardShell` is one shard and what it said; `Lockstep` couples shards with `LearnerCore`s. At every boundary
 everything that can be said is said, unless a learner's pushes are held back, or a shard's merges are.
 
     cluster = Lockstep(settings, num_shards=2)
@@ -21,89 +21,58 @@ from torch import Tensor, nn
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
-from diloco_common.errors import Refusal
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_common.settings import Settings, ShardSettings
-from diloco_server.core import arithmetic
-from diloco_server.core.effects import Event, MergeRound, SeedFragment, Tell
+from diloco_server.core.effects import Fact, Tell
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import piece_norms
-from diloco_server.core.outer import make_outer_optimizer
-from diloco_server.core.shard import Shard
-from diloco_worker.core.fragment import Pending
+from diloco_server.driver import Job
+from diloco_server.lockstep import LockstepShard, run_to_end
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
 
-class ShardShell:
+class ShardShell(LockstepShard):
     """One shard, its time, and what it said."""
 
     def __init__(self, settings: Settings, epoch: int = 1) -> None:
-        self.settings = settings
-        self.shard = Shard(settings, epoch)
         self.now = 0.0
+        super().__init__(settings, epoch, lambda: self.now)
         self.told: dict[str, list[Directive]] = defaultdict(list)
         """Directives by learner, since they were taken last."""
-        self.events: list[Event] = []
-        self.jobs: list[SeedFragment | MergeRound] = []
+        self.events: list[Fact] = []
+        self.jobs: list[Job] = []
         """What the compute thread would have to do, while `holds_jobs`."""
         self.holds_jobs = False
-        self._outer = make_outer_optimizer(settings.outer)
 
     def advance(self, seconds: float = 0.0) -> None:
         """Let time pass, and everything happen that is due."""
         self.now += seconds
-        self.shard.tick(self.now)
-        while effects := self.shard.take_effects():
-            for effect in effects:
-                match effect:
-                    case Tell():
-                        self.told[effect.learner_id].append(effect.directive)
-                    case SeedFragment() | MergeRound():
-                        self.jobs.append(effect)
-                    case _:
-                        self.events.append(effect)
-            if not self.holds_jobs:
-                self.finish_jobs()
+        super().advance()
+        while self.jobs and not self.holds_jobs:
+            self.finish_jobs()
+            self.driver.carry_out_all()
 
     def finish_jobs(self) -> None:
         """Compute and announce the versions that wait."""
         jobs, self.jobs = self.jobs, []
         for job in jobs:
-            if isinstance(job, SeedFragment):
-                values = arithmetic.seed(job.payload, self._outer)
-                self.shard.seeded(job.fragment_id, values, arithmetic.publish(values, self.settings.sync.pull))
-            else:
-                self._merge(job)
+            run_to_end(job)
             self.shard.tick(self.now)
 
     def take_told(self, learner_id: str) -> list[Directive]:
         """What the learner was told since the last call."""
         return self.told.pop(learner_id, [])
 
-    def push(self, member: Member, header: PushHeader, payload: Payload) -> PushAnswer:
-        """As the service does: decide by the header, look at the bytes, hand them in."""
-        answer = self.shard.admit(member, header)
-        if answer is None:
-            try:
-                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
-            except Refusal as refusal:
-                answer = self.shard.reject(member, header, refusal)
-            else:
-                answer = self.shard.contribute(member, header, payload, norms, self.now)
-        self.advance()
-        return answer
+    def tell(self, tell: Tell) -> None:
+        self.told[tell.learner_id].append(tell.directive)
 
-    def _merge(self, job: MergeRound) -> None:
-        state = self.shard.fragments[job.fragment_id]
-        assert state.values is not None
-        arithmetic.step(
-            state.values, state.fragment, job.contributions, outer_step=job.version, rule=self.settings.sync.merge,
-            optimizer=self._outer,
-        )  # fmt: skip
-        published = arithmetic.publish(state.values, self.settings.sync.pull, state.published)
-        self.shard.committed(job.fragment_id, published, self.now)
+    def start(self, job: Job, name: str) -> None:
+        self.jobs.append(job)
+
+    def note(self, event: Fact) -> None:
+        self.events.append(event)
 
 
 @dataclass
@@ -114,13 +83,13 @@ class LockstepLearner:
     core: LearnerCore
     members: dict[int, Member]
     """Shard index -> lease."""
-    outbox: list[Pending] = field(default_factory=list)
+    outbox: list[Contribution] = field(default_factory=list)
     answers: list[PushAnswer] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     """Shards that have reached their budget."""
     held: bool = False
     """Whether its pushes stay in the outbox."""
-    encoded: dict[int, tuple[Pending, Payload]] = field(default_factory=dict)
+    encoded: dict[int, tuple[Contribution, Payload]] = field(default_factory=dict)
     versions: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """Fragment -> version and values pulled last."""
     pulled: Counter[str] = field(default_factory=Counter)
@@ -151,7 +120,7 @@ class Lockstep:
         for index, shell in enumerate(self.shards):
             for status in shell.shard.fragment_statuses(learner_id):
                 if not status.seeded:
-                    payload = encode_payload(core.fragments[status.fragment_id].values(), "float32")
+                    payload = encode_payload(core.fragments[status.fragment_id].tensors.values(), "float32")
                     header = self._header(learner, status.fragment_id, 0, payload, tokens=0, steps=0, base_version=0)
                     shell.push(members[index], header, payload)
             shell.shard.attend(members[index])
@@ -176,9 +145,9 @@ class Lockstep:
             for learner_id in order or sorted(self.learners):
                 learner = self.learners[learner_id]
                 moved |= self._hear(learner)
-                taken = learner.core.snapshots()
-                for pending in taken:
-                    pending.take_snapshot()
+                taken = learner.core.contribute()
+                for contribution in taken:
+                    contribution.tensors.take_snapshot()
                 learner.outbox += taken
                 if not learner.held:
                     moved |= self.send(learner_id)
@@ -187,16 +156,16 @@ class Lockstep:
         """Push what the learner holds back; says whether there was anything."""
         learner = self.learners[learner_id]
         outbox, learner.outbox = learner.outbox, []
-        for pending in outbox:
-            payload = self._encode(learner, pending)
+        for contribution in outbox:
+            payload = self._encode(learner, contribution)
             header = self._header(
-                learner, pending.fragment_id, pending.round, payload,
-                tokens=pending.tokens, steps=pending.steps, base_version=pending.base_version,
+                learner, contribution.fragment_id, contribution.round, payload,
+                tokens=contribution.tokens, steps=contribution.steps, base_version=contribution.base_version,
             )  # fmt: skip
-            index = learner.core.manifest.fragments[pending.fragment_id].shard_index
+            index = learner.core.manifest.fragments[contribution.fragment_id].shard_index
             answer = self.shards[index].push(learner.members[index], header, payload)
             learner.answers.append(answer)
-            learner.core.answered(pending.fragment_id, pending.round, answer)
+            learner.core.answered(contribution.fragment_id, contribution.round, answer)
         return bool(outbox)
 
     def _report(self, learner: LockstepLearner) -> None:
@@ -232,16 +201,16 @@ class Lockstep:
         decode_version(payload, base, values)
         learner.versions[fragment_id] = version, values
         learner.pulled[payload.header.encoding] += 1
-        merged = shell.shard.fragments[fragment_id].merged_versions.get(learner.learner_id, 0)
+        merged = shell.shard.fragments[fragment_id].status(learner.learner_id).merged_version
         learner.core.arrived(fragment_id, version, shell.shard.epoch, values, min(merged, version))
 
-    def _encode(self, learner: LockstepLearner, pending: Pending) -> Payload:
+    def _encode(self, learner: LockstepLearner, contribution: Contribution) -> Payload:
         """Once per contribution: encoding leaves in it what was lost."""
-        known = learner.encoded.get(pending.fragment_id)
-        if known is None or known[0] is not pending:
+        known = learner.encoded.get(contribution.fragment_id)
+        if known is None or known[0] is not contribution:
             policy = learner.core.policy
-            payload = pending.encode(policy.push_encoding)
-            learner.encoded[pending.fragment_id] = known = (pending, payload)
+            payload = contribution.tensors.encode(policy.push_encoding)
+            learner.encoded[contribution.fragment_id] = known = (contribution, payload)
         return known[1]
 
     def _header(

@@ -39,7 +39,7 @@ def make_version(
 
 
 def open_store(fs: FileSystem, origin: Origin = ORIGIN) -> FileStore:
-    return FileStore(fs, origin, epoch_unknown=LONG_AGO)
+    return FileStore(fs, origin, first_epoch=LONG_AGO)
 
 
 def assert_equal(found: StoredVersion, expected: StoredVersion) -> None:

@@ -27,13 +27,13 @@ UNITS = ("seconds", "bytes", "tokens", "versions")
 HEAD = """\
 # Metrics
 
-Everything that `/metrics` of shards and workers shows, as [the code](../common/diloco_common/metrics) declares it;
-`tools/metrics_page.py` writes this page. A metric without a unit counts, or is a number that has none. A histogram has
-the series `..._bucket`, `..._sum` and `..._count`. Beside these each process has `diloco_build_info` with its versions,
-and `process_cpu_seconds_total`, `process_resident_memory_bytes` and their like.
+Every metric that `/metrics` of shards and workers shows. `tools/metrics_page.py` writes this page from
+[the code](../common/diloco_common/metrics). A metric without a unit is a count or a plain number. A histogram has the
+series `..._bucket`, `..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions,
+`process_cpu_seconds_total`, `process_resident_memory_bytes` and similar metrics.
 
-What is made of them by rules: [recording.yml](../deploy/prometheus/rules/recording.yml). Which of them to look at, and
-when: [operations](operations.md).
+[recording.yml](../deploy/prometheus/rules/recording.yml) derives further series from these. [Operations](operations.md)
+says which metrics to look at, and when.
 """
 
 

@@ -225,3 +225,11 @@ class Busy(Refusal):
     """Too many pushes are open at once; try again later."""
 
     code = "BUSY"
+
+
+def refusal_from(code: str, message: str) -> Refusal:
+    """The error that a stable code stands for."""
+    kind = next((kind for kind in Refusal.__subclasses__() if kind.code == code), Refusal)
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    return error

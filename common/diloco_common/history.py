@@ -1,7 +1,7 @@
-"""Histories: what happened to one process, as JSON lines, so that promises can be checked afterwards.
+"""Histories: what happens to one process, written down as lines, so that promises can be checked afterwards.
 
-Written where `run.history` names a folder, and nowhere else; `diloco chaos` reads them. A line is one write to a file
-that is opened for appending, so it outlives SIGKILL; the lives of a process follow each other in one file.
+`HistoryFile` is the way to disk, `MemoryHistory` the way to a list. Both are a `History` as `ports.py` has it. What the
+lines mean is in `histories.py`; whether they keep the promises says `judge.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from typing import Any
 
 import google_crc32c
 
+from diloco_common.histories import Histories, Line, gather
 
-class History:
-    """The history of one process. Lines may be written from any thread."""
+
+class HistoryFile:
+    """The history of one process, in a file. Lines may be written from any thread.
+
+    A line is one write to a file that is opened for appending, so it outlives SIGKILL. The next process of this name
+    appends to the same file.
+    """
 
     def __init__(self, folder: Path, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Append to `folder`/`name`.jsonl. Times are monotonic, and comparable among processes of one machine.
+        """Append to `folder`/`name`.jsonl. The default clock is comparable among the processes of one machine.
 
         Raises OSError.
         """
@@ -43,9 +49,22 @@ class History:
             self._file = -1
 
 
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """The lines of a history, in order. A torn line, as a crash may leave it, is left out. Raises OSError."""
-    found = []
+class MemoryHistory:
+    """The history of one process, in memory. Hand `lines` to `histories.gather`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds; to be judged together, histories need the same one."""
+        self.lines: list[Line] = []
+        self._clock = clock
+
+    def write(self, what: str, **facts: Any) -> None:
+        """Append one line."""
+        self.lines.append({"t": self._clock(), "what": what, **facts})
+
+
+def read_history(path: Path) -> list[Line]:
+    """The lines of a file, in order. A torn line, as a crash may leave it, is left out. Raises OSError."""
+    found: list[Line] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
@@ -56,9 +75,17 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def fingerprint(values: bytes) -> str:
-    """CRC-32C of the bytes of a version, 8 hex digits: equal for everyone who holds the same bytes."""
-    return f"{google_crc32c.value(values):08x}"
+def read_histories(folder: Path) -> Histories:
+    """All histories in a folder. Raises OSError."""
+    return gather((path.stem, read_history(path)) for path in sorted(folder.glob("*.jsonl")))
+
+
+def fingerprint(*parts: bytes) -> str:
+    """CRC-32C over bytes, 8 hex digits: equal for everyone who holds the same bytes."""
+    value = 0
+    for part in parts:
+        value = google_crc32c.extend(value, part)
+    return f"{value:08x}"
 
 
 def _is_torn(path: Path) -> bool:

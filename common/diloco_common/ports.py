@@ -1,14 +1,14 @@
 """What a shell is given from outside: time, chance, threads, a history, and a way to the shards.
 
 There are two worlds. In production these are the wall clock, the system's randomness, real threads, files and gRPC;
-each process builds its world in one file (`diloco_server/server.py`, `diloco_worker/join.py`). In the simulator they
+each process builds its world in one file (`diloco_server/server.py`, `diloco_worker/joining.py`). In the simulator they
 are virtual time, a seeded generator, memory and faults. The shells are the same in both. They wait with asyncio alone:
 the event loop is part of the world too, and a virtual one sleeps in no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random
@@ -88,7 +88,9 @@ class Transport(Protocol):
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer: ...
 
-    def pull(self, caller: Identity, request: PullRequest, timeout_s: float) -> AsyncIterator[PullHeader | bytes]:
+    def pull(
+        self, caller: Identity, request: PullRequest, timeout_s: float
+    ) -> AsyncGenerator[PullHeader | bytes, None]:
         """The header, then the chunks of its payload, if it has one. Close it early with `aclose`."""
 
     async def leave(self, caller: Identity, timeout_s: float) -> None: ...
@@ -105,12 +107,13 @@ class ShardService(Protocol):
 
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer: ...
 
-    def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncIterator[Directive]:
-        """Directives until the lease, or the learner's side, ends."""
+    def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
+        """Directives until the lease, or the learner's side, ends. Close it with `aclose`."""
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | bytes]) -> PushAnswer:
         """`parts`: the header, then the chunks. The lease is checked before any of them is read."""
 
-    def pull(self, caller: Identity, request: PullRequest) -> AsyncIterator[PullHeader | bytes]: ...
+    def pull(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | bytes, None]:
+        """The header, then the chunks of its payload, if it has one. Close it early with `aclose`."""
 
     async def leave(self, caller: Identity) -> None: ...

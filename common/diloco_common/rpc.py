@@ -13,9 +13,12 @@ import grpc
 
 from diloco_common import errors
 from diloco_common.codec import encoding_names
+from diloco_common.errors import refusal_from
 from diloco_common.identity import Identity, check_learner_id
+from diloco_common.protocol import PROTOCOL as PROTOCOL
+from diloco_common.protocol import PUSHES_AT_ONCE as PUSHES_AT_ONCE
+from diloco_common.protocol import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 
-PROTOCOL = 1
 MAX_MESSAGE_BYTES = 20 << 20
 """Above the largest chunk (4 Mi float32 elements) and the largest model description."""
 CODE_KEY = "diloco-code"
@@ -23,11 +26,6 @@ EOF = grpc.aio.EOF
 """What reading a stream gives at its end."""
 DECODES = encoding_names()
 """Encodings that this build decodes."""
-
-SLOWEST_BYTES_PER_S = 50_000
-"""A transfer that is slower than this is given up and tried again; 0.4 Mbit/s."""
-PUSHES_AT_ONCE = 4
-"""Of one learner to one shard. More would share a thin link so finely that none of them moves."""
 
 
 def _keepalive(every_ms: int, timeout_ms: int) -> list[tuple[str, int]]:
@@ -142,19 +140,10 @@ _STATUS: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-_BY_CODE = {refusal.code: refusal for refusal in _STATUS}
 
 
 def status_of(refusal: errors.Refusal) -> grpc.StatusCode:
     return _STATUS.get(type(refusal), grpc.StatusCode.UNKNOWN)
-
-
-def refusal_from(code: str, message: str) -> errors.Refusal:
-    """The error that a stable code stands for."""
-    kind = _BY_CODE.get(code, errors.Refusal)
-    error = kind.__new__(kind)
-    Exception.__init__(error, message)
-    return error
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:

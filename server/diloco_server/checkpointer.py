@@ -12,22 +12,23 @@ from diloco_common.errors import DataError
 from diloco_common.logs import Log
 from diloco_common.manifest import Manifest
 from diloco_common.metrics import ShardMetrics
+from diloco_common.ports import World
 from diloco_common.settings import Settings
-from diloco_server.storage.every import RegularCheckpoints
+from diloco_server.storage.regular import RegularCheckpoints
 from diloco_server.writers import Writers
 
 
 class Checkpointer:
     """Owned by the shard's event loop; does nothing where the settings ask for no checkpoints."""
 
-    def __init__(self, settings: Settings, metrics: ShardMetrics, log: Log) -> None:
+    def __init__(self, settings: Settings, world: World, metrics: ShardMetrics, log: Log) -> None:
         self._index = settings.shard.index
         self._metrics, self._log = metrics, log
         self._regular: RegularCheckpoints | None = None
         if settings.checkpoint.every and settings.shard.data_dir is not None:
             checkpoint = settings.checkpoint
             self._regular = RegularCheckpoints(settings.shard.data_dir, checkpoint.every, checkpoint.keep)
-        self._thread = Writers(1, "diloco-checkpoint")
+        self._thread = Writers(world.threads(1, "diloco-checkpoint"))
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest) -> None:
         """What the shard came back with: fragment -> version."""
@@ -42,13 +43,13 @@ class Checkpointer:
     def close(self) -> None:
         self._thread.close()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being made: also after `close`."""
-        return self._thread.busy
+    async def ended(self, timeout_s: float) -> bool:
+        """After `close`: wait until no checkpoint is being made. False if one hangs for longer than `timeout_s`
+        seconds."""
+        return await self._thread.ended(timeout_s)
 
     def _submit(self, work: Callable[[], list[int]]) -> None:
-        self._thread.submit(self._work, work)
+        self._thread.submit(partial(self._work, work))
 
     def _work(self, work: Callable[[], list[int]]) -> None:
         try:

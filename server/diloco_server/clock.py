@@ -1,19 +1,18 @@
 """The time by which a shard judges others: only while it is awake itself.
 
-A process that was frozen for longer than a lease (SIGSTOP, a suspended machine) would else find, at its first look,
-that every learner has been silent, before it reads what they had been sending all the time.
+A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). Without this, it would then look at the
+time before it reads what its learners sent meanwhile, and take all of them for silent.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from diloco_common.ports import Clock
 
 
 class AwakeClock:
     """Monotonic seconds. A gap between two calls counts as `longest_s` at most: the shard asks many times a second."""
 
-    def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, longest_s: float, clock: Clock) -> None:
         self._longest_s = longest_s
         self._clock = clock
         self._asked_at = clock()

@@ -5,36 +5,29 @@ from __future__ import annotations
 import torch
 
 from diloco_common.codec import decode_payload
-from diloco_common.history import History, fingerprint
+from diloco_common.history import fingerprint
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
-from diloco_common.settings import Settings
-from diloco_server.core.arithmetic import Published
-from diloco_server.core.effects import Event, LearnerGone, LearnerJoined, MergeRound, RoundOpened
+from diloco_common.ports import History
+from diloco_server.core.effects import Fact, LearnerGone, LearnerJoined, MergeRound, RoundOpened
+from diloco_server.core.fragment import FragmentState
 
 
 class ShardHistory:
-    """Writes down what happened to one shard in one life."""
+    """Writes down what happens to one shard in one epoch. `diloco_common/histories.py` has all lines."""
 
-    def __init__(self, history: History, life: int) -> None:
-        """`life` is the shard's epoch."""
+    def __init__(self, history: History, epoch: int) -> None:
         self._history = history
-        history.write("born", role="shard", life=life)
+        history.write("born", role="shard", epoch=epoch)
 
-    @classmethod
-    def of(cls, settings: Settings, life: int) -> ShardHistory | None:
-        """None where nothing is to be recorded. Raises OSError."""
-        folder = settings.run.history
-        return cls(History(folder, f"shard-{settings.shard.index}"), life) if folder else None
-
-    def note(self, event: Event) -> None:
-        """An event of the core."""
-        match event:
+    def note(self, fact: Fact) -> None:
+        """Something that the core says has happened."""
+        match fact:
             case RoundOpened():
-                self._history.write("opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
+                self._history.write("opened", fragment=fact.fragment_id, round=fact.round, asked=fact.asked)
             case LearnerJoined():
-                self._history.write("joined", learner=event.learner_id, generation=event.generation)
+                self._history.write("joined", learner=fact.learner_id, generation=fact.generation)
             case LearnerGone():
-                self._history.write("gone", learner=event.learner_id, generation=event.generation, code=event.code)
+                self._history.write("gone", learner=fact.learner_id, generation=fact.generation, code=fact.code)
 
     def answered(self, learner_id: str, generation: int, header: PushHeader, answer: PushAnswer) -> None:
         """A push got its outcome."""
@@ -56,11 +49,24 @@ class ShardHistory:
         ]  # fmt: skip
         self._history.write("merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions)
 
-    def announcing(self, fragment_id: int, epoch: int, version: int, published: Published, *, again: bool) -> None:
-        """A version is durable and about to be announced; `again`: an earlier life has made it."""
-        values = torch.empty(published.values.header.num_elements)
-        decode_payload(published.values, values)
+    def announcing(self, state: FragmentState) -> None:
+        """A version is durable, the core has it, and nobody has heard of it yet."""
+        self._version("announced", state)
+
+    def restored(self, state: FragmentState) -> None:
+        """This epoch begins with a version that an earlier one has left; it may have another name now."""
+        assert state.recovered is not None
+        self._version("restored", state, stored_epoch=state.recovered[0])
+
+    def _version(self, what: str, state: FragmentState, **facts: int) -> None:
+        values, published = state.values, state.published
+        assert values is not None
+        assert published is not None
+        decoded = torch.empty(published.values.header.num_elements)
+        decode_payload(published.values, decoded)
         self._history.write(
-            "restored" if again else "announced", fragment=fragment_id, epoch=epoch, version=version,
-            checksum=fingerprint(values.numpy().tobytes()),
+            what, fragment=state.fragment.fragment_id, epoch=state.epoch, version=state.version,
+            checksum=fingerprint(decoded.numpy().tobytes()),
+            state=fingerprint(*(part.numpy().tobytes() for part in (values.theta, *values.buffers))),
+            tokens_merged=state.tokens_merged, **facts,
         )  # fmt: skip

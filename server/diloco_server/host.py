@@ -1,75 +1,49 @@
-"""The shell around one core `Shard`: its event loop, its compute thread, and the control streams.
+"""The host of one core `Shard`: the only one that calls it, and the one that decides when it goes on.
 
-Everything that touches the core runs in the event loop, so it has one owner. Arithmetic on whole fragments (checking
-norms, seeding, merging, encoding) runs on one compute thread: two OpenMP teams on the same cores are slower than one.
-Versions are made durable by `Keeper`, on threads of its own.
+The core runs in the event loop, so it has one owner. Arithmetic on whole fragments (norms, seeds, merges, encodings)
+runs on one compute thread: two OpenMP teams on the same cores are slower than one. `Keeper` makes versions durable, on
+threads of its own. What callers may do is the business of `Service`; how effects become versions, of `EffectDriver`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from diloco_common import ports
 from diloco_common.codec import Payload, encode_payload
-from diloco_common.codec.change import VALUES
-from diloco_common.errors import Draining
+from diloco_common.errors import Draining, Refusal
+from diloco_common.identity import Identity
 from diloco_common.logs import Log
-from diloco_common.messages import Directive, PushAnswer, PushHeader
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import JoinAnswer, JoinRequest, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
+from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
+from diloco_server.answers import join_answer, pull_header
 from diloco_server.checkpointer import Checkpointer
-from diloco_server.core import arithmetic
-from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell
+from diloco_server.clock import AwakeClock
+from diloco_server.control_streams import ControlStream, ControlStreams
+from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
-from diloco_server.core.outer import make_outer_optimizer
-from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
+from diloco_server.driver import EffectDriver, Job
 from diloco_server.keeper import Keeper
-from diloco_server.observer import Observer
 from diloco_server.recovery import recover
 from diloco_server.storage.store import Store
 from diloco_server.storage.version import StoredVersion
+from diloco_server.telemetry import ShardTelemetry
 
 TICK_S = 0.02
-"""How often time passes for the core; the resolution of grace windows and leases."""
+"""The resolution of grace windows and leases."""
 DECISION_WAIT = 4.0
 """How long events wait for the next decision, in durations of the last one: so a fifth of a core decides, at most."""
-BACKLOG_MAX = 4096
-"""Directives that wait for a learner that does not read; more, and its stream is ended so that it comes back."""
 
 T = TypeVar("T")
-
-
-class ControlStream:
-    """Directives on their way to one learner."""
-
-    def __init__(self, learner_id: str, generation: int) -> None:
-        self.learner_id = learner_id
-        self.generation = generation
-        self._queue: asyncio.Queue[Directive | None] = asyncio.Queue(BACKLOG_MAX)
-
-    def send(self, directive: Directive) -> None:
-        try:
-            self._queue.put_nowait(directive)
-        except asyncio.QueueFull:
-            self.end()
-
-    def end(self) -> None:
-        """No more directives. Those that wait still go out, unless they are too many: a goodbye may be among them."""
-        if self._queue.full():
-            while not self._queue.empty():
-                self._queue.get_nowait()
-        self._queue.put_nowait(None)
-
-    async def next(self) -> Directive | None:
-        """The next directive; None at the end."""
-        return await self._queue.get()
 
 
 class ShardHost:
@@ -79,53 +53,61 @@ class ShardHost:
         self,
         settings: Settings,
         store: Store,
+        world: World,
+        *,
         metrics: ShardMetrics,
-        clock: Callable[[], float] = time.monotonic,
+        log: Log,
+        history: ports.History | None = None,
+        clock: Clock | None = None,
+        tick_s: float = TICK_S,
     ) -> None:
+        """`clock` measures leases and grace windows, in seconds; None: the world's, while this process is awake.
+
+        `tick_s`: how often time passes for the core.
+        """
         self.settings = settings
-        self.clock = clock
-        self.metrics = metrics
+        self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
+        self.stopwatch = world.clock
+        self.started_at = self.clock()
+        self.metrics, self.log = metrics, log
         self.shard = Shard(settings, store.epoch)
-        self.started_at = clock()
-        self.log = Log(f"shard-{settings.shard.index}")
-        self.observer = Observer(self.shard, metrics, self.log, clock)
-        self._checkpointer = Checkpointer(settings, metrics, self.log)
-        self.keeper = Keeper(store, settings.shard, metrics, self.log, self._checkpointer.written)
+        self.telemetry = ShardTelemetry(self.shard, metrics, log, self.clock, history)
+        self.driver = EffectDriver(self.shard, self, self.telemetry)
+        self.streams = ControlStreams()
+        self._checkpointer = Checkpointer(settings, world, metrics, log)
+        self.keeper = Keeper(store, settings.shard, world, metrics, log, self._checkpointer.written)
         self._store = store
+        self._tick_s = tick_s
+        self._compute = world.threads(1, "diloco-compute")
+        self._cpu_clock = world.cpu_clock
         self._recovering = False
-        self._outer = make_outer_optimizer(settings.outer)
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="diloco-compute")
-        self._streams: dict[str, ControlStream] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], str] = {}  # with their names, in the order of their start
         self.broken = asyncio.Event()
         """Set when a merge failed half way: the values in memory are of no version, so this process must end."""
         self.why_broken = ""
         self._closed = False
-        self._soon: asyncio.TimerHandle | None = None  # the decision that events wait for
+        self._later: asyncio.TimerHandle | None = None  # the decision that events wait for
         self._decision_s = 0.0  # how long the last decision took
+        self._moved = asyncio.Event()  # set whenever something that `_until` asks about may have changed
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ from start to end
 
     async def recover(self) -> None:
         """Go on from what the store holds, before anybody is served. Raises DataError and OSError."""
-        self._recovering, began = True, self.clock()
-        work = partial(recover, self._store, self.settings, self._outer, self.log)
+        self._recovering, began = True, self.stopwatch()
+        work = partial(recover, self._store, self.settings, self.driver.optimizer, self.log)
         recovered = await asyncio.get_running_loop().run_in_executor(self._compute, work)
         self._recovering = False
         if recovered is None:
             return
         manifest, fragments = recovered
         self.shard.restore(manifest, fragments)
-        for restored in fragments:
-            state = self.shard.fragments[restored.record.fragment_id]
-            self.observer.announcing(restored.record.fragment_id, *state.identity, restored.published, again=True)
-            self.keeper.recovered(restored.record.fragment_id)
-            self.metrics.rounds.version(restored.record.fragment_id, restored.record.version)
-        self._checkpointer.begin({r.record.fragment_id: r.record.version for r in fragments}, manifest)
-        self.log.event(
-            "recovered", fragments=len(fragments), parameters=sum(r.values.theta.numel() for r in fragments),
-            tokens_merged=self.shard.tokens_merged, epoch=self.shard.epoch, took_s=round(self.clock() - began, 2),
-        )  # fmt: skip
+        versions = {restored.record.fragment_id: restored.record.version for restored in fragments}
+        for fragment_id in versions:
+            self.telemetry.restored(fragment_id)
+            self.keeper.recovered(fragment_id)
+        self._checkpointer.begin(versions, manifest)
+        self.telemetry.recovered(took_s=self.stopwatch() - began)
 
     async def run(self) -> None:
         """Let time pass for the core until cancelled."""
@@ -135,10 +117,10 @@ class ShardHost:
             if now >= next_pulse:
                 self.shard.send_pulses()
                 next_pulse = now + self.settings.lease.heartbeat_s
-                self.observer.sample(now, is_ready=self.ready()[0])
+                self.telemetry.sample(now, is_ready=self.ready()[0])
                 self.metrics.storage.not_durable(self.keeper.not_durable)
             self.advance()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, and finish what is under way: rounds that learners were asked for, and merges.
@@ -148,10 +130,9 @@ class ShardHost:
         self.log.event("draining", open_rounds=self.shard.open_rounds, open_merges=len(self._jobs))
         self.shard.drain()
         self.advance()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s  # not `clock`: the process is about to be killed in real time
-        while (self._jobs or (self.shard.open_rounds and self._streams)) and loop.time() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(TICK_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):  # not by `clock`: the process is about to be killed in real time
+                await self._until(lambda: not self._jobs and not (self.shard.open_rounds and self.streams))
         await self.keeper.flush(timeout_s)
 
     def close(self) -> None:
@@ -160,25 +141,20 @@ class ShardHost:
         A version that is still being made is not announced then: what goes into it is pushed again.
         """
         self._closed = True
-        if self._soon is not None:
-            self._soon.cancel()
+        if self._later is not None:
+            self._later.cancel()
         for job in self._jobs:
             job.cancel()
-        for stream in self._streams.values():
-            stream.end()
+        self.streams.end_all()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.keeper.close()
         self._checkpointer.close()
+        self._moved.set()
 
     async def writes_ended(self, timeout_s: float) -> bool:
         """After `close`: wait until no thread writes to the data folder. False if one still does after `timeout_s`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while is_writing := self.keeper.is_writing or self._checkpointer.is_writing:
-            if loop.time() > deadline:
-                break
-            await asyncio.sleep(TICK_S)
-        return not is_writing
+        ended = await asyncio.gather(self.keeper.ended(timeout_s), self._checkpointer.ended(timeout_s))
+        return all(ended)
 
     def ready(self) -> tuple[bool, str]:
         """Whether learners are welcome, and why not."""
@@ -192,171 +168,187 @@ class ShardHost:
             return False, f"storage: {self.keeper.failing}"
         return True, "serving"
 
-    # ------------------------------------------------------------ for the service
+    # ------------------------------------------------------------ when the core decides
 
     def advance(self) -> None:
         """Let the core decide, and carry out what it asks for. After every event."""
-        began = time.perf_counter()
+        began = self.stopwatch()
         self.shard.tick(self.clock())
-        self._decision_s = time.perf_counter() - began
-        while effects := self.shard.take_effects():
-            for effect in effects:
-                self._carry_out(effect)
+        self._decision_s = self.stopwatch() - began
+        self.driver.carry_out_all()
+        self._moved.set()
 
-    def advance_soon(self) -> None:
+    def advance_later(self) -> None:
         """The same in a moment, once for all events until then: for events that come from every learner, all the time.
 
         A decision looks at every learner and fragment, so one per event would cost the square of the learners.
         """
-        if self._soon is None:
+        if self._later is None:
             wait_s = DECISION_WAIT * self._decision_s
-            self._soon = asyncio.get_running_loop().call_later(wait_s, self._advance_now)
+            self._later = asyncio.get_running_loop().call_later(wait_s, self._advance_now)
 
     def _advance_now(self) -> None:
-        self._soon = None
+        self._later = None
         self.advance()
 
-    def open_stream(self, member: Member) -> ControlStream:
-        """The control stream of a generation; replaces an older one of the same learner."""
-        stream = ControlStream(member.learner_id, member.generation)
-        old = self._streams.get(member.learner_id)
-        if old is not None:
-            old.end()
-        self._streams[member.learner_id] = stream
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so that only this host's events change."""
+        while not is_so():
+            self._moved.clear()
+            await self._moved.wait()
+
+    # ------------------------------------------------------------ leases
+
+    def observe(self, tensors: Sequence[TensorSpec]) -> JoinAnswer:
+        """Describe the run to an observer. Raises NotSeeded or ManifestMismatch."""
+        self.shard.observe(tensors)
+        assert self.shard.manifest is not None
+        return join_answer(self.shard, tensors=self.shard.manifest.tensors)
+
+    def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
+        """Grant a lease. Raises Draining, ManifestMismatch, Superseded or Busy."""
+        member = self.shard.join(learner_id, request.process_id, request.tensors, self.clock(), request.held)
+        self.advance()
+        return join_answer(self.shard, learner_id, member.generation)
+
+    def member(self, caller: Identity) -> Member:
+        """Who calls, if it holds a lease. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
+        return self.shard.check(caller.learner_id, caller.generation, caller.epoch)
+
+    def attend(self, caller: Identity) -> ControlStream:
+        """The control stream of a lease; ends an older one of the same learner. Raises as `member` does."""
+        member = self.member(caller)
+        stream = self.streams.open(member.learner_id, member.generation)
         self.shard.attend(member)
         self.advance()
         return stream
 
-    def leave(self, member: Member) -> None:
-        """A learner says goodbye: nothing more is told to it."""
-        self.shard.leave(member)
-        stream = self._streams.get(member.learner_id)
-        if stream is not None:
-            stream.end()
+    def close_stream(self, stream: ControlStream) -> None:
+        """Nobody reads this stream any more."""
+        self.streams.close(stream)
+        self._moved.set()
+
+    def progress(self, caller: Identity, progress: Progress) -> None:
+        """A learner reports, which renews its lease. Raises as `member` does."""
+        self.shard.progress(self.member(caller), progress, self.clock())
+        self.advance_later()
+
+    def leave(self, caller: Identity) -> None:
+        """A learner says goodbye: nothing more is told to it. Repeating it is fine. Raises NotJoined."""
+        current = self.shard.membership.get(caller.learner_id)
+        if current is None or not current.live or current.generation != caller.generation:
+            return
+        self.shard.leave(self.member(caller))
+        self.streams.end(caller.learner_id)
         self.advance()
 
-    def close_stream(self, stream: ControlStream) -> None:
-        if self._streams.get(stream.learner_id) is stream:
-            del self._streams[stream.learner_id]
+    # ------------------------------------------------------------ contributions
+
+    def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
+        """Decide on a push by its header alone. None: send the bytes; else this is the answer."""
+        answer = self.shard.admit(member, header)
+        return None if answer is None else self._answered(member, header, answer)
 
     async def inspect(self, header: PushHeader, payload: Payload) -> tuple[float, ...]:
-        """Norms of the pieces that a payload holds. Raises BadEncoding."""
+        """Norms of the pieces that a payload holds. Raises BadEncoding, and Draining once the shard has ended."""
         pieces = self.shard.owned(header.fragment_id).fragment.pieces
         return await self.compute("inspect", lambda: piece_norms(payload, pieces))
 
-    async def until_announced(self, fragment_id: int) -> None:
-        """Wait until the values are those of the announced version, and not ahead of it."""
-        state = self.shard.owned(fragment_id)
-        while state.computing:  # noqa: ASYNC110
-            await asyncio.sleep(TICK_S)
+    def contribute(
+        self, caller: Identity, header: PushHeader, payload: Payload, norms: tuple[float, ...]
+    ) -> PushAnswer:
+        """Take a push whose bytes are whole. Raises as `member` does: the lease may have ended while they came."""
+        member = self.member(caller)
+        answer = self.shard.contribute(member, header, payload, norms, self.clock())
+        return self._answered(member, header, answer)
+
+    def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
+        """Answer a push whose bytes cannot be used."""
+        return self._answered(member, header, self.shard.reject(member, header, refusal))
+
+    def _answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
+        self.telemetry.answered(member, header, answer)
+        self.advance_later()
+        return answer
+
+    # ------------------------------------------------------------ versions
+
+    def pull(self, caller: Identity, request: PullRequest) -> tuple[PullHeader, Payload | None, Payload]:
+        """The latest version: what is said of it, the change since what the caller has (if there is one), the values.
+
+        Raises UnknownFragment, NotSeeded, and as `member` does, where the caller names a lease.
+        """
+        if caller.generation:
+            self.member(caller)
+        _, values = self.shard.published(request.fragment_id)
+        change = None if request.have is None else self.shard.change_since(request.fragment_id, *request.have)
+        return pull_header(self.shard, caller.learner_id, request.fragment_id), change, values
+
+    async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
+        """The latest version in an encoding other than the run's, for one caller alone. Raises Draining."""
+        await self._until(lambda: self._closed or not self.shard.owned(fragment_id).computing)
+        header = pull_header(self.shard, caller.learner_id, fragment_id)  # of the very values that are read next
+        return header, await self.encode(fragment_id, encoding)
 
     async def encode(self, fragment_id: int, encoding: str) -> Payload:
-        """The values in an encoding other than the run's, for one caller alone: as they are when this is called, as
-        whatever changes them later comes later on the compute thread. Raises Draining."""
+        """The values as they are when this is called: what changes them later comes later on the compute thread.
+
+        Raises Draining.
+        """
         values = self.shard.owned(fragment_id).values
         assert values is not None
         return await self.compute("encode", lambda: encode_payload(values.theta, encoding))
 
+    # ------------------------------------------------------------ the shell of its effects
+
+    def tell(self, tell: Tell) -> None:
+        self.streams.tell(tell)
+
+    def start(self, job: Job, name: str) -> None:
+        """Run a job and let the core go on after it; nothing once the shard has ended."""
+        if self._closed:  # the last pushes have closed a round
+            return
+        task = asyncio.create_task(self._run(job), name=name)
+        self._jobs[task] = name
+        task.add_done_callback(self._finished)
+
+    async def _run(self, job: Job) -> None:
+        await job()
+        self.advance()
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        name = self._jobs.pop(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.log.error("job failed", trace=task.exception(), job=name)
+        self._moved.set()
+
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic on the compute thread, in the order of the calls. Raises Draining once the shard has ended."""
         if self._closed:
-            raise Draining("this shard has ended; it will be asked for again in its next life")
+            raise Draining("this shard has ended; call again when it is back")
 
         def timed() -> T:
-            began = time.thread_time()
+            began = self._cpu_clock()
             try:
                 return work()
             finally:
-                self.metrics.rounds.computed(phase, time.thread_time() - began)
+                self.metrics.rounds.computed(phase, self._cpu_clock() - began)
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
-    def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
-        """Note the outcome of a push, and let the core go on."""
-        self.observer.answered(member, header, answer)
-        self.advance_soon()
-        return answer
-
-    # ------------------------------------------------------------ effects
-
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Tell():
-                stream = self._streams.get(effect.learner_id)
-                if stream is not None and stream.generation == effect.generation:
-                    stream.send(effect.directive)
-            case SeedFragment():
-                self._start(self._seed(effect), f"seed-{effect.fragment_id}")
-            case MergeRound():
-                self.observer.merging(effect)
-                self._start(self._merge(effect), f"merge-{effect.fragment_id}")
-            case _:
-                self.observer.note(effect)
-
-    def _start(self, job: Coroutine[Any, Any, None], name: str) -> None:
-        if self._closed:  # the last pushes have closed a round
-            job.close()
-            return
-        task = asyncio.create_task(job, name=name)
-        self._jobs.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._jobs.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.log.error("job failed", trace=task.exception(), job=task.get_name())
-
-    async def _seed(self, effect: SeedFragment) -> None:
-        """Make version 0 of a fragment."""
-        encoding = self.settings.sync.pull
-
-        def work() -> tuple[arithmetic.Values, arithmetic.Published]:
-            values = arithmetic.seed(effect.payload, self._outer)
-            return values, arithmetic.publish(values, encoding)
-
-        try:
-            values, published = await self.compute("seed", work)
-            await self._keep(self.shard.seed_record(effect.fragment_id), values, published)
-        except Exception:
-            self.shard.seed_failed(effect.fragment_id)
-            raise
-        self.observer.announcing(effect.fragment_id, self.shard.epoch, 0, published)
-        self.shard.seeded(effect.fragment_id, values, published)
-        self.log.event("fragment seeded", fragment=effect.fragment_id, elements=values.theta.numel())
-        self.advance()
-
-    async def _merge(self, effect: MergeRound) -> None:
-        """Make the next version of a fragment from a closed round."""
-        state = self.shard.fragments[effect.fragment_id]
-        sync = self.settings.sync
-        values, before = state.values, state.published
-        assert values is not None
-
-        def work() -> tuple[arithmetic.Published, float]:
-            began = time.perf_counter()
-            arithmetic.step(
-                values, state.fragment, effect.contributions,
-                outer_step=effect.version, rule=sync.merge, optimizer=self._outer,
-            )  # fmt: skip
-            merged_s = time.perf_counter() - began
-            return arithmetic.publish(values, sync.pull, before), merged_s
-
-        async with self.keeper.hold(effect.fragment_id):  # a write of the version before may be under way
+    @contextlib.asynccontextmanager
+    async def changing(self, merge: MergeRound) -> AsyncIterator[None]:
+        """Held while the values of a fragment change and until they are durable. What it raises ends the shard."""
+        async with self.keeper.hold(merge.fragment_id):  # a write of the version before may be under way
             try:
-                published, merged_s = await self.compute("merge", work)
-                self.metrics.rounds.merged(merged_s)
-                await self._keep(self.shard.next_record(effect.fragment_id), values, published)
+                yield
             except Exception as error:
-                self.keeper.drop(effect.fragment_id)
-                self.why_broken = f"version {effect.version} of fragment {effect.fragment_id} cannot be made: {error}"
+                self.keeper.drop(merge.fragment_id)
+                self.why_broken = f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}"
                 self.broken.set()
                 raise
-        self.observer.announcing(effect.fragment_id, self.shard.epoch, effect.version, published)
-        self.shard.committed(effect.fragment_id, published, self.clock())
-        self.advance()
 
-    async def _keep(self, record: Record, values: Values, published: Published) -> None:
-        """Make a version durable, as far as the settings ask for it; until then it is not announced."""
+    async def keep(self, version: StoredVersion) -> None:
+        """Make a version durable, as far as the settings ask for it. It may be announced when this returns."""
         assert self.shard.manifest is not None
-        anchor = None if self.settings.sync.pull in VALUES else published.values
-        await self.keeper.keep(StoredVersion(record, values, anchor), self.shard.manifest)
+        await self.keeper.keep(version, self.shard.manifest)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 from diloco_common.logs import Log
 from diloco_common.manifest import Manifest
 from diloco_common.metrics import ShardMetrics
+from diloco_common.ports import World
 from diloco_common.settings import ShardSettings
 from diloco_server.storage.store import Store
 from diloco_server.storage.version import StoredVersion
@@ -37,18 +37,19 @@ class Keeper:
         self,
         store: Store,
         settings: ShardSettings,
+        world: World,
         metrics: ShardMetrics,
         log: Log,
         written: Callable[[int, int, Manifest], None] = lambda *_: None,
     ) -> None:
         """`written` is told fragment and version once they are on disk."""
         self._store = store
-        self._folder = settings.data_dir
+        self._clock = world.clock
         self._interval_s = settings.interval_s if settings.durability == "interval" else 0.0
         self._metrics = metrics
         self._written = written
         self._log = log
-        self._threads = Writers(WRITERS, "diloco-storage")
+        self._threads = Writers(world.threads(WRITERS, "diloco-storage"))
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._due: dict[int, tuple[StoredVersion, Manifest]] = {}  # fragment -> announced but not on disk
         self._waiting = 0  # versions that are announced once they are on disk
@@ -73,11 +74,6 @@ class Keeper:
         """Versions that are computed but not on disk yet, announced or not."""
         return self._waiting + len(self._due)
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a write is under way, which may hang: also after `close`."""
-        return self._threads.busy
-
     def hold(self, fragment_id: int) -> asyncio.Lock:
         """Hold this while the fragment's values change and until `keep` has returned."""
         return self._locks[fragment_id]
@@ -101,7 +97,7 @@ class Keeper:
 
     def recovered(self, fragment_id: int) -> None:
         """This fragment's version is on disk already."""
-        self._written_at[fragment_id] = time.monotonic()
+        self._written_at[fragment_id] = self._clock()
 
     def drop(self, fragment_id: int) -> None:
         """What waits to be written of this fragment must not be: its values are no longer those of a version."""
@@ -118,11 +114,15 @@ class Keeper:
             writing.cancel()
         self._threads.close()
 
+    async def ended(self, timeout_s: float) -> bool:
+        """After `close`: wait until no write is under way. False if one hangs for longer than `timeout_s` seconds."""
+        return await self._threads.ended(timeout_s)
+
     # ------------------------------------------------------------ helpers
 
     async def _write_later(self, fragment_id: int) -> None:
         """Write what is newest once the fragment's time has come."""
-        left_s = self._written_at[fragment_id] + self._interval_s - time.monotonic()
+        left_s = self._written_at[fragment_id] + self._interval_s - self._clock()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left_s)):
                 await self._hurry.wait()
@@ -138,14 +138,13 @@ class Keeper:
 
     async def _write(self, version: StoredVersion, manifest: Manifest) -> bool:
         """Try to write a version; False if the disk refused."""
-        record, began = version.record, time.monotonic()
+        record, began = version.record, self._clock()
         try:
-            save = asyncio.get_running_loop().run_in_executor(self._threads, self._save, version, manifest)
-            num_bytes = await save
+            num_bytes = await asyncio.wrap_future(self._threads.submit(partial(self._save, version, manifest)))
         except OSError as error:
             self._failed(version, error)
             return False
-        now = time.monotonic()
+        now = self._clock()
         self._written_at[record.fragment_id] = now
         self._metrics.storage.saved(num_bytes, now - began)
         self._written(record.fragment_id, record.version, manifest)
@@ -158,13 +157,14 @@ class Keeper:
         try:
             return self._store.save(version, manifest)
         finally:
-            if self._folder is not None:
-                with contextlib.suppress(OSError):
-                    self._metrics.storage.disk_free(shutil.disk_usage(self._folder).free)
+            with contextlib.suppress(OSError):
+                free = self._store.free_bytes()
+                if free is not None:
+                    self._metrics.storage.disk_free(free)
 
     def _failed(self, version: StoredVersion, error: OSError) -> None:
         self._metrics.storage.save_failed()
-        record, now = version.record, time.monotonic()
+        record, now = version.record, self._clock()
         if not self._failing or now - self._said_at > SAY_AGAIN_S:
             what = "version not durable" if self._interval_s else "version not durable, so not announced"
             self._log.error(

@@ -1,11 +1,17 @@
-"""One server process: gRPC, HTTP and the shard, from start to the last goodbye."""
+"""One server process: gRPC, HTTP and the shard, from start to the last goodbye.
+
+It builds the world that the shard runs in: the wall clock, real threads, the system's randomness, files.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,14 +24,17 @@ from diloco_common.addresses import bind_socket, in_use, is_loopback, parse_addr
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import EXIT_OK, ConfigError, DilocoError
+from diloco_common.history import HistoryFile
 from diloco_common.http import HttpServer
+from diloco_common.logs import Log
 from diloco_common.metrics import ShardMetrics
+from diloco_common.ports import Clock, World
 from diloco_common.security import read_token
 from diloco_common.settings import Settings
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_server.clock import AwakeClock
 from diloco_server.host import ShardHost
-from diloco_server.service import ParameterServer
+from diloco_server.service import Service
+from diloco_server.servicer import ParameterServer
 from diloco_server.status import shard_status
 from diloco_server.storage.folder import open_store
 
@@ -38,10 +47,20 @@ LAST_WRITE_S = 10.0
 """Seconds that such a write has before the process ends under it: all in all less than the 30 s of a container."""
 
 
+def real_world() -> World:
+    """What this process runs in."""
+    return World(
+        clock=time.monotonic,
+        cpu_clock=time.thread_time,
+        random=random.SystemRandom(),
+        threads=lambda count, name: ThreadPoolExecutor(count, thread_name_prefix=name),
+    )
+
+
 class ShardServer:
     """A shard that serves. Use inside one event loop: `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
         """`clock` counts seconds; leases and grace windows are measured by it. None: while this process is awake.
 
         Raises InUse or DataError where the data folder cannot be had.
@@ -49,9 +68,13 @@ class ShardServer:
         self.settings = settings
         self.grpc_address = ""
         self.http_address = ""
-        metrics = ShardMetrics()
-        store, self._lock = open_store(settings)
-        self.host = ShardHost(settings, store, metrics, clock or AwakeClock(settings.lease.heartbeat_s))
+        world, metrics, name = real_world(), ShardMetrics(), f"shard-{settings.shard.index}"
+        store, self._lock = open_store(
+            settings, epoch_in_memory=1 + world.random.randrange(2**31), first_epoch=int(time.time())
+        )
+        history = HistoryFile(settings.run.history, name) if settings.run.history else None
+        self.host = ShardHost(settings, store, world, metrics=metrics, log=Log(name), history=history, clock=clock)
+        self.service = Service(self.host)
         self._http = HttpServer(
             settings.shard.http,
             registry=metrics.registry,
@@ -67,9 +90,8 @@ class ShardServer:
     async def start(self) -> None:
         """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
         token = _token_for(self.settings)
-        pb_grpc.add_ParameterServerServicer_to_server(  # type: ignore[no-untyped-call]
-            ParameterServer(self.host, token), self._server
-        )
+        servicer = ParameterServer(self.service, self.settings.run.id, token, self.host.telemetry.call_refused)
+        pb_grpc.add_ParameterServerServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         listen = parse_address(self.settings.shard.listen)
         bind_socket(str(listen)).close()  # gRPC does not tell why it cannot have an address

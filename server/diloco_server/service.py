@@ -1,25 +1,33 @@
-"""diloco.v1.ParameterServer on gRPC: read the message, call the core, turn the answer into a message."""
+"""What a shard answers to its callers, as plain values: who may call, how much at once, and how bytes are taken in.
+
+Transports bring the calls (`servicer.py` is gRPC). The host decides and changes state; nothing here touches the core.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
-import grpc
-
-from diloco_common import protobuf, rpc
-from diloco_common.codec import PayloadReceiver
+from diloco_common.codec import Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadRequest, Busy, Draining, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
 from diloco_common.identity import Identity
-from diloco_common.messages import Evicted, PushAnswer, PushHeader
-from diloco_protos import parameter_server_pb2 as pb
-from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_server.core.membership import Member
-from diloco_server.host import ControlStream, ShardHost
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+from diloco_common.messages import (
+    Directive,
+    Evicted,
+    JoinAnswer,
+    JoinRequest,
+    Progress,
+    PullHeader,
+    PullRequest,
+    PushAnswer,
+    PushHeader,
+)
+from diloco_common.protocol import PROTOCOL, PUSHES_AT_ONCE, SLOWEST_BYTES_PER_S
+from diloco_server.control_streams import ControlStream
+from diloco_server.host import ShardHost
 
 OBSERVERS_AT_ONCE = 4
 """Pulls that may be open at once in an encoding made for their caller alone; more are answered BUSY."""
@@ -34,54 +42,37 @@ SEEDS_AT_ONCE = 4
 taken all at once, that is many times the memory that the shard needs for it."""
 
 
-class ParameterServer(pb_grpc.ParameterServerServicer):
-    """Every shard serves this."""
+class Service:
+    """Answers the calls of one shard: a `ports.ShardService`."""
 
-    def __init__(self, host: ShardHost, token: str | None) -> None:
+    def __init__(self, host: ShardHost) -> None:
         self._host = host
-        self._token = token
         self._pushes = 0  # open now
         self._observers = 0  # pulls open now whose bytes are made for them alone
         self._seeding: set[int] = set()  # fragments whose seed is coming in
 
-    # ------------------------------------------------------------ the five calls
+    # ------------------------------------------------------------ leases
 
-    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
-        host, shard = self._host, self._host.shard
-        try:
-            caller = self._identify(context)
-            if request.protocol != rpc.PROTOCOL:
-                raise ProtocolMismatch(
-                    f"this shard speaks protocol {rpc.PROTOCOL}, the caller {request.protocol}; install equal versions"
-                )
-            tensors = protobuf.tensors_from_pb(request.tensors)
-            if request.observe:
-                shard.observe(tensors)
-                return self._join_response("", 0, tensors_too=True)
-            if len(request.process_id) > PROCESS_ID_MAX:
-                raise BadRequest(
-                    f"process_id has {len(request.process_id)} characters, at most {PROCESS_ID_MAX} are taken"
-                )
-            if not caller.learner_id:
-                raise BadRequest("metadata diloco-learner is missing")
-            self._check_decodes(request.decodes)
-            held = protobuf.held_from_pb(request.held)
-            member = shard.join(caller.learner_id, request.process_id, tensors, host.clock(), held)
-            host.advance()
-            return self._join_response(member.learner_id, member.generation)
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
+    async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer:
+        if request.protocol != PROTOCOL:
+            raise ProtocolMismatch(
+                f"this shard speaks protocol {PROTOCOL}, the caller {request.protocol}; install equal versions"
+            )
+        if request.observe:
+            return self._host.observe(request.tensors)
+        if len(request.process_id) > PROCESS_ID_MAX:
+            raise BadRequest(f"process_id has {len(request.process_id)} characters, at most {PROCESS_ID_MAX} are taken")
+        if not caller.learner_id:
+            raise BadRequest("metadata diloco-learner is missing")
+        self._check_decodes(request.decodes)
+        return self._host.join(caller.learner_id, request)
 
-    async def Attend(self, requests: AsyncIterator[pb.Progress], context: Context) -> AsyncIterator[pb.Directive]:
-        try:
-            member = self._member(context)
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
-        stream = self._host.open_stream(member)
-        reader = asyncio.create_task(self._read_progress(requests, context, stream), name="attend")
+    async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
+        stream = self._host.attend(caller)
+        reader = asyncio.create_task(self._read_reports(caller, reports, stream), name="attend")
         try:
             while (directive := await stream.next()) is not None:
-                yield protobuf.directive_to_pb(directive)
+                yield directive
                 if isinstance(directive, Evicted):
                     break
             if reader.done():
@@ -90,108 +81,20 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             reader.cancel()
             self._host.close_stream(stream)
 
-    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Context) -> pb.PushResponse:
-        try:
-            member = self._member(context)
-            limit = self._host.settings.shard.max_pushes
-            if self._pushes >= limit:
-                raise Busy(f"{limit} pushes are open (shard.max_pushes); try again in a moment")
-            self._pushes += 1
-            try:
-                return protobuf.answer_to_pb(await self._push(member, requests, context))
-            finally:
-                self._pushes -= 1
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
+    async def leave(self, caller: Identity) -> None:
+        self._host.leave(caller)
 
-    async def Pull(self, request: pb.PullRequest, context: Context) -> AsyncIterator[pb.PullResponse]:
-        host, observers = self._host, 0
+    async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: ControlStream) -> None:
+        """Hand in the learner's reports until its side ends; then end ours."""
         try:
-            try:
-                caller = self._identify(context)
-                if caller.generation:
-                    host.shard.check(caller.learner_id, caller.generation, caller.epoch)
-                _, values = host.shard.published(request.fragment_id)
-                theirs = request.epoch, request.have_version if request.HasField("have_version") else None
-                change = host.shard.change_since(request.fragment_id, *theirs)
-                made = {p.header.encoding: p for p in (change, values) if p is not None}
-                encoding = self._choose_encoding(request.encodings, made)
-                header = self._pull_header(request, caller)
-                payload = made.get(encoding)
-                if theirs == (header.epoch, header.version):
-                    payload = None
-                elif payload is None:
-                    if self._observers >= OBSERVERS_AT_ONCE:
-                        raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again soon")
-                    observers = 1
-                    self._observers += observers
-                    await host.until_announced(request.fragment_id)
-                    header = self._pull_header(request, caller)  # of the very values that are read next
-                    payload = await host.encode(request.fragment_id, encoding)
-            except Refusal as refusal:
-                await self._refuse(context, refusal)
-            if payload is not None:
-                header.payload.CopyFrom(protobuf.payload_to_pb(payload.header))
-                if payload is change:
-                    header.base_version = request.have_version
-            yield pb.PullResponse(header=header)
-            for chunk in payload.chunks if payload is not None else ():
-                yield pb.PullResponse(chunk=chunk)
-                host.observer.sent(len(chunk))
+            async for progress in reports:
+                self._host.progress(caller, progress)
+        except Refusal as refusal:
+            stream.send(Evicted(refusal.code, str(refusal)))
         finally:
-            self._observers -= observers
+            stream.end()
 
-    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        try:
-            caller = self._identify(context)
-            current = self._host.shard.membership.get(caller.learner_id)
-            if current is not None and current.live and current.generation == caller.generation:
-                self._host.leave(self._member(context))
-            return pb.LeaveResponse()
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
-
-    # ------------------------------------------------------------ parts of them
-
-    def _identify(self, context: Context) -> Identity:
-        metadata = context.invocation_metadata() or ()
-        return rpc.identify(metadata, self._host.settings.run.id, self._token)
-
-    def _member(self, context: Context) -> Member:
-        caller = self._identify(context)
-        return self._host.shard.check(caller.learner_id, caller.generation, caller.epoch)
-
-    def _join_response(self, learner_id: str, generation: int, *, tensors_too: bool = False) -> pb.JoinResponse:
-        shard, settings = self._host.shard, self._host.settings
-        assert shard.manifest is not None
-        return pb.JoinResponse(
-            generation=generation,
-            epoch=shard.epoch,
-            heartbeat_s=settings.lease.heartbeat_s,
-            shard_index=settings.shard.index,
-            num_shards=settings.shard.count,
-            num_fragments=settings.sync.fragments,
-            manifest_digest=shard.manifest.digest,
-            policy=protobuf.policy_to_pb(shard.policy()),
-            fragments=[protobuf.status_to_pb(s) for s in shard.fragment_statuses(learner_id)],
-            pulse=protobuf.pulse_to_pb(shard.pulse()),
-            tensors=protobuf.tensors_to_pb(shard.manifest.tensors) if tensors_too else [],
-        )
-
-    def _pull_header(self, request: pb.PullRequest, caller: Identity) -> pb.PullHeader:
-        """What is said of the latest version, all of it at this moment."""
-        state = self._host.shard.owned(request.fragment_id)
-        status = state.status(caller.learner_id)
-        return pb.PullHeader(
-            fragment_id=status.fragment_id,
-            version=status.version,
-            epoch=status.epoch,
-            merged_version=status.merged_version,
-            forgotten_version=status.forgotten_version,
-            tokens_merged=state.tokens_merged,
-        )
-
-    def _check_decodes(self, decodes: Any) -> None:
+    def _check_decodes(self, decodes: Sequence[str]) -> None:
         needed = pull_encodings(self._host.settings.sync.pull)
         if not set(needed) <= set(decodes):
             raise UnknownEncoding(
@@ -199,88 +102,119 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
                 f"the learner decodes {', '.join(decodes) or 'nothing'}"
             )
 
-    def _choose_encoding(self, wanted: Any, made: Iterable[str]) -> str:
-        """What a caller gets: the first that it takes of those that are made, best first, or can be made for it."""
-        offered = tuple(dict.fromkeys((*made, *OBSERVER_ENCODINGS)))
-        for encoding in wanted or offered[:1]:
-            if encoding in offered:
-                return str(encoding)
-        raise UnknownEncoding(f"versions are sent as {' or '.join(offered)}, not as {', '.join(wanted)[:100]}")
+    # ------------------------------------------------------------ contributions
 
-    async def _read_progress(
-        self, requests: AsyncIterator[pb.Progress], context: Context, stream: ControlStream
-    ) -> None:
-        """Hand the learner's reports to the core until its side ends; then end ours."""
-        shard = self._host.shard
+    async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | bytes]) -> PushAnswer:
+        member = self._host.member(caller)
+        with self._push_place():
+            header = await self._next_part(parts)
+            if not isinstance(header, PushHeader):
+                raise BadRequest("a push begins with its header")
+            answer = self._host.admit(member, header)
+            if answer is not None:
+                return answer
+            with self._seed_place(header):
+                try:
+                    payload = await self._receive(header, parts)
+                    norms = await self._host.inspect(header, payload)
+                except (TornUpload, Draining):
+                    raise
+                except Refusal as refusal:
+                    return self._host.reject(member, header, refusal)
+                return self._host.contribute(caller, header, payload, norms)
+
+    async def _receive(self, header: PushHeader, parts: AsyncIterator[PushHeader | bytes]) -> Payload:
+        """Take the bytes of a push that was admitted by its header."""
+        receiver = PayloadReceiver(header.payload)
+        while (part := await self._next_part(parts, header)) is not None:
+            if isinstance(part, PushHeader):
+                raise BadRequest("after its header a push has chunks only")
+            receiver.add(part)
+            self._host.telemetry.received(len(part))
+        if not receiver.is_complete:  # a connection broke, or the sender did: the round still waits for it
+            raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
+        return receiver.finish()
+
+    async def _next_part(
+        self, parts: AsyncIterator[PushHeader | bytes], header: PushHeader | None = None
+    ) -> PushHeader | bytes | None:
+        """The next part; None at the end. Raises TornUpload after a pause longer than a lease and a slow chunk take."""
+        wait_s = self._host.settings.lease.lease_s
+        if header is not None:
+            wait_s += PUSHES_AT_ONCE * header.payload.chunk_bytes(0) / SLOWEST_BYTES_PER_S
         try:
-            async for message in requests:
-                member = self._member(context)
-                shard.progress(member, protobuf.progress_from_pb(message), self._host.clock())
-                self._host.advance_soon()
-        except Refusal as refusal:
-            stream.send(Evicted(refusal.code, str(refusal)))
-        finally:
-            stream.end()
+            async with asyncio.timeout(wait_s):
+                return await anext(parts, None)
+        except TimeoutError:
+            raise TornUpload(f"no chunk came for {wait_s:.0f} s; push again") from None
 
-    async def _push(self, member: Member, requests: AsyncIterator[pb.PushRequest], context: Context) -> PushAnswer:
-        host, shard = self._host, self._host.shard
-        header = await self._push_header(requests)
-        answer = shard.admit(member, header)
-        if answer is not None:
-            return host.answered(member, header, answer)
+    @contextmanager
+    def _push_place(self) -> Iterator[None]:
+        """Held while a push is open. Raises Busy."""
+        limit = self._host.settings.shard.max_pushes
+        if self._pushes >= limit:
+            raise Busy(f"{limit} pushes are open (shard.max_pushes); try again in a moment")
+        self._pushes += 1
+        try:
+            yield
+        finally:
+            self._pushes -= 1
+
+    @contextmanager
+    def _seed_place(self, header: PushHeader) -> Iterator[None]:
+        """Held while the bytes of a seed come in; nothing for a contribution. Raises Busy."""
         if not header.is_seed:
-            return await self._receive(member, header, requests, context)
+            yield
+            return
         if header.fragment_id in self._seeding or len(self._seeding) >= SEEDS_AT_ONCE:
             raise Busy(f"others are bringing {len(self._seeding)} fragments; try again in a moment")
         self._seeding.add(header.fragment_id)
         try:
-            return await self._receive(member, header, requests, context)
+            yield
         finally:
             self._seeding.remove(header.fragment_id)
 
-    async def _receive(
-        self, member: Member, header: PushHeader, requests: AsyncIterator[pb.PushRequest], context: Context
-    ) -> PushAnswer:
-        """Take the bytes of a push that was admitted by its header."""
-        host, shard = self._host, self._host.shard
+    # ------------------------------------------------------------ versions
+
+    async def pull(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | bytes, None]:
+        header, change, values = self._host.pull(caller, request)
+        made = {payload.header.encoding: payload for payload in (change, values) if payload is not None}
+        encoding = _choose_encoding(request.encodings, made)
+        payload = made.get(encoding)
+        if request.have == (header.epoch, header.version):
+            yield header
+        elif payload is not None:
+            base = request.have if payload is change else None
+            for part in self._parts(header, payload, base and base[1]):
+                yield part
+        else:
+            with self._observer_place():
+                header, payload = await self._host.encode_for(caller, request.fragment_id, encoding)
+                for part in self._parts(header, payload, None):
+                    yield part
+
+    def _parts(self, header: PullHeader, payload: Payload, base_version: int | None) -> Iterator[PullHeader | bytes]:
+        yield replace(header, payload=payload.header, base_version=base_version)
+        for chunk in payload.chunks:
+            yield chunk
+            self._host.telemetry.sent(len(chunk))
+
+    @contextmanager
+    def _observer_place(self) -> Iterator[None]:
+        """Held while a pull is open whose bytes are made for its caller alone. Raises Busy."""
+        if self._observers >= OBSERVERS_AT_ONCE:
+            raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again soon")
+        self._observers += 1
         try:
-            receiver = PayloadReceiver(header.payload)
-            while (part := await self._next_part(requests, header)) is not None:
-                if part.WhichOneof("part") != "chunk":
-                    raise BadRequest("after its header a push has chunks only")
-                receiver.add(part.chunk)
-                host.observer.received(len(part.chunk))
-            if not receiver.is_complete:  # a connection broke, or the sender did: the round still waits for it
-                raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
-            payload = receiver.finish()
-            norms = await host.inspect(header, payload)
-        except (TornUpload, Draining):
-            raise
-        except Refusal as refusal:
-            return host.answered(member, header, shard.reject(member, header, refusal))
-        member = self._member(context)  # the lease may have ended while the bytes came
-        return host.answered(member, header, shard.contribute(member, header, payload, norms, host.clock()))
+            yield
+        finally:
+            self._observers -= 1
 
-    async def _push_header(self, requests: AsyncIterator[pb.PushRequest]) -> PushHeader:
-        first = await self._next_part(requests)
-        if first is None or first.WhichOneof("part") != "header":
-            raise BadRequest("a push begins with its header")
-        return protobuf.push_header_from_pb(first.header)
 
-    async def _next_part(
-        self, requests: AsyncIterator[pb.PushRequest], header: PushHeader | None = None
-    ) -> pb.PushRequest | None:
-        """The next message; None at the end. Who pauses for longer than a lease and a slow chunk take is cut off."""
-        wait_s = self._host.settings.lease.lease_s
-        if header is not None:
-            wait_s += rpc.PUSHES_AT_ONCE * header.payload.chunk_bytes(0) / rpc.SLOWEST_BYTES_PER_S
-        try:
-            async with asyncio.timeout(wait_s):
-                return await anext(requests, None)
-        except TimeoutError:
-            raise TornUpload(f"no chunk came for {wait_s:.0f} s; push again") from None
-
-    async def _refuse(self, context: Context, refusal: Refusal) -> NoReturn:
-        learner_id = dict(context.invocation_metadata() or ()).get("diloco-learner", "")
-        self._host.observer.call_refused(str(learner_id), refusal.code, str(refusal))
-        await rpc.refuse(context, refusal)
+def _choose_encoding(wanted: Sequence[str], made: Iterable[str]) -> str:
+    """What a caller gets: the first that it takes of those that are made, best first, or can be made for it."""
+    offered = tuple(dict.fromkeys((*made, *OBSERVER_ENCODINGS)))
+    for encoding in wanted or offered[:1]:
+        if encoding in offered:
+            return encoding
+    raise UnknownEncoding(f"versions are sent as {' or '.join(offered)}, not as {', '.join(wanted)[:100]}")

@@ -48,9 +48,9 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             "late": ledger.tokens_late,
             "refused": dict(ledger.tokens_refused),
         },
-        "events": host.observer.recent(),
-        "bytes_pushed": host.observer.bytes_pushed,
-        "bytes_pulled": host.observer.bytes_pulled,
+        "events": host.telemetry.recent(),
+        "bytes_pushed": host.telemetry.bytes_pushed,
+        "bytes_pulled": host.telemetry.bytes_pulled,
     }
 
 

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
-class Writers(ThreadPoolExecutor):
-    """Work is given by one thread."""
+class Writers:
+    """Work is given by one event loop, which owns this."""
 
-    def __init__(self, count: int, name: str) -> None:
-        super().__init__(count, thread_name_prefix=name)
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
         self._under_way: set[Future[Any]] = set()
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        work = super().submit(fn, *args, **kwargs)
-        self._under_way.add(work)
-        work.add_done_callback(self._under_way.discard)
-        return work
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread may still write; also after `shutdown`."""
-        return bool(self._under_way)
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future = self._threads.submit(work)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
 
     def close(self) -> None:
         """Begin nothing more, and wait for nothing."""
-        self.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def ended(self, timeout_s: float) -> bool:
+        """After `close`: wait until no thread writes. False if one still does after `timeout_s` seconds."""
+        waits = [asyncio.wrap_future(future) for future in self._under_way.copy()]
+        if not waits:
+            return True
+        done, pending = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in done:
+            if not wait.cancelled():
+                wait.exception()  # told to whoever gave the work
+        for wait in pending:
+            wait.cancel()  # the write goes on
+        return not pending

@@ -1,28 +1,37 @@
-"""One schedule: shards, learners, a network, faults; run until it is over, healed, and well again, or has failed."""
+"""One schedule: the product's shards and learners, a network, faults; run until it is over, healed, and well again.
+
+The processes run production code in virtual time. Their histories go to the judge that looks at real processes too
+(`diloco_common.judge`); what histories do not tell is checked while the schedule runs (`invariants.py`).
+"""
 
 from __future__ import annotations
 
 import gc
 import hashlib
 import random
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from diloco_common.histories import gather
+from diloco_common.history import MemoryHistory
+from diloco_common.judge import violations
+from diloco_common.messages import Committed
 from diloco_simulator import invariants
-from diloco_simulator.arithmetic import arithmetic_of, computing_with
-from diloco_simulator.disk import Crashed
 from diloco_simulator.faults import Faults
 from diloco_simulator.invariants import Violation
-from diloco_simulator.keeper import RETRY_S, ShardDisk
-from diloco_simulator.learner import SimulatedLearner
+from diloco_simulator.learner_process import Checkpoint, LearnerProcess
+from diloco_simulator.model import PATTERN
 from diloco_simulator.network import Network, Path
 from diloco_simulator.options import Options
-from diloco_simulator.shard import SimulatedShard
-from diloco_simulator.timeline import Process, Timeline
-from diloco_simulator.truth import Truth
+from diloco_simulator.shard_disk import ShardDisk
+from diloco_simulator.shard_process import ShardProcess
+from diloco_simulator.timeline import Timeline
 
-TAIL = 40
+TAIL = 60
+TURNS_BEFORE_A_KILL = 60
+"""A process that is killed at an await point runs up to so many more callbacks."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +44,14 @@ class Result:
     counts: dict[str, int]
     faults: dict[str, int]
     """By kind."""
-    happened: list[tuple[Any, ...]] = field(repr=False)
-    """Everything, in order."""
-
-    @property
-    def trace(self) -> str:
-        """sha256 over everything that happened."""
-        return hashlib.sha256(repr(self.happened).encode()).hexdigest()
+    trace: str
+    """sha256 over everything that happened: all histories, and all faults."""
 
 
 class ScheduleFailed(Exception):
-    """An invariant does not hold. The message replays it."""
+    """An invariant does not hold, or a promise is not kept. The message replays it."""
 
-    def __init__(self, violation: Exception, options: Options, tail: list[str]) -> None:
+    def __init__(self, violation: Exception, options: Options, tail: Sequence[str]) -> None:
         self.violation = violation
         lines = [
             f"{options.name}: {type(violation).__name__} {violation}",
@@ -62,130 +66,226 @@ class ScheduleFailed(Exception):
 def run_schedule(options: Options) -> Result:
     """Raises ScheduleFailed."""
     collects = gc.isenabled()
-    gc.disable()  # a tenth of the time; what a schedule leaves behind is collected at its end
+    gc.disable()  # what a schedule leaves behind is collected at its end, or goes with the process
     try:
-        with computing_with(options.arithmetic):
-            cluster = Cluster(options)
-            try:
-                return cluster.run()
-            except Exception as error:
-                raise ScheduleFailed(error, options, cluster.tail()) from error
-            finally:
-                cluster.take_apart()
+        cluster = Cluster(options)
+        try:
+            return cluster.run()
+        except Exception as error:
+            raise ScheduleFailed(cluster.broken_promise() or error, options, cluster.tail()) from error
     finally:
         if collects:
             gc.enable()
 
 
+class Chronicle(MemoryHistory):
+    """The history of one process, which the cluster follows while it is written."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        super().__init__(lambda: cluster.timeline.now)
+        self.name = name
+        self._cluster = cluster
+
+    def write(self, what: str, **facts: Any) -> None:
+        super().write(what, **facts)
+        self._cluster.heard(self.name, what, facts)
+
+
 class Cluster:
     """Everything of one schedule."""
+
+    pattern = PATTERN
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.timeline = Timeline()
         self.faults: Counter[str] = Counter()
-        self.network = Network(self.timeline, options, self.faults)
-        self.truth = Truth(arithmetic_of(options.arithmetic))
+        self.counts: Counter[str] = Counter()
+        """What came about, for the report of a run."""
+        self.network = Network(self.timeline, options, self.faults, self._said)
         self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
-        self.learners: list[SimulatedLearner] = []
+        self.learners: list[LearnerProcess] = []
         """Every process that was ever started."""
-        self.shards: dict[int, SimulatedShard] = {}
+        self.shards: dict[int, ShardProcess] = {}
+        """Those that were started last."""
         self.disks = {index: ShardDisk(index, options) for index, has in enumerate(options.disks) if has}
+        self.starts: Counter[str] = Counter()
+        """Of shards and learners, by name."""
+        self.checkpoints: defaultdict[str, list[Checkpoint]] = defaultdict(list)
+        """Learner -> what its processes have saved, oldest first."""
         self.healed = False
-        self._random = random.Random(f"cluster {options.seed}")
-        self._trace: list[tuple[Any, ...]] = []
+        self._chronicles: list[Chronicle] = []
+        self._events: list[tuple[Any, ...]] = []
+        self._announced: dict[invariants.Name, str] = {}  # -> checksum of its values
+        self._excused: set[tuple[int, int]] = set()
+        self._fragments: defaultdict[int, set[int]] = defaultdict(set)  # shard -> those it ever had a version of
         self._marks: dict[int, int] = {}  # fragment -> version when all had joined again
         self._to_resolve: list[Any] = []
+        self._random = random.Random(f"cluster {options.seed}")
         for index in range(options.shards):
             self.start_shard(index)
         for learner_id in self.learner_ids:
             self.timeline.later(self._random.random() * options.starts_s, self.start_learner, learner_id)
-        self.timeline.later(self.options.look_every_s, self._look_after)
+        self.timeline.later(options.look_every_s, self._look_after)
         Faults(self)
 
     def run(self) -> Result:
-        events = self.timeline.run()
-        counts, faults = (dict(sorted(c.items())) for c in (self.truth.counts, self.faults))
-        return Result(self.options.seed, events, self.timeline.now, counts, faults, self._trace)
+        """Raises a Violation, and whatever the product raises where nothing may be raised."""
+        try:
+            self.timeline.run()
+        finally:
+            for process in (*(s.process for s in self.shards.values()), *(p.process for p in self.learners)):
+                process.kill()
+        if (broken := self.broken_promise()) is not None:
+            raise broken
+        trace = hashlib.sha256(repr(self._events).encode()).hexdigest()
+        counts, faults = (dict(sorted(c.items())) for c in (self.counts, self.faults))
+        return Result(self.options.seed, self.timeline.events, self.timeline.now, counts, faults, trace)
 
-    def take_apart(self) -> None:
-        """Its parts refer to each other: apart, their memory is free for the next one without a collection."""
-        processes: list[SimulatedLearner | SimulatedShard] = [*self.learners, *self.shards.values()]
-        for part in processes:
-            part.process.kill()
-        links = [link for learner in self.learners for link in learner.links]
-        owners: list[Any] = [*links, *processes, *(part.process for part in processes), *self.network.streams]
-        for owner in (*owners, self.network, self.truth, self.timeline, self):
-            vars(owner).clear()
+    def broken_promise(self) -> Violation | None:
+        """The first thing that the judge finds in the histories so far."""
+        histories = gather((chronicle.name, chronicle.lines) for chronicle in self._chronicles if chronicle.lines)
+        found = violations(histories, excused=self._excused, gapless=self.options.on_commit == "carry")
+        return Violation(found[0].check, found[0].what) if found else None
+
+    # ------------------------------------------------------------ what happens
 
     def note(self, *what: Any) -> None:
         """Something happened, for the trace."""
-        self._trace.append((self.timeline.now, *what))
+        self._events.append((self.timeline.now, *what))
+
+    def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
+        """A process has written a line of its history."""
+        self.note(name, what, *facts.items())
+        if what in ("announced", "restored"):
+            version = facts["fragment"], facts["epoch"], facts["version"]
+            self._announced[version] = facts["checksum"]
+            self._fragments[int(name.removeprefix("shard-"))].add(facts["fragment"])
+        match what:
+            case "announced":
+                self.counts["versions"] += 1
+            case "restored":
+                self.counts["fragments restored"] += 1
+            case "merging":
+                self.counts["contributions merged"] += len(facts["contributions"])
+            case "carried":
+                self.counts["learned that carried"] += 1
+            case "applied" if facts["merged"] is not None:
+                self.counts["learned that merged"] += 1
+            case "applied" if facts["forgotten"] is not None:
+                self.counts["learned that forgotten"] += 1
 
     def tail(self) -> list[str]:
-        return [f"  {t:9.3f} {' '.join(map(str, what))}" for t, *what in self._trace[-TAIL:]]
+        return [f"  {t:9.3f} {' '.join(map(str, what))}" for t, *what in self._events[-TAIL:]]
+
+    def history_of(self, name: str) -> Chronicle:
+        """Of a process that is being started."""
+        chronicle = Chronicle(self, name)
+        self._chronicles.append(chronicle)
+        return chronicle
+
+    def seed_of(self, name: str) -> str:
+        """Of the next process of this name."""
+        return f"{self.options.seed} {name} {self.starts[name]}"
+
+    def _said(self, item: Any, shard: int) -> None:
+        """A shard says something to a learner."""
+        if isinstance(item, Committed):
+            name = item.fragment_id, item.epoch, item.version
+            if name not in self._announced:
+                self._learn_name(name, shard)
+            invariants.announced_versions_are_there(self._announced, name)
+
+    def _learn_name(self, name: invariants.Name, shard: int) -> None:
+        """A version that may be taken for one that was lost goes under a name of its own: the shard's epoch."""
+        host = self.shards[shard].host
+        fragment_id, epoch, version = name
+        if host is None or epoch != host.shard.epoch:
+            return
+        state = host.shard.fragments[fragment_id]
+        if state.recovered is not None and state.recovered[1] == version == state.version:
+            self._announced[name] = self._announced[fragment_id, *state.recovered]
+            self.counts["versions renamed"] += 1
 
     # ------------------------------------------------------------ processes
 
     def start_shard(self, index: int) -> None:
-        if index in self.shards and self.shards[index].process.alive:
-            return
-        disk, life = self.disks.get(index), None
-        if disk is None:
-            epoch = self._random.randrange(1, 2**31)
+        if index not in self.shards or not self.shards[index].process.alive:
+            name = f"shard-{index}"
+            self.note("start", name)
+            self.shards[index] = ShardProcess(self, index, self.disks.get(index))
+            self.starts[name] += 1
+
+    def begins(self, shard: ShardProcess) -> None:
+        """A shard is about to serve, with what its disk has given back to it. What may have been lost is excused."""
+        assert shard.host is not None
+        epoch, disk = shard.host.shard.epoch, self.disks.get(shard.index)
+        if disk is None or self.options.interval_s:
+            lost = self._fragments[shard.index]
         else:
-            try:
-                life = disk.start(self.options.settings[index])
-            except (Crashed, OSError) as error:
-                self.note("no start", index, repr(error))
-                self.timeline.later(RETRY_S, self.start_shard, index)
-                return
-            epoch = life[0].epoch
-        process = Process(self.timeline, f"shard {index}")
-        self.note("start shard", index, epoch)
-        self.shards[index] = self.network.shards[index] = SimulatedShard(
-            index, epoch, process, self.options, self.truth, self.note, disk, life
-        )
+            self.counts["recoveries"] += bool(shard.host.shard.fragments)
+            lost = set(disk.hurt)
+        self._excused |= {(epoch, fragment_id) for fragment_id in lost}
+        if disk is not None:
+            disk.hurt.clear()
 
     def start_learner(self, learner_id: str) -> None:
-        process_id = f"{learner_id}.{sum(p.learner_id == learner_id for p in self.learners)}"
-        process = Process(self.timeline, process_id)
-        self.note("start learner", process_id)
-        self.learners.append(
-            SimulatedLearner(
-                learner_id, process_id, self.learner_ids.index(learner_id), process, self.network, self.options,
-                self.truth, self.note,
-            )
-        )  # fmt: skip
+        saved = self.checkpoints[learner_id]
+        resumes = bool(saved) and self._random.random() < self.options.resumes
+        self.note("start", learner_id, "resumed" if resumes else "new")
+        self.counts["learners resumed"] += resumes
+        self.learners.append(LearnerProcess(self, learner_id, self._random.choice(saved) if resumes else None))
+        self.starts[learner_id] += 1
 
-    def running(self, learner_id: str) -> list[SimulatedLearner]:
+    def running(self, learner_id: str) -> list[LearnerProcess]:
         return [p for p in self.learners if p.learner_id == learner_id and p.process.alive]
 
     # ------------------------------------------------------------ faults
 
-    def crash_learner(self, learner_id: str, *, noticed: bool, back_after_s: float) -> None:
+    def crash_learner(self, learner_id: str, *, noticed: bool, back_after_s: float, at_await: bool = False) -> None:
         for learner in self.running(learner_id)[:1]:
-            self._end(learner.process, noticed)
-            self.timeline.later(back_after_s, self._start_if_none, learner_id)
+
+            def kill() -> None:
+                self._end(learner, noticed=noticed)
+                self.timeline.later(back_after_s, self._start_if_none, learner_id)
+
+            self._kill_soon(learner, kill, at_await=at_await)
 
     def freeze_learner(self, learner_id: str, lasts_s: float) -> None:
         for learner in self.running(learner_id)[:1]:
             learner.process.freeze()
-            self.timeline.later(lasts_s, self._thaw_learner, learner)
+            self.timeline.later(lasts_s, self._thaw, learner)
 
     def hang_learner(self, learner_id: str, lasts_s: float) -> None:
         for learner in self.running(learner_id):
             learner.hung_until = self.timeline.now + lasts_s
 
-    def crash_shard(self, index: int, *, noticed: bool, back_after_s: float) -> None:
-        shard = self.shards.get(index)
-        if shard is not None and shard.process.alive:
-            disk = self.disks.get(index)
-            power = disk is not None and disk.random.random() < 0.5
-            shard.crash(power=power)
-            self.network.gone(shard.process, noticed)
-            self.truth.counts["memory losses" if disk is None else "power cuts" if power else "kills"] += 1
-            self.timeline.later(back_after_s, self.start_shard, index)
+    def diverge(self, learner_id: str, snapshots: int) -> None:
+        """So many of its next snapshots hold a value that is not finite."""
+        for learner in self.running(learner_id):
+            learner.not_finite = snapshots
+
+    def crash_shard(self, index: int, *, noticed: bool, back_after_s: float, at_await: bool = False) -> None:
+        shard = self.shards[index]
+        if shard.process.alive:
+
+            def kill() -> None:
+                disk = self.disks.get(index)
+                power = disk is not None and disk.random.random() < 0.5
+                self.note("killed", shard.name, "power" if power else "")
+                shard.kill(power=power)
+                self.network.gone(shard.process, noticed)
+                self.counts["memory losses" if disk is None else "power cuts" if power else "kills"] += 1
+                self.timeline.later(back_after_s, self.start_shard, index)
+
+            self._kill_soon(shard, kill, at_await=at_await)
+
+    def _kill_soon(self, what: LearnerProcess | ShardProcess, kill: Any, *, at_await: bool) -> None:
+        """Now, or after some more callbacks: between any two awaits."""
+        if at_await and what.process.kill_at is None and not what.process.frozen:
+            what.process.kill_at = what.process.turns + self._random.randint(1, TURNS_BEFORE_A_KILL), kill
+        else:
+            kill()
 
     def fill_disk(self, index: int, lasts_s: float) -> None:
         """It takes nothing more for a while, or fails to sync."""
@@ -196,37 +296,46 @@ class Cluster:
 
     def hurt_file(self, which: float, *, noticed: bool, back_after_s: float) -> None:
         """The newest version file of one fragment is damaged, and its shard crashes: nobody reads it before."""
-        fragments = [(i, p) for i in sorted(self.disks) for p in sorted(self.truth.fragments_of[i])]
+        fragments = [(i, p) for i in sorted(self.disks) for p in sorted(self._fragments[i])]
         if fragments:
             index, fragment_id = fragments[int(which * len(fragments))]
             if self.disks[index].hurt_newest(fragment_id):
                 self.note("hurt", index, fragment_id, self.disks[index].hurt[fragment_id])
                 self.crash_shard(index, noticed=noticed, back_after_s=back_after_s)
 
+    def wipe_disk(self, index: int, *, noticed: bool, back_after_s: float) -> None:
+        """A shard crashes, and somebody empties its folder before it is started again."""
+        if index in self.disks and self.shards[index].process.alive:
+            self.crash_shard(index, noticed=noticed, back_after_s=back_after_s)
+            self.disks[index].wipe(self._fragments[index])
+
     def freeze_shard(self, index: int, lasts_s: float) -> None:
-        shard = self.shards.get(index)
-        if shard is not None and shard.process.alive:
-            shard.freeze()
-            self.timeline.later(lasts_s, self._thaw_shard, shard)
+        shard = self.shards[index]
+        if shard.process.alive:
+            shard.process.freeze()
+            self.timeline.later(lasts_s, self._thaw, shard)
 
     def cut(self, path: Path, up: bool, lasts_s: float) -> None:
-        self.network.cuts[path, up] = self.network.cuts.get((path, up), 0) + 1
+        self.network.cuts[path, up] += 1
         self.timeline.later(lasts_s, self._mend, path, up)
 
-    def break_stream(self, path: Path, tell_client: bool, tell_shard: bool) -> None:
-        for stream in self.network.streams:
-            if stream.path == path:
-                stream.break_off(tell_client=tell_client, tell_shard=tell_shard)
+    def break_calls(self, path: Path, tell_client: bool, tell_shard: bool) -> None:
+        for call in self.network.calls:
+            if call.path == path:
+                call.break_off(tell_client=tell_client, tell_shard=tell_shard)
 
     def heal(self) -> None:
         """Nothing goes wrong any more."""
         self.note("healed")
         self.healed = True
         for learner in self.learners:
-            self._thaw_learner(learner)
+            self._thaw(learner)
             learner.hung_until = 0.0
+            learner.not_finite = 0
+            learner.process.kill_at = None
         for shard in self.shards.values():
-            self._thaw_shard(shard)
+            self._thaw(shard)
+            shard.process.kill_at = None
         for disk in self.disks.values():
             disk.heal()
         for index in range(self.options.shards):
@@ -234,19 +343,16 @@ class Cluster:
         for learner_id in self.learner_ids:
             self._start_if_none(learner_id)
         self.network.heal()
-        self._to_resolve = [o for p in self.learners if p.process.alive for o in p.unresolved.values()]
+        self._to_resolve = [(p, c) for p in self.learners if p.process.alive for c in p.unresolved.values()]
 
-    def _end(self, process: Process, noticed: bool) -> None:
-        process.kill()
-        self.network.gone(process, noticed)
+    def _end(self, learner: LearnerProcess, *, noticed: bool) -> None:
+        self.note("killed", learner.name)
+        learner.process.kill()
+        self.network.gone(learner.process, noticed)
 
-    def _thaw_learner(self, learner: SimulatedLearner) -> None:
-        if learner.process.alive and learner.process.frozen:
-            learner.thaw()
-
-    def _thaw_shard(self, shard: SimulatedShard) -> None:
-        if shard.process.alive and shard.process.frozen:
-            shard.thaw()
+    def _thaw(self, what: LearnerProcess | ShardProcess) -> None:
+        if what.process.alive and what.process.frozen:
+            what.thaw()
 
     def _mend(self, path: Path, up: bool) -> None:
         if not self.healed:
@@ -265,6 +371,8 @@ class Cluster:
 
     def _look_after(self) -> None:
         """Every now and then: what ended is started again; when all is well, the schedule is over."""
+        for shard in self.shards.values():
+            shard.check()
         for learner in self.learners:
             if learner.process.alive and not learner.process.frozen and learner.state in ("failed", "done"):
                 self._bury(learner)
@@ -277,11 +385,13 @@ class Cluster:
                 raise Violation("well_again_after_faults", words)
         self.timeline.later(self.options.look_every_s, self._look_after)
 
-    def _bury(self, learner: SimulatedLearner) -> None:
+    def _bury(self, learner: LearnerProcess) -> None:
         if learner.error is not None:
-            started = sum(p.learner_id == learner.learner_id for p in self.learners)
-            invariants.superseded_only_by_another(learner.learner_id, learner.error.code, started)
-        self._end(learner.process, noticed=True)
+            self.note("failed", learner.name, learner.error.code)
+            invariants.superseded_only_by_another(
+                learner.learner_id, learner.error.code, self.starts[learner.learner_id]
+            )
+        self._end(learner, noticed=True)
         if learner.state == "failed":
             self.timeline.later(self.options.look_every_s, self._start_if_none, learner.learner_id)
 
@@ -290,44 +400,38 @@ class Cluster:
         if self.options.budget:
             late = [i for i in self.learner_ids if not self._is_over(i)]
             return not late, f"{late} are not done"
+        for index, shard in self.shards.items():
+            if not shard.process.alive or not shard.is_serving:
+                return False, f"shard {index} does not serve"
         for learner_id in self.learner_ids:
             running = self.running(learner_id)
             if len(running) != 1 or running[0].state != "training":
                 return False, f"{learner_id}: {[p.state for p in running]}"
-            for link in running[0].links:
-                shard = self.shards.get(link.shard_index)
-                if shard is None or not shard.process.alive:
-                    return False, f"shard {link.shard_index} does not run"
-                member = shard.core.membership.get(learner_id)
-                if not link.connected or member is None or not member.live or member.generation != link.generation:
-                    return False, f"{learner_id} is not with shard {link.shard_index}"
+            for index, figures in enumerate(running[0].learner.connections.figures()):
+                host = self.shards[index].host
+                assert host is not None
+                member = host.shard.membership.get(learner_id)
+                if not figures["connected"] or member is None or not member.live:
+                    return False, f"{learner_id} is not with shard {index}"
+                if member.generation != figures["generation"]:
+                    return False, f"{learner_id} has another lease with shard {index}"
         if self.options.norm_factor < 100:
             return True, "with a narrow norm guard nobody may be let in any more"
-        if any(not o.belief for o in self._to_resolve if self._instance_runs(o.process_id)):
+        if any(p.process.alive and c in p.unresolved.values() for p, c in self._to_resolve):
             return False, "contributions from before the healing are in limbo"
         return self._versions_go_on()
 
     def _versions_go_on(self) -> tuple[bool, str]:
-        if not self._marks:
-            self._marks = {
-                fragment_id: state.version
-                for shard in self.shards.values()
-                for fragment_id, state in shard.core.fragments.items()
-            }
-        for shard in self.shards.values():
-            for fragment_id, state in shard.core.fragments.items():
-                marked = self._marks[fragment_id]
-                if state.version <= marked:
-                    return False, f"fragment {fragment_id} stays at version {state.version}"
-                for learner_id in self.learner_ids:
-                    core = self.running(learner_id)[0].core
-                    assert core is not None
-                    has = core.fragments[fragment_id]
-                    name = (has.epoch, has.version)
-                    mine = self.truth.versions[fragment_id, name]
-                    if has.version <= marked or not self.truth.heads[fragment_id].descends_from(mine):
-                        return False, f"{learner_id} stays at version {name} of fragment {fragment_id}"
+        states = {i: state for s in self.shards.values() if s.host for i, state in s.host.shard.fragments.items()}
+        self._marks = self._marks or {fragment_id: state.version for fragment_id, state in states.items()}
+        for fragment_id, state in states.items():
+            marked = self._marks[fragment_id]
+            if state.version <= marked:
+                return False, f"fragment {fragment_id} stays at version {state.version}"
+            for learner_id in self.learner_ids:
+                core = self.running(learner_id)[0].learner.core
+                assert core is not None
+                has = core.fragments[fragment_id]
+                if has.version <= marked:
+                    return False, f"{learner_id} stays at version {has.version} of fragment {fragment_id}"
         return True, "well"
-
-    def _instance_runs(self, process_id: str) -> bool:
-        return any(p.process_id == process_id and p.process.alive for p in self.learners)

@@ -72,6 +72,9 @@ class FakeDisk:
         self._synced_names = dict(self._names)
         self._changes.clear()
 
+    def free_bytes(self) -> int:
+        return 1 << 40 if self.space is None else self.space
+
     # ------------------------------------------------------------ what goes wrong
 
     def crash(self) -> None:

@@ -35,7 +35,9 @@ class Faults:
         cluster.note("fault", kind, learner, shard, round(lasts_s, 3))
         match kind:
             case "crash learner":
-                cluster.crash_learner(learner, noticed=r.random() < 0.6, back_after_s=lasts_s)
+                cluster.crash_learner(
+                    learner, noticed=r.random() < 0.6, back_after_s=lasts_s, at_await=r.random() < 0.5
+                )
             case "freeze learner":
                 cluster.freeze_learner(learner, lasts_s)
             case "replace frozen learner":
@@ -44,7 +46,9 @@ class Faults:
             case "hang learner":
                 cluster.hang_learner(learner, lasts_s)
             case "crash shard":
-                cluster.crash_shard(shard, noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s))
+                cluster.crash_shard(
+                    shard, noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s), at_await=r.random() < 0.5
+                )
             case "freeze shard":
                 cluster.freeze_shard(shard, lasts_s)
             case "cut" | "cut one way":
@@ -57,6 +61,10 @@ class Faults:
                 cluster.fill_disk(shard, lasts_s)
             case "hurt file":
                 cluster.hurt_file(r.random(), noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s))
-            case "break stream":
-                cluster.break_stream((learner, shard), r.random() < 0.5, r.random() < 0.5)
+            case "wipe disk":
+                cluster.wipe_disk(shard, noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s))
+            case "break calls":
+                cluster.break_calls((learner, shard), r.random() < 0.5, r.random() < 0.5)
+            case "not finite":
+                cluster.diverge(learner, r.randint(1, 3))
         self._plan_next()

@@ -1,10 +1,12 @@
 """The tiny model of the simulation, whose values count tokens.
 
-Training on one token adds `PATTERN` to the parameters: small whole numbers, another for each neighbour. So theta minus
-an anchor says how many tokens lie between them, and float32 is exact for as many as a schedule trains.
+Training on one token adds `PATTERN` to the parameters: small whole numbers, another for each neighbour. So what was
+trained can be read off the values, and float32 is exact for as many tokens as a schedule trains.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +18,18 @@ SHAPES = {"body": (6, 2), "head": (4, 2), "norm": (3,)}
 AVERAGED = ("head",)
 """Merged by plain mean."""
 NUM_ELEMENTS = 23
+PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
 
 class Counting(nn.Module):
     """Parameters that are views into one flat tensor, so that a step is one operation."""
 
-    def __init__(self, start: float) -> None:
-        """Every parameter begins at `start` patterns."""
+    def __init__(self, flat: Tensor) -> None:
+        """Every parameter begins with its part of `flat`, float32 [NUM_ELEMENTS]."""
         super().__init__()
-        self.flat = PATTERN * start
+        self.flat = flat.clone()
+        self.trained = torch.zeros(NUM_ELEMENTS)
+        """What training has added, whatever versions were laid under it since."""
         offset = 0
         for name, shape in SHAPES.items():
             size = int(torch.Size(shape).numel())
@@ -32,20 +37,45 @@ class Counting(nn.Module):
             offset += size
 
     def train_on(self, tokens: int) -> None:
-        """One inner step."""
+        """What an optimizer does in one inner step."""
         self.flat.add_(PATTERN, alpha=tokens)
+        self.trained.add_(PATTERN, alpha=tokens)
 
 
-PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
-_PATTERN_REPLICA = Replica(Counting(1.0), AVERAGED)
+class TornReplica(Replica):
+    """A replica whose snapshots take their time: the optimizer may step while one is being read."""
+
+    def __init__(self, model: Counting, meanwhile: Callable[[Tensor], None]) -> None:
+        """`meanwhile` is called in the middle of every read with what was read so far, a part of the snapshot."""
+        super().__init__(model, AVERAGED)
+        self._meanwhile = meanwhile
+
+    def read(self, fragment: Fragment, out: Tensor) -> None:
+        half = fragment.num_elements // 2
+        super().read(fragment, out)
+        first = out[:half].clone()
+        self._meanwhile(first)
+        super().read(fragment, out)
+        out[:half] = first
 
 
-def replica(model: Counting) -> Replica:
-    return Replica(model, AVERAGED)
+class _Flat:
+    """Any flat tensor, seen as the fragments of the model."""
+
+    def __init__(self) -> None:
+        self._model = Counting(torch.zeros(NUM_ELEMENTS))
+        self._replica = Replica(self._model, AVERAGED)
+
+    def part(self, flat: Tensor, fragment: Fragment) -> Tensor:
+        self._model.flat.copy_(flat)
+        out = torch.empty(fragment.num_elements)
+        self._replica.read(fragment, out)
+        return out
 
 
-def pattern_of(fragment: Fragment) -> Tensor:
-    """What one token adds to a fragment: float32 [num_elements]."""
-    out = torch.empty(fragment.num_elements)
-    _PATTERN_REPLICA.read(fragment, out)
-    return out
+_FLAT = _Flat()
+
+
+def part_of(flat: Tensor, fragment: Fragment) -> Tensor:
+    """The elements of a fragment, of values for the whole model: float32 [num_elements]."""
+    return _FLAT.part(flat, fragment)

@@ -1,188 +1,177 @@
-"""The network between learners and shards: calls and control streams that are lost, late, twice, cut, half-open.
+"""The network between learners and shards: calls that are lost, late, twice, cut off, torn or half-open.
 
-A call may lose its request or its answer, arrive twice, or after later ones; its caller sees an error at once, or only
-a deadline. A control stream keeps its order, as TCP does, but it may break for both ends, for one, or for none.
+A `Call` is one call of diloco.v1 on its way: items up, items down, each way in order, as in one TCP connection. Its ends
+may learn that it broke, or only one of them, or none. Different calls overtake each other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from diloco_common.errors import Refusal
-from diloco_common.messages import Directive, Progress
+from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.options import Options
-from diloco_simulator.timeline import Alarm, Future, Process, Timeline
+from diloco_simulator.process import Process
+from diloco_simulator.timeline import Timeline
 
-Respond = Callable[[Any], None]
-"""Takes an answer, or the Refusal that a shard answers."""
 Path = tuple[str, int]
 """Learner id and shard index."""
+Answer = Callable[[ShardService, AsyncIterator[Any]], AsyncIterator[Any]]
+"""What a shard does in a call: takes items, gives items."""
 
 
-class Unavailable(Exception):
-    """The call or the stream broke: nobody knows what became of the request."""
-
-
-class ShardSide(Protocol):
-    """The end of the network at a shard."""
-
-    process: Process
-
-    def call(self, method: str, request: Any, respond: Respond) -> None: ...
-    def open(self, stream: Stream) -> None: ...
-    def heard(self, stream: Stream, progress: Progress) -> None: ...
-    def closed(self, stream: Stream) -> None: ...
+class End:
+    """The last item of a direction."""
 
 
 class Network:
     """All paths of one cluster."""
 
-    def __init__(self, timeline: Timeline, options: Options, faults: Counter[str]) -> None:
+    def __init__(
+        self, timeline: Timeline, options: Options, faults: Counter[str], said: Callable[[Any, int], None]
+    ) -> None:
+        """`said` is told of every item that a shard sends, and of the shard's index."""
         self.timeline = timeline
+        self.said = said
         self.healed = False
-        self.shards: dict[int, ShardSide] = {}
-        """Those that run now."""
-        self.cuts: dict[tuple[Path, bool], int] = {}
+        self.serving: dict[int, tuple[Process, ShardService]] = {}
+        """Shard index -> who serves there now."""
+        self.cuts: Counter[tuple[Path, bool]] = Counter()
         """(path, upwards) -> cuts that are in force."""
-        self.streams: list[Stream] = []
+        self.calls: list[Call] = []
+        """Those that are open."""
         self.random = random.Random(f"network {options.seed}")
         self._options = options
         self._faults = faults
-        self._draw = self.random.random
-        self._delay_s, self._long_delays = options.delay_s, options.long_delays
 
     def delay_s(self) -> float:
         """One way."""
-        drawn = self._draw
-        if not self.healed and drawn() < self._long_delays:
+        if not self.healed and self.random.random() < self._options.long_delays:
             self._faults["message late"] += 1
             return self.random.uniform(0.0, 3 * self._options.lease_s)
-        return self._delay_s * (0.5 + drawn())
+        return self._options.delay_s * (0.5 + self.random.random())
 
-    def is_cut(self, path: Path, up: bool) -> bool:
-        return self.cuts.get((path, up), 0) > 0
-
-    def call(self, caller: Process, path: Path, method: str, request: Any, timeout_s: float) -> Future[Any]:
-        """A unary call. Raises Unavailable, TimeoutError, or the Refusal that was answered."""
-        outcome: Future[Any] = Future()
-        caller.within(outcome, timeout_s)
-        copies = 2 if self._happens(self._options.duplicates, "call twice") else 1
-        for _ in range(copies):
-            if self.is_cut(path, True) or self._happens(self._options.loss, "request lost"):
-                self._maybe_fail(caller, outcome)
-            else:
-                self.timeline.later(self.delay_s(), self._arrive, caller, path, method, request, outcome)
-        return outcome
-
-    def _arrive(self, caller: Process, path: Path, method: str, request: Any, outcome: Future[Any]) -> None:
-        shard = self.shards.get(path[1])
-        if shard is None or not shard.process.alive or self.is_cut(path, True):
-            self._maybe_fail(caller, outcome)
-            return
-
-        def respond(answer: Any) -> None:
-            if (self.cuts and self.is_cut(path, False)) or self._happens(self._options.loss, "answer lost"):
-                self._maybe_fail(caller, outcome)
-            else:
-                act = outcome.fail if isinstance(answer, Refusal) else outcome.set
-                caller.later(self.delay_s(), act, answer)
-
-        shard.process.deliver(shard.call, method, request, respond)
-
-    def _maybe_fail(self, caller: Process, outcome: Future[Any]) -> None:
-        """The caller learns that the call is lost, or waits for its deadline."""
-        if self.healed or self.random.random() < 0.5:
-            caller.later(self.delay_s(), outcome.fail, Unavailable())
-
-    def _happens(self, probability: float, fault: str) -> bool:
+    def happens(self, probability: float, fault: str) -> bool:
         happens = not self.healed and probability > 0 and self.random.random() < probability
         if happens:
             self._faults[fault] += 1
         return happens
 
-    def attend(
-        self, client: Process, path: Path, generation: int, epoch: int, hear: Callable[[Directive], None],
-        silence_s: float,
-    ) -> Stream:  # fmt: skip
-        """Open a control stream. That it did not work shows when nothing comes, or an error."""
-        self.streams = [s for s in self.streams if not (s.client_done and s.shard_done)]
-        stream = Stream(self, client, path, generation, epoch, hear, silence_s)
-        self.streams.append(stream)
-        stream.transmit(True, stream.opened)
-        return stream
+    def is_cut(self, path: Path, up: bool) -> bool:
+        return self.cuts[path, up] > 0
+
+    def open(self, client: Process, path: Path, answer: Answer, *, is_short: bool) -> Call:
+        """Begin a call. A short one may lose its request or its answer, or arrive twice."""
+        call = Call(self, client, path, answer)
+        if is_short:
+            call.loses_request = self.happens(self._options.loss, "request lost")
+            call.loses_answer = self.happens(self._options.loss, "answer lost")
+            call.is_twice = self.happens(self._options.duplicates, "call twice")
+        self.calls = [c for c in self.calls if not c.is_over]
+        self.calls.append(call)
+        call.dial()
+        return call
 
     def gone(self, process: Process, noticed: bool) -> None:
         """A process ended. Its peers notice now, or never (the machine lost power)."""
-        for stream in self.streams:
-            shard = stream.shard
-            if stream.client is process:
-                stream.client_done = True
-                if noticed:
-                    stream.transmit(True, stream.lost_client)
-            elif shard is not None and shard.process is process:
-                stream.shard_done = True
-                if noticed:
-                    stream.transmit(False, stream.come, Unavailable())
+        for call in self.calls:
+            call.gone(process, noticed)
 
     def heal(self) -> None:
-        """From now on everything arrives, once. Streams that were held up by a cut go on, or are dead for good."""
+        """From now on everything arrives, once. Calls that were held up by a cut go on, or are dead for good."""
         self.healed = True
         self.cuts.clear()
         self.flush()
 
     def flush(self) -> None:
         """A cut ended."""
-        for stream in self.streams:
-            stream.flush()
+        for call in self.calls:
+            call.flush()
 
 
-class Stream:
-    """One Attend: directives down, reports up, each in order."""
+class Call:
+    """One call: the client's end, the shard's end, and what is between them."""
 
-    def __init__(
-        self, network: Network, client: Process, path: Path, generation: int, epoch: int,
-        hear: Callable[[Directive], None], silence_s: float,
-    ) -> None:  # fmt: skip
-        """`hear` takes each directive in the client's process, and may raise the Refusal that ends the stream there."""
-        self.client = client
+    def __init__(self, network: Network, client: Process, path: Path, answer: Answer) -> None:
         self.path = path
-        self.generation = generation
-        self.epoch = epoch
-        self.shard: ShardSide | None = None
-        self.client_done = False
-        self.shard_done = False
-        self.ended: Future[None] = Future()
-        """For the client: set when the shard ends the stream. Raises what broke it, or TimeoutError after silence."""
-        self._hear = hear
-        self._silence = Alarm(client, silence_s, self._is_silent)
+        self.loses_request = self.loses_answer = self.is_twice = False
         self._network = network
+        self._client = client
+        self._answer = answer
+        self._came: asyncio.Queue[Any] = asyncio.Queue()  # at the client
+        self._handlers: list[_Handler] = []
+        self._given_up = False  # by the client
+        self._dead = False
         self._arrives_at = {True: 0.0, False: 0.0}
         self._held: dict[bool, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {True: [], False: []}
-        self._dead = False
 
-    # ------------------------------------------------------------ the learner's end
+    @property
+    def is_over(self) -> bool:
+        """At both ends."""
+        return self._given_up and all(handler.is_over for handler in self._handlers)
 
-    def report(self, progress: Progress) -> None:
-        self.transmit(True, self._deliver_report, progress)
+    # ------------------------------------------------------------ the client's end
+
+    def dial(self) -> None:
+        self._transmit(True, self._accept)
+
+    def send(self, item: Any) -> None:
+        """Raises Unavailable once the client knows that the call is over."""
+        if self._given_up:
+            raise Unavailable("the call is over")
+        if self.loses_request:
+            self._break_or_not()
+        else:
+            self._transmit(True, self._to_handlers, item)
+
+    async def receive(self) -> Any:
+        """The next item; `End` at the end. Raises a Refusal or Unavailable."""
+        item = await self._came.get()
+        if isinstance(item, Exception):
+            self._came.put_nowait(item)  # for whoever asks again
+            raise item
+        return item
 
     def cancel(self) -> None:
-        """The learner gives the stream up."""
-        self._silence.stop()
-        if not self.client_done:
-            self.client_done = True
-            self.transmit(True, self.lost_client)
+        """Give it up. The shard may hear of it."""
+        if not self._given_up:
+            self._given_up = True
+            self._transmit(True, self._cancel_handlers)
 
     # ------------------------------------------------------------ the shard's end
 
-    def send(self, directive: Directive | Refusal | None) -> None:
-        """None ends the stream, and a Refusal refuses it."""
-        if not self.shard_done:
-            self.transmit(False, self.come, directive)
-            if directive is None or isinstance(directive, Refusal):
-                self.shard_done = True
+    def answer(self, item: Any) -> None:
+        """The shard says something; an Exception, or End, is its last word."""
+        self._network.said(item, self.path[1])
+        if self.loses_answer:
+            self._break_or_not()
+        else:
+            self._transmit(False, self._come, item)
+
+    def _accept(self) -> None:
+        serving = self._network.serving.get(self.path[1])
+        if serving is None or not serving[0].alive:
+            self._break_or_not(always=self._network.random.random() < 0.8)  # refused, or the machine is off
+            return
+        process, service = serving
+        for copy in range(2 if self.is_twice else 1):
+            handler = _Handler(self, process, self._answer, service, answers=copy == 0)
+            self._handlers.append(handler)
+            self._network.timeline.at(
+                self._network.timeline.now + (self._network.delay_s() if copy else 0.0), handler.begin, process=process
+            )
+
+    def _to_handlers(self, item: Any) -> None:
+        for handler in self._handlers:
+            handler.process.do(handler.take, (item,))
+
+    def _cancel_handlers(self) -> None:
+        for handler in self._handlers:
+            handler.process.do(handler.cancel, ())
 
     # ------------------------------------------------------------ on the way
 
@@ -192,19 +181,41 @@ class Stream:
             if self._held[up] and not self._network.is_cut(self.path, up):
                 held, self._held[up] = self._held[up], []
                 if self._network.random.random() < 0.5:
-                    self._dead = True
+                    self._die()
                 for act, args in held:
-                    self.transmit(up, act, *args)
+                    self._transmit(up, act, *args)
 
     def break_off(self, *, tell_client: bool, tell_shard: bool) -> None:
         """The connection is gone, and either end, both or none is told."""
-        self._dead = True
         if tell_client:
-            self.client.later(self._network.delay_s(), self.come, Unavailable())
-        if tell_shard and self.shard is not None:
-            self.shard.process.later(self._network.delay_s(), self.lost_client)
+            self._network.timeline.at(
+                self._network.timeline.now + self._network.delay_s(), self._come,
+                Unavailable("the connection was reset"), process=self._client,
+            )  # fmt: skip
+        if tell_shard:
+            self._network.timeline.later(self._network.delay_s(), self._cancel_handlers)
+        self._dead = True
 
-    def transmit(self, up: bool, act: Callable[..., None], *args: Any) -> None:
+    def gone(self, process: Process, noticed: bool) -> None:
+        if process is self._client:
+            self._given_up = True
+            if noticed:
+                self._transmit(True, self._cancel_handlers)
+        for handler in self._handlers:
+            if handler.process is process and not handler.is_over:
+                handler.is_over = True
+                if noticed:
+                    self._transmit(False, self._come, Unavailable("the shard is gone"))
+
+    def _die(self) -> None:
+        self._dead = True
+
+    def _break_or_not(self, *, always: bool = False) -> None:
+        """The client learns that the call is lost, or waits for its deadline."""
+        if always or self._network.healed or self._network.random.random() < 0.5:
+            self._transmit(False, self._come, Unavailable("the call was lost"))
+
+    def _transmit(self, up: bool, act: Callable[..., None], *args: Any) -> None:
         """Call `act` at the other end, after all that was sent there before."""
         if self._dead:
             return
@@ -212,54 +223,61 @@ class Stream:
         if self._held[up] or (network.cuts and network.is_cut(self.path, up)):
             self._held[up].append((act, args))
             return
-        arrives_at, after_others = network.timeline.now + network.delay_s(), self._arrives_at[up] + 1e-6
-        if arrives_at < after_others:
-            arrives_at = after_others
+        arrives_at = max(network.timeline.now + network.delay_s(), self._arrives_at[up] + 1e-6)
         self._arrives_at[up] = arrives_at
-        network.timeline.at(arrives_at, self._arrive, up, act, args)
+        network.timeline.at(arrives_at, self._arrive, act, args, process=None if up else self._client)
 
-    def _arrive(self, up: bool, act: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if self._dead:
-            return
-        if not up:
-            self.client.deliver(act, *args)
-        elif self.shard is not None:
-            self.shard.process.deliver(act, *args)
-        else:
+    def _arrive(self, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not self._dead:
             act(*args)
 
-    def opened(self) -> None:
-        shard = self._network.shards.get(self.path[1])
-        if shard is None or not shard.process.alive:
-            self.transmit(False, self.come, Unavailable())
-            self.shard_done = True
-            return
-        self.shard = shard
-        shard.process.deliver(shard.open, self)
+    def _come(self, item: Any) -> None:
+        """Something arrives at the client."""
+        if item is End or isinstance(item, Exception):
+            self._given_up = True
+        self._came.put_nowait(item)
 
-    def lost_client(self) -> None:
-        if self.shard is not None and not self.shard_done:
-            self.shard_done = True
-            self.shard.closed(self)
 
-    def _deliver_report(self, progress: Progress) -> None:
-        if self.shard is not None and not self.shard_done:
-            self.shard.heard(self, progress)
+class _Handler:
+    """What a shard's process does for one call."""
 
-    def come(self, item: Directive | Exception | None) -> None:
-        """Something arrives at the learner's end."""
-        if self.ended.done:
-            return
-        self._silence.put_off()
-        if item is None:
-            self.ended.set(None)
-        elif isinstance(item, Exception):
-            self.ended.fail(item)
-        else:
-            try:
-                self._hear(item)
-            except Refusal as refusal:
-                self.ended.fail(refusal)
+    def __init__(self, call: Call, process: Process, answer: Answer, service: ShardService, *, answers: bool) -> None:
+        self.process = process
+        self.is_over = False
+        self._call = call
+        self._answer = answer
+        self._service = service
+        self._answers = answers
+        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
 
-    def _is_silent(self) -> None:
-        self.ended.fail(TimeoutError())
+    def begin(self) -> None:
+        if not self.is_over:
+            self._task = self.process.start(self._run(), f"handler {self._call.path}")
+
+    def take(self, item: Any) -> None:
+        self._requests.put_nowait(item)
+
+    def cancel(self) -> None:
+        """The call is over, as gRPC tells a handler."""
+        self.is_over = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            async for item in self._answer(self._service, self._items()):
+                self._say(item)
+            self._say(End)
+        except Refusal as refusal:
+            self._say(refusal)
+        finally:
+            self.is_over = True
+
+    async def _items(self) -> AsyncIterator[Any]:
+        while (item := await self._requests.get()) is not End:
+            yield item
+
+    def _say(self, item: Any) -> None:
+        if self._answers and not self.is_over:
+            self._call.answer(item)

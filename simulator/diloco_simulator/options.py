@@ -17,16 +17,14 @@ from diloco_common.settings import (
     ShardSettings,
     SyncSettings,
 )
-from diloco_simulator.arithmetic import ArithmeticName
+from diloco_worker.boundary import SEED_HOLD_S
 
 FAULTS = (
     "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
-    "cut", "cut one way", "break stream",
+    "cut", "cut one way", "break calls", "not finite",
 )  # fmt: skip
-DISK_FAULTS = ("fill disk", "hurt file")
+DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
 _DEFAULTS = Settings()
-TENSORS_SHARE = 0.01
-"""Of the short schedules, those that compute on tensors."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,15 @@ class Options:
     tick_s: float
     """How often time passes for a shard's core."""
     compute_s: float
-    """Mean of what a merge takes."""
+    """Mean of what a job of a shard's compute thread takes."""
+    codec_s: float
+    """Mean of what a job of a learner's codec thread takes: a snapshot, an encoding."""
+    stutters: float
+    """How often a learner's clock jumps within a step boundary, so that it applies less."""
+    resumes: float
+    """Share of the restarted learners that go on from a checkpoint of theirs, of any age."""
+    max_pushes: int
+    """Pushes that a shard takes at once; the others are answered BUSY."""
     call_s: float
     """Deadline of a call."""
     delay_s: float
@@ -77,8 +83,6 @@ class Options:
     """Durability: 0 is "version", else the time of "interval"."""
     family: str = "memory"
     """How it was drawn."""
-    arithmetic: ArithmeticName = "tensors"
-    """What values are made of."""
     faults_from_s: float = 0.0
     """When they begin."""
     starts_s: float = 2.0
@@ -99,7 +103,8 @@ class Options:
         """After the faults are over, a cluster is well again, and has reached its budget, within this time."""
         slowest_s = 1.2 * max(self.step_s)
         rounds_s = 6 * (self.sync_every + 4) * slowest_s
-        return 4 * self.lease_s + 4 * self.call_s + 20 + rounds_s + 2 * self.budget * slowest_s
+        holds_s = SEED_HOLD_S if self.resumes else 0.0
+        return 4 * self.lease_s + 4 * self.call_s + 20 + holds_s + rounds_s + 2 * self.budget * slowest_s
 
     @cached_property
     def settings(self) -> tuple[Settings, ...]:
@@ -119,7 +124,10 @@ class Options:
             "lease": LeaseSettings(
                 lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
             ),
-            "shard": ShardSettings(index=shard_index, count=self.shards),
+            "shard": ShardSettings(
+                index=shard_index, count=self.shards, max_pushes=self.max_pushes,
+                durability="interval" if self.interval_s else "version", interval_s=self.interval_s or 1.0,
+            ),
         }  # fmt: skip
         return _DEFAULTS.model_copy(update=sections)  # each section was validated: do not do it again
 
@@ -150,12 +158,13 @@ def draw_short(seed: int) -> Options:
         progress_timeout_s=r.choice((0.0, 0.0, lease_s * r.uniform(1.0, 2.0))),
         step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.4), r.uniform(1.0, 2.0))) for _ in range(5)),
         compute_s=r.choice((0.005, 0.03, 0.1)),
+        codec_s=pace_s * r.choice((0.02, 0.1, 0.7)),
+        stutters=r.choice((0.0, 0.0, 0.3)),
         call_s=r.uniform(0.6, 1.0),
         delay_s=r.choice((0.002, 0.01, 0.06)),
         faults_from_s=r.choice((0.0, 0.6)),
         faults_s=r.uniform(1.0, 1.6),
         fault_every_s=r.uniform(0.12, 0.3),
-        arithmetic="tensors" if r.random() < TENSORS_SHARE else "numbers",
         starts_s=0.3,
         tick_s=0.35,
         look_every_s=0.2,
@@ -203,6 +212,10 @@ def draw_memory(seed: int) -> Options:
         step_s=tuple(pace_s * r.choice((1.0, r.uniform(0.7, 1.5), r.uniform(1.0, 3.0))) for _ in range(learners)),
         tick_s=0.25,
         compute_s=r.choice((0.01, 0.1, 0.3)),
+        codec_s=pace_s * r.choice((0.02, 0.1, 0.7, 1.5)),
+        stutters=r.choice((0.0, 0.0, 0.3)),
+        resumes=r.choice((0.0, 0.0, 0.7)),
+        max_pushes=r.choice((1, 2, 64, 64)),
         call_s=r.uniform(3.0, 8.0),
         delay_s=r.choice((0.002, 0.03, 0.2)),
         long_delays=r.choice((0.0, 0.01, 0.05)),

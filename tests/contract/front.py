@@ -14,14 +14,15 @@ from diloco_common import rpc
 from diloco_common.errors import LeaseExpired
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_server.service import ParameterServer
+from diloco_server.servicer import ParameterServer
 
 
 class Front(ParameterServer):
     """Serves the shard on another port. Its switches belong to the test, which sets them between calls."""
 
     def __init__(self, shard: InProcessShard) -> None:
-        super().__init__(shard.server.host, None)
+        host = shard.server.host
+        super().__init__(shard.server.service, shard.settings.run.id, None, host.telemetry.call_refused)
         self.loop = shard.loop
         self.address = ""
         self.frozen = False

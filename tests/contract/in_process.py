@@ -144,7 +144,7 @@ class InProcessShard:
         """End every control stream that is open now."""
 
         def end() -> None:
-            for stream in self.server.host._streams.values():
+            for stream in self.server.host.streams:
                 stream.end()
 
         self.loop.look(end)

@@ -14,8 +14,9 @@ from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contributi
 from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import BadLearnerId, ConfigError, InUse
+from diloco_common.identity import Identity
 from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Collect, Committed, Drain, Evicted, Pulse, Stop
+from diloco_common.messages import Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 
@@ -176,8 +177,8 @@ def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, c
 
     async def encode_slowly(*args):
         encoded = await encode(*args)
-        state.epoch, state.version, state.tokens_merged = state.epoch + 1, 1, 100
-        state.merged_versions["a"] = 1
+        epoch = state.epoch + 1
+        state.record = replace(state.record, epoch=epoch, version=1, tokens_merged=100, merged_versions={"a": 1})
         return encoded
 
     monkeypatch.setattr(host, "encode", encode_slowly)
@@ -257,7 +258,7 @@ def test_identify_refuses_ids_that_grpc_might_let_through(learner_id):
 def test_a_refused_id_is_never_written_raw(serve, written, learner_id):
     shard = serve()
 
-    shard.loop.look(lambda: shard.server.host.observer.call_refused(learner_id, "BAD_LEARNER_ID", learner_id))
+    shard.loop.look(lambda: shard.server.host.telemetry.call_refused(learner_id, "BAD_LEARNER_ID", learner_id))
 
     lines = written.getvalue().split("\n")
     assert all(line.isprintable() for line in lines)
@@ -429,9 +430,8 @@ def test_the_older_process_is_told_even_if_the_newer_attends_at_once(serve, cloc
     def both_at_once() -> None:
         # As when Join and Attend of the newer come before the older's stream is written to.
         host = shard.server.host
-        member = host.shard.join("a", "another process", TENSORS, clock())
-        host.advance()
-        host.open_stream(member)
+        answer = host.join("a", JoinRequest(rpc.PROTOCOL, "another process", TENSORS))
+        host.attend(Identity(host.settings.run.id, "a", answer.generation, answer.epoch))
 
     newer.loop.look(both_at_once)
 
@@ -449,7 +449,7 @@ def test_a_stream_that_the_learner_ends_or_cuts_leaves_the_lease(serve, clock):
     rude = a.attend()
     rude.hear(Pulse)
     rude.cancel()
-    until(lambda: not shard.server.host._streams, "the cut stream is forgotten")
+    until(lambda: not shard.server.host.streams, "the cut stream is forgotten")
 
     assert shard.member_state("a") == "alive"
     a.attend().hear(Pulse)

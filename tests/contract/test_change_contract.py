@@ -18,7 +18,7 @@ from diloco_common.codec import Payload, decode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.messages import Collect, Committed
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_worker.observer import pull_global_model
+from diloco_worker.global_model import pull_global_model
 from waiting import until
 
 
@@ -167,7 +167,7 @@ Anchors = dict[tuple[int, int], bytes]
 def note_anchors(training: Any, seen: Anchors) -> None:
     """Fragment, version -> bytes of the anchor."""
     for i, fragment in training.learner.core.fragments.items():
-        seen[i, fragment.version] = fragment.anchor.numpy().tobytes()
+        seen[i, fragment.version] = fragment.tensors.anchor.numpy().tobytes()
 
 
 def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
@@ -178,7 +178,7 @@ def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
     if any(fragments[i].version != version for i, (version, _) in latest.items()):
         return False
     for i, (_, payload) in latest.items():
-        assert fragments[i].anchor.numpy().tobytes() == decoded(payload).numpy().tobytes()
+        assert fragments[i].tensors.anchor.numpy().tobytes() == decoded(payload).numpy().tobytes()
     return True
 
 

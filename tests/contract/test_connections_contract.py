@@ -160,7 +160,7 @@ def test_idle_connections_do_not_keep_a_learner_from_attending(serve):
 
 
 def test_a_learner_that_reads_nothing_is_cut_off_at_the_bound(serve, clock, monkeypatch):
-    monkeypatch.setattr("diloco_server.host.BACKLOG_MAX", 50)
+    monkeypatch.setattr("diloco_server.control_streams.BACKLOG_MAX", 50)
     shard = serve(settings_with(), clock)
     a = shard.caller("a")
     a.join()
@@ -171,7 +171,7 @@ def test_a_learner_that_reads_nothing_is_cut_off_at_the_bound(serve, clock, monk
         for _ in range(500):
             shard.core.send_pulses()
         shard.server.host.advance()
-        return len(shard.server.host._streams)
+        return len(shard.server.host.streams)
 
     shard.loop.look(flood)
 

@@ -68,7 +68,7 @@ def test_a_shard_ends_quietly_while_its_disk_refuses(
         shard = ShardServer(Settings.model_validate({"shard": {"data_dir": tmp_path, "listen": "127.0.0.1:0"}}))
         await shard.start()
         monkeypatch.setattr(FileStore, "save", refuse)
-        shard.host._start(shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
+        shard.host.start(lambda: shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
         jobs = list(shard.host._jobs)
         await shard.stop()
         await asyncio.wait(jobs, timeout=20.0)

@@ -10,7 +10,7 @@ from torch import nn
 
 import diloco_worker
 from diloco_server import server
-from diloco_server.service import ParameterServer
+from diloco_server.servicer import ParameterServer
 
 
 class LateGoodbye(ParameterServer):
@@ -18,7 +18,7 @@ class LateGoodbye(ParameterServer):
 
     async def Leave(self, request: Any, context: Any) -> Any:
         answer = await super().Leave(request, context)
-        for stream in list(self._host._streams.values()):
+        for stream in list(self._service._host.streams):
             stream.end()
         await asyncio.sleep(0.3)
         return answer

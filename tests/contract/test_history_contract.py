@@ -6,8 +6,8 @@ from pathlib import Path
 
 from in_process import settings_with
 
-from diloco_deploy.chaos.checks import violations
-from diloco_deploy.chaos.histories import read_histories
+from diloco_common.history import read_histories
+from diloco_common.judge import violations
 
 
 def test_recorded_histories_tell_what_happened_and_keep_the_promises(serve, train, tmp_path: Path) -> None:
@@ -27,14 +27,14 @@ def test_recorded_histories_tell_what_happened_and_keep_the_promises(serve, trai
 
     found = read_histories(folder)
     assert violations(found) == []
-    assert (sorted(found.shards), sorted(found.workers)) == (["shard-0"], ["a", "b"])
+    assert (sorted(found.shards), sorted(found.learners)) == (["shard-0"], ["a", "b"])
     assert found.num_fragments == 2
     merges = found.merges()
     assert {(m.fragment, m.version) for m in merges} >= {(fragment, v) for fragment in (0, 1) for v in (1, 2, 3)}
     assert {m.learner for m in merges} == {"a", "b"}
-    (life,) = found.workers["a"]
-    steps = [line["step"] for line in life.of("stepped")]
+    (process,) = found.learners["a"]
+    steps = [line["step"] for line in process.of("stepped")]
     assert steps == list(range(1, len(steps) + 1))
-    assert [line["what"] for line in life.lines][-1] == "ended"
+    assert [line["what"] for line in process.lines][-1] == "ended"
     gone = [line["code"] for line in found.shards["shard-0"][0].of("gone")]
     assert gone == ["LEFT", "LEFT"]

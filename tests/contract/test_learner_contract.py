@@ -110,13 +110,13 @@ def test_training_goes_on_without_the_shard_and_its_work_arrives_after(serve, tr
     step_before = a.learner.core.inner_step
     for _ in range(50):
         a.step()
-    until(lambda: not a.link.connected, "the loss is noticed")
+    until(lambda: not a.connection.is_up, "the loss is noticed")
     assert a.learner.core.inner_step == step_before + 50
 
     second = serve(settings_with(sync=exact(), shard={"listen": address}))
     a.until(lambda: second.version() >= 2 if second.core.fragments else False, "versions of its second life")
     assert second.member_state("a") == "alive"
-    assert a.link.session.epoch == second.core.epoch
+    assert a.connection.state.epoch == second.core.epoch
     assert second.core.tokens_merged > tokens_merged  # goes on from what the learner knew
 
 
@@ -147,7 +147,7 @@ def test_a_shard_that_falls_silent_is_dialed_again(serve, front, train, written)
     between = front(shard)
     a = train(between.address, "a")
     a.until(lambda: shard.version() >= 1, "a version")
-    generation = a.link.session.generation
+    generation = a.generation
 
     between.frozen = True
     a.until(lambda: "silent for 0.2 s" in written.getvalue(), "the silence is noticed")
@@ -157,7 +157,7 @@ def test_a_shard_that_falls_silent_is_dialed_again(serve, front, train, written)
     version = shard.version()
     a.until(lambda: shard.version() > version + 1, "versions after the thaw")
     assert len(between.attends) > attends - 1
-    assert a.link.session.generation == generation
+    assert a.generation == generation
     assert shard.ledger.participants == shard.ledger.rounds
 
 
@@ -190,13 +190,13 @@ def test_an_evicted_learner_joins_again_by_itself(serve, front, train, written):
     between = front(shard)
     a = train(between.address, "a")
     a.until(lambda: shard.version() >= 1, "a version")
-    generation = a.link.session.generation
+    generation = a.generation
 
     between.deaf = True
     a.until(lambda: shard.ledger.evictions["LEASE_EXPIRED"] >= 1, "a is evicted")
     between.deaf = False
     version = shard.version()
-    a.until(lambda: a.link.session.generation > generation and shard.version() > version, "a contributes again")
+    a.until(lambda: a.generation > generation and shard.version() > version, "a contributes again")
 
     assert "was silent for more than 0.4 s (lease.lease_s); join again" in written.getvalue()
 
@@ -232,7 +232,7 @@ def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_a
     between.refuse_join = True
 
     resumed = train(addresses, "resumed", seed=1, resumed=True)
-    assert [f.adopted for f in resumed.learner.core.fragments.values()] == [True, False]
+    assert [f.is_adopted for f in resumed.learner.core.fragments.values()] == [True, False]
     versions = [shard.version(i) for i, shard in enumerate(shards)]
     resumed.until(lambda: shards[0].version() > versions[0] + 3, "versions with the shard that is there")
     alone = resumed.learner.core.tokens
@@ -261,7 +261,7 @@ def test_a_resumed_learner_lets_a_new_one_begin_a_run_of_which_nothing_is_left(s
 
 
 def test_a_resumed_learner_to_whom_nobody_comes_begins_with_what_it_has(serve, train, monkeypatch):
-    monkeypatch.setattr("diloco_worker.learner.SEED_HOLD_S", 0.2)
+    monkeypatch.setattr("diloco_worker.boundary.SEED_HOLD_S", 0.2)
     shard = serve(settings_with())
     train(shard.address, "resumed", seed=1, resumed=True)
     assert shard.version() == 0
@@ -343,7 +343,7 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
 
 def _break_streams(shard: InProcessShard) -> None:
     def end() -> None:
-        for stream in shard.server.host._streams.values():
+        for stream in shard.server.host.streams:
             stream.end()
 
     shard.loop.look(end)

@@ -181,14 +181,14 @@ REFUSED_BY_HEADER: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = 
 def test_a_push_is_refused_by_its_header_alone(opened, written, changes, payload_changes, code, words):
     payload = contribution()
     header = replace(opened.a.header(payload), payload=replace(payload.header, **payload_changes), **changes)
-    before, received = opened.shard.state(), opened.shard.server.host.observer.bytes_pushed
+    before, received = opened.shard.state(), opened.shard.server.host.telemetry.bytes_pushed
 
     answer = opened.a.push_messages(messages(header), hold=True)  # no chunk is ever sent
 
     assert (answer.outcome, answer.code) == (REJECTED, code)
     assert words in answer.message
     assert opened.shard.state() == before
-    assert opened.shard.server.host.observer.bytes_pushed == received
+    assert opened.shard.server.host.telemetry.bytes_pushed == received
     assert opened.shard.ledger.rejected == {code: 1}
     assert opened.shard.ledger.tokens_refused[code] == header.tokens
     assert opened.shard.metric("contributions_rejected_total", code=code) == 1
@@ -400,10 +400,10 @@ def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock)
     async def torn() -> Any:
         call = opened.a.stub.Push(metadata=opened.a.metadata())
         sent = messages(header, *payload.chunks)
-        received = shard.server.host.observer.bytes_pushed
+        received = shard.server.host.telemetry.bytes_pushed
         for message in sent[:-1]:
             await call.write(message)
-        while shard.server.host.observer.bytes_pushed < received + len(payload.chunks[0]):
+        while shard.server.host.telemetry.bytes_pushed < received + len(payload.chunks[0]):
             await shard.server.host.compute("encode", lambda: None)
         clock.now += shard.settings.lease.lease_s + 1
         shard.server.host.advance()
@@ -504,7 +504,7 @@ def test_more_pushes_at_once_than_allowed_are_told_to_come_again(serve, clock):
         first = opened.a.stub.Push(metadata=opened.a.metadata())
         await first.write(messages(opened.a.header(payload))[0])
         await first.write(pb.PushRequest(chunk=payload.chunks[0]))
-        received = shard.server.host.observer
+        received = shard.server.host.telemetry
         while not received.bytes_pushed % 605:
             await shard.server.host.compute("encode", lambda: None)
         try:

@@ -40,7 +40,7 @@ def seed_of(caller: Caller, fragment_id: int) -> tuple[PushHeader, list[pb.PushR
 
 def begin(caller: Caller, fragment_id: int) -> Any:
     """A push of a seed that stays open; returns once its first chunk has come in."""
-    observer = caller.shard.server.host.observer
+    observer = caller.shard.server.host.telemetry
     before = observer.bytes_pushed
     _, messages = seed_of(caller, fragment_id)
 

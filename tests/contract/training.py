@@ -48,6 +48,12 @@ class Training:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
     @property
-    def link(self) -> Any:
+    def connection(self) -> Any:
         """Of a learner with one shard."""
-        return self.learner.network.links[0]
+        (connection,) = self.learner.connections
+        return connection
+
+    @property
+    def generation(self) -> int:
+        """Of its lease, with one shard."""
+        return int(self.connection.state.lease.generation)

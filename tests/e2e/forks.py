@@ -19,7 +19,7 @@ from diloco_common.child import end_with_parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["diloco_server.server", "diloco_worker.builtin.training", "diloco_worker.network", "torch._dynamo"]
+    ["diloco_server.server", "diloco_worker.builtin.training", "diloco_worker.joining", "torch._dynamo"]
 )
 """What takes seconds to import; the first optimizer that steps would import torch._dynamo."""
 

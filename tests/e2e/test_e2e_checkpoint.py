@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco_deploy.cli import main
 from diloco_server.storage.checkpoint import read_manifest
 from diloco_server.storage.filesystem import Disk
-from diloco_worker.observer import pull_global_model
+from diloco_worker.global_model import pull_global_model
 
 FRAGMENTS = 4
 pytestmark = pytest.mark.timeout(300)

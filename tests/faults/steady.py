@@ -266,8 +266,8 @@ def _learn(name: str, shards: str, options: Options, control: Connection, log: P
     noise = torch.Generator().manual_seed(sum(name.encode()))
     history, stepping = History(), True
     with diloco_worker.join(shards, model, learner_id=name) as learner:
-        for link in learner.network.links:
-            link._hear = _remembering(link._hear, history)  # type: ignore[method-assign]
+        for connection in learner.connections:
+            connection._hear = _remembering(connection._hear, history)  # type: ignore[method-assign]
         ended = time.monotonic()
         while True:
             if stepping:
@@ -311,14 +311,14 @@ def _look(learner: diloco_worker.Learner, history: History) -> None:
     """Note which versions it holds."""
     assert learner.core is not None
     history.tokens = learner.core.tokens
-    history.connected = [link.connected for link in learner.network.links]
-    history.reconnects = sum(link.connections - 1 for link in learner.network.links)
+    history.connected = [connection.is_up for connection in learner.connections]
+    history.reconnects = sum(connection.times_up - 1 for connection in learner.connections)
     for fragment_id, fragment in learner.core.fragments.items():
         identity = fragment.epoch, fragment.version
         history.merged_tokens[fragment_id] = learner.core.tokens - fragment.tokens_since(learner.core.tokens)
-        if history.at.get(fragment_id) == identity or fragment.anchor is None:
+        if history.at.get(fragment_id) == identity or fragment.tensors.anchor is None:
             continue
         history.at[fragment_id] = identity
-        found = digest(fragment.anchor)
+        found = digest(fragment.tensors.anchor)
         if history.held.setdefault((fragment_id, *identity), found) != found:
             history.mixed.append(f"fragment {fragment_id} version {identity}")

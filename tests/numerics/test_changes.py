@@ -147,7 +147,7 @@ def trained(pull: str) -> tuple[TinyText, Counter[str]]:
         for fragment_id in range(FRAGMENTS):
             published = decoded(cluster.shards[0].shard.published(fragment_id)[1])
             for learner in cluster.learners.values():
-                anchor = learner.core.fragments[fragment_id].anchor
+                anchor = learner.core.fragments[fragment_id].tensors.anchor
                 assert anchor is not None
                 assert same_bits(anchor, published)
     return models[0], sum((learner.pulled for learner in cluster.learners.values()), Counter())

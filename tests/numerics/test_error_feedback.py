@@ -58,15 +58,15 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
         fate = chance.choice(fates)
         move = train(version)
         core.collect(Collect(0, version, 1), epoch=1)
-        (pending,) = core.snapshots()
-        anchor = core.fragments[0].anchor
+        (contribution,) = core.contribute()
+        anchor = core.fragments[0].tensors.anchor
         assert anchor is not None
-        progress = (anchor - pending.take_snapshot()).double()
-        tokens = pending.tokens
-        payload = pending.encode(encoding)
+        progress = (anchor - contribution.tensors.take_snapshot()).double()
+        tokens = contribution.tokens
+        payload = contribution.tensors.encode(encoding)
         if fate == "asked twice":
             core.collect(Collect(0, version, 1), epoch=1)
-            assert core.snapshots() == [pending], "the contribution under way is offered again"
+            assert core.contribute() == [contribution], "the contribution under way is offered again"
         late_move = train(1000 + version)  # between the snapshot and the version
         if fate == "late":
             core.answered(0, version, LATE)
@@ -76,9 +76,9 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
             core.answered(0, version, ACCEPTED)
         world += 0.02 * random_values(SIZE, 2000 + version)  # the others' work
         if fate in ("merged", "asked twice"):
-            contribution = decoded(payload)
-            world -= contribution
-            sent += contribution.double()
+            pushed = decoded(payload)
+            world -= pushed
+            sent += pushed.double()
             tokens_merged += tokens
             last_merged = version
             if on_commit == "overwrite":
@@ -90,13 +90,13 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
     train(seed=3000)
     meant += 0.01 * random_values(SIZE, 3000).double()
     core.collect(Collect(0, 41, 1), epoch=1)
-    (pending,) = core.snapshots()
-    left = pending.delta().double()  # the residual, and what no contribution held yet
+    (contribution,) = core.contribute()
+    left = contribution.tensors.delta().double()  # the residual, and what no contribution held yet
 
     torch.testing.assert_close(sent + left, meant, rtol=0, atol=2e-5)
     assert float(sent.abs().max()) > 0.01, "nothing was sent"
     if on_commit == "carry":
-        assert tokens_merged + pending.tokens == core.tokens
+        assert tokens_merged + contribution.tokens == core.tokens
     assert core.contributions["merged"] + core.contributions["carried"] == 40
 
 
@@ -109,13 +109,13 @@ def test_without_error_feedback_what_the_encoding_lost_is_gone() -> None:
     model.w.sub_(random_values(SIZE, 1))
     core.stepped(1)
     core.collect(Collect(0, 1, 1), epoch=1)
-    (pending,) = core.snapshots()
-    sent = decoded(pending.encode("int4"))
-    anchor = core.fragments[0].anchor
+    (contribution,) = core.contribute()
+    sent = decoded(contribution.tensors.encode("int4"))
+    anchor = core.fragments[0].tensors.anchor
     assert anchor is not None
     core.arrived(0, 1, 1, anchor - sent, 1)
     core.stepped(1)
     core.collect(Collect(0, 2, 1), epoch=1)
-    (pending,) = core.snapshots()
-    assert float(pending.delta().abs().max()) < 1e-6
+    (contribution,) = core.contribute()
+    assert float(contribution.tensors.delta().abs().max()) < 1e-6
     assert float((sent - random_values(SIZE, 1)).abs().max()) > 0.1

@@ -15,7 +15,7 @@ from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, 
 from diloco_worker.builtin.data import TokenStream
 from diloco_worker.builtin.evaluation import evaluate
 from diloco_worker.builtin.gpt import build_gpt
-from diloco_worker.builtin.training import Diary, InnerStep, Saver, choose_device, make_optimizer, train
+from diloco_worker.builtin.training import InnerStep, ProgressLog, Saver, choose_device, make_optimizer, train
 
 MODEL = ModelSettings(layers=1, heads=2, width=32, context=16)
 TRAIN = TrainSettings(batch=4, lr=1e-2, warmup=0.1)
@@ -185,7 +185,7 @@ def test_the_cpu_can_be_asked_for_and_auto_finds_something():
 
 def test_the_diary_says_the_mean_loss_since_its_last_line(caplog):
     now = 0.0
-    diary = Diary(Log("ann"), Alone(9), every_s=10.0, clock=lambda: now)
+    diary = ProgressLog(Log("ann"), Alone(9), every_s=10.0, clock=lambda: now)
     caplog.set_level(logging.INFO, logger="diloco")
     for step, (now, loss) in enumerate([(0.0, 5.0), (4.0, 4.0), (12.0, 2.0), (13.0, 1.0)], start=1):  # noqa: B007
         diary(InnerStep(TrainingProgress(step, 100 * step), torch.tensor(loss), 0.1))

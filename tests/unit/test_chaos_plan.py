@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_deploy.chaos.plan import LINK, START_S, Fault, Harm, make_plan
+from diloco_deploy.chaos.plan import LINK, START_S, Fault, FaultKind, make_plan
 
 SHARDS = ["shard-0", "shard-1"]
 WORKERS = [f"worker-{i}" for i in range(8)]
@@ -16,7 +16,7 @@ def plan(seed: int = 1, seconds: float = 600.0, dead_share: float = 0.2, workers
 
 
 def away_s(fault: Fault) -> float:
-    return fault.for_s + (START_S if fault.harm is Harm.KILL else 0.0)
+    return fault.for_s + (START_S if fault.kind is FaultKind.KILL else 0.0)
 
 
 def test_a_plan_is_a_function_of_its_seed():
@@ -27,9 +27,9 @@ def test_a_plan_is_a_function_of_its_seed():
 def test_a_known_seed_replays():
     """A seed that somebody reports must mean the same later on."""
     first = plan(seed=1, seconds=60.0)[:2]
-    assert [(fault.at_s, fault.harm, fault.target) for fault in first] == [
-        (1.04, Harm.FREEZE, "worker-3"),
-        (7.48, Harm.KILL, "worker-2"),
+    assert [(fault.at_s, fault.kind, fault.target) for fault in first] == [
+        (1.04, FaultKind.FREEZE, "worker-3"),
+        (7.48, FaultKind.KILL, "worker-2"),
     ]
 
 
@@ -63,27 +63,27 @@ def test_nobody_is_hurt_before_it_is_back_and_one_worker_is_always_well(seed: in
 
 @pytest.mark.parametrize("seed", range(5))
 def test_shards_and_workers_are_killed_and_frozen(seed: int):
-    kinds = {(fault.harm, fault.target.partition("-")[0]) for fault in plan(seed)}
-    assert kinds == {(harm, kind) for harm in (Harm.KILL, Harm.FREEZE) for kind in ("shard", "worker")}
+    hit = {(fault.kind, fault.target.partition("-")[0]) for fault in plan(seed)}
+    assert hit == {(kind, role) for kind in (FaultKind.KILL, FaultKind.FREEZE) for role in ("shard", "worker")}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_only_disks_of_shards_are_filled_and_only_where_asked_for(seed: int):
-    filled = {fault.target for fault in plan(seed, disk_full=True) if fault.harm is Harm.FILL}
+    filled = {fault.target for fault in plan(seed, disk_full=True) if fault.kind is FaultKind.FILL}
     assert filled == set(SHARDS)
-    assert all(fault.harm is not Harm.FILL for fault in plan(seed))
+    assert all(fault.kind is not FaultKind.FILL for fault in plan(seed))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_links_are_cut_between_a_worker_and_a_shard_and_only_where_they_can_be(seed: int):
-    cut = [fault for fault in plan(seed, links=True) if fault.harm is Harm.CUT]
+    cut = [fault for fault in plan(seed, links=True) if fault.kind is FaultKind.CUT]
     assert 4 <= len(cut) <= 24
     for fault in cut:
         worker, shard = fault.target.split(LINK)
         assert worker in WORKERS
         assert shard in SHARDS
         assert 1.0 <= fault.for_s <= 10.0
-    assert all(fault.harm is not Harm.CUT for fault in plan(seed))
+    assert all(fault.kind is not FaultKind.CUT for fault in plan(seed))
 
 
 def test_without_time_there_are_no_faults():
@@ -91,4 +91,4 @@ def test_without_time_there_are_no_faults():
 
 
 def test_a_fault_reads_as_a_line():
-    assert str(Fault(12.5, Harm.KILL, "worker-3", 8.25)) == "   12.5 s  kill    worker-3               for 8.2 s"
+    assert str(Fault(12.5, FaultKind.KILL, "worker-3", 8.25)) == "   12.5 s  kill    worker-3               for 8.2 s"

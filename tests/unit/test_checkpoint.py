@@ -50,7 +50,7 @@ def version_of(fragment_id: int, version: int) -> StoredVersion:
 
 def open_shard(folder: Path, index: int, run: str = "run") -> FileStore:
     origin = Origin(run, index, NUM_SHARDS, 6, "nesterov", "bfloat16")
-    store = FileStore(Disk(folder / f"shard-{index}"), origin, epoch_unknown=LONG_AGO)
+    store = FileStore(Disk(folder / f"shard-{index}"), origin, first_epoch=LONG_AGO)
     store.recover()
     return store
 
@@ -327,7 +327,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_any_number_of_shards(cluster: Pa
     found = {}
     for index in range(num_shards):
         origin = Origin("run", index, num_shards, 6, "nesterov", "bfloat16")
-        store = FileStore(Disk(cluster / "new" / f"shard-{index}"), origin, epoch_unknown=LONG_AGO)
+        store = FileStore(Disk(cluster / "new" / f"shard-{index}"), origin, first_epoch=LONG_AGO)
         recovered = store.recover()
         assert (store.epoch, recovered.manifest, recovered.damage) == (LONG_AGO, manifest, [])
         owned = {f.fragment_id for f in manifest.owned_by(index)}

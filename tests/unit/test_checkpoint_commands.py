@@ -25,7 +25,7 @@ MODEL = cut(TENSORS, 6, 2)
 def save(folder: Path, *versions: int, run: str = "trial") -> None:
     for index in range(2):
         store = FileStore(
-            Disk(folder / f"shard-{index}"), Origin(run, index, 2, 6, "nesterov", "int8"), epoch_unknown=LONG_AGO
+            Disk(folder / f"shard-{index}"), Origin(run, index, 2, 6, "nesterov", "int8"), first_epoch=LONG_AGO
         )
         store.recover()
         for fragment in MODEL.owned_by(index):

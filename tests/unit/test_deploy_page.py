@@ -26,8 +26,9 @@ def test_a_block_that_is_not_run_says_why(page: Path) -> None:
     assert all(len(name.removeprefix(UNTESTED).split()) > 2 for name in untested)
 
 
-def test_the_readme_shows_commands_of_the_page(repository: Path, page: Path) -> None:
-    (shown,) = re.findall(r"^## In containers\n+```sh\n(.*?)^```", (repository / "README.md").read_text(), re.M | re.S)
+def test_getting_started_shows_commands_of_the_page(repository: Path, page: Path) -> None:
+    text = (repository / "docs/getting-started.md").read_text()
+    (shown,) = re.findall(r"^## In containers\n+```sh\n(.*?)^```", text, re.M | re.S)
     commands = "\n".join(followed(page).values())
     for line in shown.splitlines():
         assert line.partition("  #")[0].strip() in commands

@@ -32,7 +32,7 @@ def files(disk: FakeDisk) -> list[str]:
 def test_a_folder_that_is_new_holds_nothing() -> None:
     store = open_store(FakeDisk())
     recovered = store.recover()
-    assert (store.epoch, recovered.manifest, recovered.versions, recovered.damage) == (1, None, [], [])
+    assert (store.epoch, recovered.manifest, recovered.versions, recovered.damage) == (LONG_AGO, None, [], [])
 
 
 def test_what_was_saved_comes_back_with_its_model() -> None:
@@ -128,7 +128,17 @@ def test_a_crash_while_starting_never_gives_an_epoch_twice(at: int, seed: int) -
 
 def test_epochs_count_the_starts() -> None:
     disk = FakeDisk()
-    assert [open_store(disk).epoch for _ in range(3)] == [1, 2, 3]
+    assert [open_store(disk).epoch for _ in range(3)] == [LONG_AGO, LONG_AGO + 1, LONG_AGO + 2]
+
+
+def test_an_emptied_folder_begins_an_epoch_that_none_of_its_versions_had() -> None:
+    """Else two versions would have one name, and a learner that holds the first would ignore the second."""
+    disk = FakeDisk()
+    emptied = FileStore(disk, ORIGIN, first_epoch=LONG_AGO).epoch
+    for name in disk.names():
+        disk.lose(name)
+
+    assert FileStore(disk, ORIGIN, first_epoch=LONG_AGO + 60).epoch > emptied
 
 
 # ------------------------------------------------------------------ disks that refuse

@@ -49,7 +49,8 @@ def test_what_was_merged_is_told_to_the_process_that_contributed_it(
     shard: Shard, process_id: str, merged_version: int
 ) -> None:
     shard.join("cat", "process 1", MODEL, 0.0)
-    shard.fragments[0].merged_versions["cat"], shard.fragments[0].merged_by["cat"] = 3, "process 1"
+    record = shard.fragments[0].record
+    record.merged_versions["cat"], record.merged_by["cat"] = 3, "process 1"
 
     shard.join("cat", process_id, MODEL, 0.1)
 

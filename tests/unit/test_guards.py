@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -25,7 +24,8 @@ from diloco_common.errors import (
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import PushHeader
 from diloco_server.core import guards
-from diloco_server.core.fragment import NORMS_MIN, FragmentState
+from diloco_server.core.fragment import NORMS_MIN, FragmentState, Phase
+from diloco_server.core.record import Record
 from diloco_server.core.rounds import Round, total_norm
 
 MANIFEST = cut([TensorSpec("w", (100,))], 1, 1)
@@ -37,11 +37,8 @@ HEADER = PushHeader(
 
 def make_state(norms: list[float] | None = None, seed_norm: float = 0.0) -> FragmentState:
     """Version 5, and round 6 has asked a and b, of whom b is lost."""
-    state = FragmentState(
-        MANIFEST.fragments[0], deque(norms or [], maxlen=64), seed_norm=seed_norm, version=5, epoch=3, seeded=True
-    )
-    state.round = Round(6, 0.0, {"a": 1, "b": 2}, lost={"b"})
-    return state
+    record = Record(0, 3, 5, {}, {}, 0, tuple(norms or ()), seed_norm)
+    return FragmentState(MANIFEST.fragments[0], record, Phase.COLLECTING, Round(6, 0.0, {"a": 1, "b": 2}, lost={"b"}))
 
 
 def test_what_is_right_passes() -> None:
@@ -64,7 +61,7 @@ def test_what_is_right_passes() -> None:
         ({"epoch": 4}, WrongEpoch, "version 5 of epoch 4 is over"),
     ],
 )
-def test_another_model_or_another_life_of_the_shard(
+def test_another_model_or_another_epoch_of_the_shard(
     changes: dict[str, object], error: type[Refusal], words: str
 ) -> None:
     header = replace(HEADER, **changes)  # type: ignore[arg-type]
@@ -81,16 +78,16 @@ def test_another_model_or_another_life_of_the_shard(
     ("epoch", "base_version", "in_line"),
     [
         (7, 5, True),  # the latest version
-        (3, 4, True),  # what this life began with
+        (3, 4, True),  # what this epoch began with
         (3, 2, True),  # before it
-        (3, 5, False),  # announced by the earlier life, and lost: its number was given again
-        (5, 4, False),  # of no life that this version came from
+        (3, 5, False),  # announced in the earlier epoch, and lost: its number was given again
+        (5, 4, False),  # of no epoch that this version came from
     ],
 )
 def test_a_base_version_is_one_that_the_latest_version_came_from(epoch: int, base_version: int, in_line: bool) -> None:
     """P4: the shard came back with version 4 of epoch 3, and has made version 5 in epoch 7."""
     state = make_state()
-    state.epoch, state.recovered = 7, (3, 4)
+    state.record, state.recovered = replace(state.record, epoch=7), (3, 4)
     assert guards.is_in_line(replace(HEADER, epoch=epoch, base_version=base_version), state, 7) is in_line
 
 
@@ -125,7 +122,7 @@ def test_staleness_within_its_bound_passes(base_version: int) -> None:
 
 def test_no_round_is_open() -> None:
     state = make_state()
-    state.round = None
+    state.phase, state.collected = Phase.RESTING, None
     with pytest.raises(WrongRound, match="round 6 is not open"):
         guards.check_round(HEADER, state, "a", 8)
 

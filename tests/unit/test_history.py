@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_common.history import History, fingerprint, read_history
+from diloco_common.history import HistoryFile, MemoryHistory, fingerprint, read_histories, read_history
 
 
 def ticking():
@@ -12,11 +12,11 @@ def ticking():
     return lambda: float(next(times))
 
 
-def test_the_lives_of_a_process_follow_each_other(tmp_path: Path) -> None:
-    first = History(tmp_path / "history", "ann", ticking())
-    first.write("born", role="worker")
+def test_processes_of_one_name_follow_each_other(tmp_path: Path) -> None:
+    first = HistoryFile(tmp_path / "history", "ann", ticking())
+    first.write("born", role="learner")
     first.write("stepped", step=1)
-    History(tmp_path / "history", "ann", ticking()).write("born", role="worker")
+    HistoryFile(tmp_path / "history", "ann", ticking()).write("born", role="learner")
 
     lines = read_history(tmp_path / "history" / "ann.jsonl")
     assert [line["what"] for line in lines] == ["born", "stepped", "born"]
@@ -24,22 +24,40 @@ def test_the_lives_of_a_process_follow_each_other(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
-    History(tmp_path, "ann", ticking()).write("stepped", step=1)
+    HistoryFile(tmp_path, "ann", ticking()).write("stepped", step=1)
     path = tmp_path / "ann.jsonl"
     with path.open("ab") as file:
         file.write(b'{"t":1.0,"what":"stepp')
 
-    History(tmp_path, "ann", ticking()).write("born")
+    HistoryFile(tmp_path, "ann", ticking()).write("born")
 
     assert [line["what"] for line in read_history(path)] == ["stepped", "born"]
 
 
 def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    history = History(tmp_path, "ann", ticking())
+    history = HistoryFile(tmp_path, "ann", ticking())
     for step in range(3):
         history.write("stepped", step=step)
         assert len(read_history(tmp_path / "ann.jsonl")) == step + 1
 
 
+def test_all_histories_of_a_folder_are_read(tmp_path: Path) -> None:
+    HistoryFile(tmp_path, "shard-0", ticking()).write("born", role="shard", epoch=3)
+    for _ in range(2):
+        HistoryFile(tmp_path, "ann", ticking()).write("born", role="learner", step=0, tokens=0)
+
+    found = read_histories(tmp_path)
+    assert [process.epoch for process in found.shards["shard-0"]] == [3]
+    assert [process.number for process in found.learners["ann"]] == [0, 1]
+
+
+def test_a_history_in_memory_has_the_same_lines(tmp_path: Path) -> None:
+    on_disk, in_memory = HistoryFile(tmp_path, "ann", ticking()), MemoryHistory(ticking())
+    for history in (on_disk, in_memory):
+        history.write("born", role="learner", step=0, tokens=0)
+        history.write("stepped", step=1, tokens=8)
+    assert in_memory.lines == read_history(tmp_path / "ann.jsonl")
+
+
 def test_the_fingerprint_is_crc32c() -> None:
-    assert fingerprint(b"123456789") == "e3069283"
+    assert fingerprint(b"123456789") == fingerprint(b"1234", b"56789") == "e3069283"

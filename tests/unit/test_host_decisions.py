@@ -9,16 +9,28 @@ import torch
 
 from diloco_common.codec import encode_payload
 from diloco_common.errors import NotFinite
+from diloco_common.logs import Log
 from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.metrics import ShardMetrics
+from diloco_common.ports import Clock
 from diloco_common.settings import Settings
 from diloco_server.core import arithmetic
 from diloco_server.core.effects import MergeRound, SeedFragment
 from diloco_server.core.fragment import FragmentState
 from diloco_server.host import ShardHost
-from diloco_server.storage.store import MemoryStore
+from diloco_server.server import real_world
+from diloco_server.storage.store import MemoryStore, Store
 from diloco_server.storage.version import StoredVersion
 from waiting import until_async
+
+EPOCH = 1
+
+
+def make_host(clock: Clock = lambda: 0.0, store: Store | None = None) -> ShardHost:
+    log = Log("shard-0")
+    return ShardHost(
+        Settings(), store or MemoryStore(EPOCH), real_world(), metrics=ShardMetrics(), log=log, clock=clock
+    )
 
 
 class CountingClock:
@@ -35,11 +47,11 @@ class CountingClock:
 def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
     async def decisions() -> list[int]:
         clock = CountingClock()
-        host = ShardHost(Settings(), MemoryStore(), ShardMetrics(), clock)
+        host = make_host(clock)
         counts, begun = [], clock.asked
         for _ in range(2):
             for _ in range(1000):
-                host.advance_soon()
+                host.advance_later()
             counts.append(clock.asked - begun)
             await until_async(lambda: clock.asked - begun > counts[-1], "a decision")
             counts.append(clock.asked - begun)
@@ -52,9 +64,9 @@ def test_events_that_come_together_are_decided_on_once_and_soon() -> None:
 def test_no_decision_follows_the_end() -> None:
     async def decisions_after_the_end() -> int:
         clock = CountingClock()
-        host = ShardHost(Settings(), MemoryStore(), ShardMetrics(), clock)
+        host = make_host(clock)
         host.advance()
-        host.advance_soon()
+        host.advance_later()
         host.close()
         asked = clock.asked
         for _ in range(100):
@@ -73,9 +85,9 @@ def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arithmetic, "step", fails)
 
     async def ready_after_it() -> tuple[bool, str]:
-        host = ShardHost(Settings(), MemoryStore(), ShardMetrics(), lambda: 0.0)
+        host = make_host()
         state = seeded(host)
-        host._carry_out(MergeRound(0, 1, ()))
+        host.driver.carry_out(MergeRound(0, 1, ()))
         assert state.values is not None
         async with asyncio.timeout(10.0):
             await host.broken.wait()
@@ -96,13 +108,13 @@ def test_what_a_drain_has_left_ends_without_a_word(caplog: pytest.LogCaptureFixt
     """One version waits for a disk that is full; a round closes after the end. Their learners push again."""
 
     async def close_in_the_middle() -> ShardHost:
-        host = ShardHost(Settings(), FullDisk(), ShardMetrics(), lambda: 0.0)
+        host = make_host(store=FullDisk(EPOCH))
         seeded(host)
-        host._carry_out(SeedFragment(0, encode_payload(torch.ones(4), "float32")))
+        host.driver.carry_out(SeedFragment(0, encode_payload(torch.ones(4), "float32")))
         await until_async(lambda: host.keeper.failing, "the disk to refuse")
         caplog.clear()
         host.close()
-        host._carry_out(MergeRound(0, 1, ()))
+        host.driver.carry_out(MergeRound(0, 1, ()))
         await until_async(lambda: len(asyncio.all_tasks()) == 1, "the work to end")
         return host
 

@@ -16,9 +16,11 @@ from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import ShardSettings
 from diloco_server import keeper as module
 from diloco_server.keeper import Keeper
+from diloco_server.server import real_world
+from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import Recovered
 from diloco_server.storage.version import StoredVersion
-from stores import MANIFEST, make_version
+from stores import MANIFEST, make_version, open_store
 from waiting import until_async
 
 
@@ -30,6 +32,8 @@ class SlowStore:
     def __init__(self) -> None:
         self.saved: list[tuple[int, int]] = []
         self.error: OSError | None = None
+        self.room = 0
+        """Bytes left."""
         self.gates: dict[int, threading.Event] = {}
         """Fragment -> what its writes wait for."""
 
@@ -45,6 +49,9 @@ class SlowStore:
         self.saved.append((record.fragment_id, record.version))
         return 100
 
+    def free_bytes(self) -> int:
+        return self.room
+
 
 @pytest.fixture(autouse=True)
 def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +60,7 @@ def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_keeper(store: SlowStore, **settings: Any) -> tuple[Keeper, ShardMetrics]:
     metrics = ShardMetrics()
-    return Keeper(store, ShardSettings(**settings), metrics, Log("test")), metrics
+    return Keeper(store, ShardSettings(**settings), real_world(), metrics, Log("test")), metrics
 
 
 def test_the_write_of_one_fragment_holds_up_no_other() -> None:
@@ -182,16 +189,19 @@ def test_versions_that_wait_for_the_disk_are_counted(durability: str) -> None:
 
 
 @pytest.mark.parametrize("error", [None, OSError("no space left")], ids=["taken", "refused"])
-def test_every_attempt_to_write_tells_how_much_room_is_left(tmp_path: Path, error: OSError | None) -> None:
-    async def run() -> float:
+def test_every_attempt_to_write_tells_how_much_room_is_left(error: OSError | None) -> None:
+    async def run() -> None:
         store = SlowStore()
-        keeper, metrics = make_keeper(store, data_dir=tmp_path)
-        store.error = error
+        keeper, metrics = make_keeper(store)
+        store.error, store.room = error, 12345
         keeping = asyncio.create_task(keeper.keep(make_version(1), MANIFEST))
-        free = lambda: metrics.registry.get_sample_value("diloco_shard_disk_free_bytes") or 0.0  # noqa: E731
-        await until_async(lambda: free() > 0, "a look at the disk")
+        free = lambda: metrics.registry.get_sample_value("diloco_shard_disk_free_bytes")  # noqa: E731
+        await until_async(lambda: free() == 12345, "a look at the disk")
         keeping.cancel()
         keeper.close()
-        return free()
 
-    assert asyncio.run(run()) == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    asyncio.run(run())
+
+
+def test_a_file_store_tells_how_much_room_its_folder_has(tmp_path: Path) -> None:
+    assert open_store(Disk(tmp_path)).free_bytes() == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)

@@ -34,7 +34,9 @@ IMPURE = frozenset({
 # fmt: on
 PURE_STDLIB = sys.stdlib_module_names - IMPURE
 """`io`, `sys`, `warnings` and `importlib` would be ways around the rule."""
-PURE_COMMON = tuple(f"diloco_common.{name}" for name in ("codec", "errors", "manifest", "messages", "settings"))
+PURE_COMMON = tuple(
+    f"diloco_common.{name}" for name in ("codec", "errors", "identity", "manifest", "messages", "protocol", "settings")
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,16 @@ def core(package: str) -> Rule:
 
 
 TORCH = frozenset({"torch"})
+CLOCKS_AND_CHANCE = frozenset({"time", "random", "secrets"})
+NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 RULES = {
     "diloco_protos": allow("diloco_protos", outside=frozenset({"google", "grpc"}) | sys.stdlib_module_names),
     "diloco_common": allow("diloco_common", never=TORCH),
     "diloco_common.codec": allow("diloco_common"),
     "diloco_common.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
-    "diloco_server": allow("diloco_server", "diloco_common", "diloco_protos"),
+    "diloco_server": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
+    "diloco_server.servicer": allow("diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
+    "diloco_server.server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", "diloco_protos"),
     "diloco_worker.core": core("diloco_worker"),
@@ -160,6 +166,8 @@ def test_every_module_keeps_to_its_layer(repository):
         pytest.param("diloco_server.core.shard", "clock = __import__('time').monotonic", id="behind the back"),
         pytest.param("diloco_worker.core.learner", "from diloco_server.core.rounds import Round", id="the other side"),
         pytest.param("diloco_server.service", "import diloco_deploy.cli", id="from a shell"),
+        pytest.param("diloco_server.host", "from time import monotonic", id="the clock of a shell"),
+        pytest.param("diloco_server.service", "from diloco_common import rpc", id="grpc in a shell"),
     ],
 )
 def test_a_module_that_breaks_its_layer_is_found(module, source):
@@ -173,7 +181,7 @@ def test_a_module_that_breaks_its_layer_is_found(module, source):
         ("diloco_server.core.shard", "import math\nimport torch\nfrom dataclasses import dataclass"),
         ("diloco_server.core.shard", "from diloco_common.errors import Late\nfrom .rounds import Round"),
         ("diloco_server.core", "from .rounds import Round"),
-        ("diloco_server.service", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
+        ("diloco_server.server", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
         ("diloco_deploy.up", "import diloco_server.cli, diloco_worker, diloco_simulator"),
     ],
 )

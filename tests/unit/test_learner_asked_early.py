@@ -7,9 +7,9 @@ from torch import nn
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker.core.events import Asked, Joined
-from diloco_worker.core.fragment import Wanted
+from diloco_worker.core.fragment import AskedRound
 from diloco_worker.core.replica import Replica
-from diloco_worker.learner import Learner
+from parts import Parts
 
 POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
 
@@ -17,15 +17,13 @@ POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
 def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> None:
     model = nn.Linear(2, 2, bias=False)
     addresses = ["127.0.0.1:1", "127.0.0.1:2"]
-    learner = Learner(Replica(model), addresses, "local", "cat", None, 0, 0, None)
+    learner = Parts().learner(model, addresses)
     digest = cut(Replica(model).specs, 2, 2).digest
     first, second = (
         Joined(address, index, 2, 2, digest, POLICY, 5 + index, (FragmentStatus(index, True, 0, 0, 5 + index),))
         for index, address in enumerate(addresses)
     )
 
-    for index, link in enumerate(learner.network.links):
-        link.session.shard_index = index
     learner._inbox.put(first)
     learner._inbox.put(Asked(Collect(0, 1, 5), 5))
     learner.poll()
@@ -33,5 +31,4 @@ def test_a_round_that_asks_before_the_model_is_cut_is_answered_afterwards() -> N
     learner.poll()
 
     assert learner.core is not None
-    assert learner.core.fragments[0].wanted == Wanted(1, 5, 5)
-    learner.close()
+    assert learner.core.fragments[0].asked == AskedRound(1, 5, 5)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from diloco_common.errors import NormTooLarge, TooStale, WrongRound
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from diloco_worker.core.fragment import Pending
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.pushes import Lease
 from diloco_worker.core.replica import Replica
 
 EPOCH = 7
@@ -30,12 +31,13 @@ class Rig:
     """A learner of one parameter of two elements and one fragment, whose numbers can be read with the naked eye."""
 
     def __init__(
-        self, on_commit: str = "carry", alpha: float = 0.25, version: int | None = 0, at: float = 10.0
-    ) -> None:
+        self, on_commit: str = "carry", alpha: float = 0.25, version: int | None = 0, at: float = 10.0,
+        error_feedback: bool = True,
+    ) -> None:  # fmt: skip
         self.model = nn.Module()
         self.model.w = nn.Parameter(torch.full((2,), at))
         replica = Replica(self.model)
-        policy = LearnerPolicy(4, "float32", "float32", on_commit, alpha, True)
+        policy = LearnerPolicy(4, "float32", "float32", on_commit, alpha, error_feedback)
         self.core = LearnerCore(replica, cut(replica.specs, 1, 1), policy)
         if version is not None:
             self.arrives(version, at)
@@ -58,22 +60,23 @@ class Rig:
     def arrives(self, version: int, value: float, merged: int = 0, epoch: int = EPOCH, forgotten: int = 0) -> bool:
         with torch.no_grad():
             values = torch.full((2,), value)
-            return self.core.arrived(0, version, epoch, values, merged, forgotten_version=forgotten)
+            return self.core.arrived(0, version, epoch, values, merged, forgotten_version=forgotten) is not None
 
-    def asked(self, round_number: int, epoch: int = EPOCH) -> list[Pending]:
-        """What the learner contributes, with its snapshots."""
+    def asked(self, round_number: int, epoch: int = EPOCH) -> list[Contribution]:
+        """What the learner contributes; it is pushed."""
         self.core.collect(Collect(0, round_number, epoch), epoch)
-        taken = self.core.snapshots()
-        for pending in taken:
-            pending.take_snapshot()
+        taken = self.core.contribute()
+        for contribution in taken:
+            contribution.tensors.take_snapshot()
+            contribution.pushes.begin(Lease(epoch, 1))
         return taken
 
     def answered(self, round_number: int, answer: PushAnswer) -> None:
         self.core.answered(0, round_number, answer)
 
     def next_delta(self, round_number: int) -> float:
-        (pending,) = self.asked(round_number)
-        return float(pending.delta()[0])
+        (contribution,) = self.asked(round_number)
+        return float(contribution.tensors.delta()[0])
 
 
 # ------------------------------------------------------------------ the first version
@@ -82,7 +85,7 @@ class Rig:
 def test_the_first_version_replaces_what_the_learner_had() -> None:
     rig = Rig(at=10.0, version=3)
     assert (rig.theta, rig.fragment.version, rig.fragment.epoch) == (10.0, 3, EPOCH)
-    assert rig.fragment.adopted
+    assert rig.fragment.is_adopted
 
 
 def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no_round() -> None:
@@ -90,11 +93,11 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
     core.stepped(5)
     core.collect(Collect(0, 1, EPOCH), EPOCH)
-    assert core.snapshots() == []
+    assert core.contribute() == []
     fragment = core.fragments[0]
     expected = torch.empty(3)
     replica.read(fragment.fragment, expected)
-    assert torch.equal(fragment.values(), expected)
+    assert torch.equal(fragment.tensors.values(), expected)
 
 
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
@@ -102,25 +105,25 @@ def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_com
     rig = Rig(on_commit, at=10.0, version=None)
     rig.trains(by=100.0)  # before: not contributed
     rig.core.begin_without()
-    assert not rig.fragment.adopted
+    assert not rig.fragment.is_adopted
     assert rig.asked(1) == [], "nobody has a version of what it began from"
     rig.trains(by=1.0, tokens=7)
 
     rig.arrives(3, 50.0)
 
-    assert rig.fragment.adopted
+    assert rig.fragment.is_adopted
     if on_commit == "overwrite":
         assert (rig.theta, rig.asked(4)) == (50.0, [])
     else:
         assert rig.theta == 51.0
-        (pending,) = rig.asked(4)
-        assert (pending.delta()[0], pending.tokens, pending.base_version) == (-1.0, 7, 3)
+        (contribution,) = rig.asked(4)
+        assert (contribution.tensors.delta()[0], contribution.tokens, contribution.base_version) == (-1.0, 7, 3)
 
 
 def test_a_seed_offered_again_is_the_anchor_not_what_was_trained_since() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    assert torch.equal(rig.fragment.values(), torch.full((2,), 10.0))
+    assert torch.equal(rig.fragment.tensors.values(), torch.full((2,), 10.0))
 
 
 # ------------------------------------------------------------------ contributions
@@ -130,10 +133,10 @@ def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> 
     rig = Rig(at=10.0, version=3)
     rig.trains(by=1.0, tokens=5)
     rig.trains(by=1.0, tokens=7)
-    (pending,) = rig.asked(4)
-    assert pending.delta().tolist() == [-2.0, -2.0]
-    assert (pending.round, pending.base_version, pending.epoch) == (4, 3, EPOCH)
-    assert (pending.tokens, pending.steps) == (12, 2)
+    (contribution,) = rig.asked(4)
+    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
+    assert (contribution.round, contribution.base_version, contribution.epoch) == (4, 3, EPOCH)
+    assert (contribution.tokens, contribution.steps) == (12, 2)
     assert rig.core.unmerged == 1
 
 
@@ -141,8 +144,8 @@ def test_a_learner_without_new_work_answers_after_its_next_step() -> None:
     rig = Rig()
     assert rig.asked(1) == []
     rig.trains(by=1.0)
-    assert [p.round for p in rig.core.snapshots()] == [1]
-    assert rig.core.snapshots() == [], "once is enough"
+    assert [p.round for p in rig.core.contribute()] == [1]
+    assert rig.core.contribute() == [], "once is enough"
 
 
 @pytest.mark.parametrize(
@@ -162,8 +165,8 @@ def test_a_round_of_a_new_epoch_is_answered_once_a_version_of_it_is_there() -> N
     rig.trains(by=1.0)
     assert rig.asked(1, epoch=EPOCH + 1) == []
     rig.arrives(0, 10.0, epoch=EPOCH + 1)
-    (pending,) = rig.core.snapshots()
-    assert (pending.round, pending.epoch, pending.base_version) == (1, EPOCH + 1, 0)
+    (contribution,) = rig.core.contribute()
+    assert (contribution.round, contribution.epoch, contribution.base_version) == (1, EPOCH + 1, 0)
 
 
 def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
@@ -172,7 +175,7 @@ def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
     rig.trains(by=1.0)
     rig.core.collect(Collect(0, 1, EPOCH), EPOCH)
     rig.arrives(1, 9.0)
-    assert rig.core.snapshots() == []
+    assert rig.core.contribute() == []
     assert [p.round for p in rig.asked(2)] == [2]
 
 
@@ -193,8 +196,8 @@ def test_one_contribution_is_under_way_at_a_time() -> None:
     rig.trains(by=1.0)
     assert rig.asked(2) == [], "the fate of the first is not known yet"
     rig.arrives(1, 11.0, merged=1)
-    (pending,) = rig.core.snapshots()
-    assert (pending.round, pending.base_version, pending.tokens, pending.steps) == (2, 1, 5, 1)
+    (contribution,) = rig.core.contribute()
+    assert (contribution.round, contribution.base_version, contribution.tokens, contribution.steps) == (2, 1, 5, 1)
 
 
 # ------------------------------------------------------------------ versions under progress
@@ -223,8 +226,8 @@ def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(
     assert rig.arrives(1, 20.0, merged=1 if merged else 0)
     assert rig.theta == theta
     assert rig.fragment.tokens_since(rig.core.tokens) == tokens_left
-    assert rig.fragment.anchor is not None
-    assert rig.fragment.anchor.tolist() == [20.0, 20.0]
+    assert rig.fragment.tensors.anchor is not None
+    assert rig.fragment.tensors.anchor.tolist() == [20.0, 20.0]
     assert rig.core.unmerged == 0
     assert rig.core.contributions["merged" if merged else "carried"] == 1
 
@@ -266,11 +269,11 @@ def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it(
     """Its delta stays as it was sent; what counts as trained since its snapshot stays, too."""
     rig = Rig()
     rig.trains(by=2.0)
-    (pending,) = rig.asked(2)  # version 1 is announced, but has not arrived yet
+    (contribution,) = rig.asked(2)  # version 1 is announced, but has not arrived yet
     rig.trains(by=1.0)
     rig.arrives(1, 20.0)
     assert rig.theta == 23.0
-    assert pending.delta().tolist() == [-2.0, -2.0]
+    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
     assert rig.core.unmerged == 1
     rig.arrives(2, 22.0, merged=2)  # version 1 and the contribution
     assert rig.theta == 23.0, "22 + the one step after the snapshot"
@@ -301,8 +304,8 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
         model.weight.add_(1.0)
         core.stepped(1)
         core.collect(Collect(0, 1, EPOCH), EPOCH)
-        (pending,) = core.snapshots()
-        assert pending.delta().dtype == torch.float32
+        (contribution,) = core.contribute()
+        assert contribution.tensors.delta().dtype == torch.float32
         core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
     assert model.weight.tolist() == [[3.0] * 3 if on_commit == "blend" else [4.0] * 3]
 
@@ -310,7 +313,7 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
 # ------------------------------------------------------------------ snapshots that are taken while training goes on
 
 
-def trained_meanwhile(rig: Rig, pending: Pending, before: float, after: float) -> None:
+def trained_meanwhile(rig: Rig, contribution: Contribution, before: float, after: float) -> None:
     """Take the snapshot; between its first and its second element the training adds `before`, and `after` behind it."""
 
     def read(out: Tensor) -> None:
@@ -319,15 +322,15 @@ def trained_meanwhile(rig: Rig, pending: Pending, before: float, after: float) -
         out[1:].copy_(rig.model.w.detach()[1:])
         rig.trains(by=after)
 
-    pending.read = read
-    pending.take_snapshot()
+    contribution.tensors.read = read
+    contribution.tensors.take_snapshot()
 
 
-def asked_to_read(rig: Rig, round_number: int = 1) -> Pending:
+def asked_to_read(rig: Rig, round_number: int = 1) -> Contribution:
     """A contribution whose snapshot is still to be taken."""
     rig.core.collect(Collect(0, round_number, EPOCH), EPOCH)
-    (pending,) = rig.core.snapshots()
-    return pending
+    (contribution,) = rig.core.contribute()
+    return contribution
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["computed-ahead", "computed-there"])
@@ -339,9 +342,9 @@ def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted
     """Everything trained, 2 + 3 + 4 in each element, is in the version that merged it or in the next contribution."""
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    pending = asked_to_read(rig, round_number=2)
-    trained_meanwhile(rig, pending, before=3.0, after=4.0)
-    sent = -pending.delta()
+    contribution = asked_to_read(rig, round_number=2)
+    trained_meanwhile(rig, contribution, before=3.0, after=4.0)
+    sent = -contribution.tensors.delta()
     assert sent.tolist() == [2.0, 5.0], "a mixture of two moments"
 
     if between:
@@ -350,42 +353,42 @@ def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted
     new = torch.full((2,), 20.0) + (sent if merged else 0.0)
     merged_version = 2 if merged else 0
     with torch.no_grad():
-        shift = rig.core.shift_to(0, new, 2, merged_version) if ahead else None
-        rig.core.arrived(0, 2, EPOCH, new, merged_version, shift)
+        difference = rig.fragment.tensors.difference_to(new, 2, merged_version) if ahead else None
+        rig.core.arrived(0, 2, EPOCH, new, merged_version, difference)
 
     assert rig.model.w.tolist() == [29.0, 29.0]
     rig.trains(by=1.0)
     (following,) = rig.asked(3)
-    given = (sent if merged else 0.0) - following.delta()
+    given = (sent if merged else 0.0) - following.tensors.delta()
     assert given.tolist() == [10.0, 10.0]
-    assert following.tokens + (pending.tokens if merged else 0) == rig.core.tokens
+    assert following.tokens + (contribution.tokens if merged else 0) == rig.core.tokens
 
 
 def test_no_version_can_be_applied_while_the_snapshot_is_taken() -> None:
     rig = Rig()
-    assert rig.core.rebasable(0)
+    assert not rig.core.is_being_read(0)
     rig.trains(by=2.0)
-    pending = asked_to_read(rig)
-    assert not rig.core.rebasable(0)
+    contribution = asked_to_read(rig)
+    assert rig.core.is_being_read(0)
     seen: list[bool] = []
-    pending.read = lambda out: seen.append(rig.core.rebasable(0))
-    pending.take_snapshot()
-    assert seen == [False]
-    assert rig.core.rebasable(0)
+    contribution.tensors.read = lambda out: seen.append(rig.core.is_being_read(0))
+    contribution.tensors.take_snapshot()
+    assert seen == [True]
+    assert not rig.core.is_being_read(0)
 
 
 def test_a_snapshot_that_could_not_be_taken_holds_up_no_version() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    pending = asked_to_read(rig)
+    contribution = asked_to_read(rig)
 
     def read(out: Tensor) -> None:
         raise MemoryError
 
-    pending.read = read
+    contribution.tensors.read = read
     with pytest.raises(MemoryError):
-        pending.take_snapshot()
-    assert rig.core.rebasable(0)
+        contribution.tensors.take_snapshot()
+    assert not rig.core.is_being_read(0)
     rig.arrives(1, 20.0)
     assert (rig.theta, rig.core.contributions["carried"]) == (22.0, 1)
 
@@ -393,21 +396,21 @@ def test_a_snapshot_that_could_not_be_taken_holds_up_no_version() -> None:
 def test_a_snapshot_is_taken_once() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    (pending,) = rig.asked(1)
+    (contribution,) = rig.asked(1)
     rig.trains(by=1.0)
-    assert pending.take_snapshot().tolist() == [12.0, 12.0]
-    pending.encode("int8")
-    assert pending.delta().tolist() == [-2.0, -2.0]
+    assert contribution.tensors.take_snapshot().tolist() == [12.0, 12.0]
+    contribution.tensors.encode("int8")
+    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
 
 
 def test_on_an_accelerator_the_snapshot_is_queued_at_the_step_boundary() -> None:
     rig = Rig(at=10.0)
-    rig.fragment._replica.device = torch.device("cuda")
+    rig.fragment.tensors._replica.device = torch.device("cuda")
     rig.trains(by=2.0)
-    pending = asked_to_read(rig)
-    assert rig.core.rebasable(0)
+    contribution = asked_to_read(rig)
+    assert not rig.core.is_being_read(0)
     rig.trains(by=1.0)
-    assert pending.delta().tolist() == [-2.0, -2.0]
+    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
 
 
 # ------------------------------------------------------------------ what is computed ahead
@@ -417,11 +420,11 @@ def test_what_was_computed_ahead_is_what_is_added() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
     values = torch.full((2,), 20.0)
-    shift = rig.core.shift_to(0, values, 1, 0)
-    assert shift is not None
-    shift.difference.add_(100.0)  # to be seen in the result
+    difference = rig.fragment.tensors.difference_to(values, 1, 0)
+    assert difference is not None
+    difference.values.add_(100.0)  # to be seen in the result
     with torch.no_grad():
-        rig.core.arrived(0, 1, EPOCH, values, 0, shift)
+        rig.core.arrived(0, 1, EPOCH, values, 0, difference)
     assert rig.theta == 122.0
 
 
@@ -446,22 +449,22 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
     values = torch.full((2,), 20.0)
-    shift = rig.core.shift_to(0, values, 2, merged_version)
+    difference = rig.fragment.tensors.difference_to(values, 2, merged_version)
     meanwhile(rig)
     with torch.no_grad():
-        rig.core.arrived(0, 2, EPOCH, values, merged_version, shift)
+        rig.core.arrived(0, 2, EPOCH, values, merged_version, difference)
     assert rig.theta == theta
 
 
 @pytest.mark.parametrize("on_commit", ["overwrite", "blend"])
 def test_nothing_is_computed_ahead_where_progress_is_not_carried(on_commit: str) -> None:
-    assert Rig(on_commit).core.shift_to(0, torch.zeros(2), 1, 0) is None
+    assert Rig(on_commit).core.fragments[0].tensors.difference_to(torch.zeros(2), 1, 0) is None
 
 
 def test_nothing_is_computed_ahead_of_the_first_version() -> None:
     replica = Replica(nn.Linear(2, 1))
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
-    assert core.shift_to(0, torch.zeros(3), 1, 0) is None
+    assert core.fragments[0].tensors.difference_to(torch.zeros(3), 1, 0) is None
 
 
 # ------------------------------------------------------------------ work that was not merged
@@ -484,8 +487,8 @@ def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer
     assert rig.core.contributions == {"taken": 1} | counted
     assert rig.core.tokens_carried == 5
     rig.trains(by=1.0)
-    (pending,) = rig.asked(1)
-    assert (pending.delta().tolist(), pending.tokens, pending.steps) == ([-3.0, -3.0], 10, 2)
+    (contribution,) = rig.asked(1)
+    assert (contribution.tensors.delta().tolist(), contribution.tokens, contribution.steps) == ([-3.0, -3.0], 10, 2)
 
 
 @pytest.mark.parametrize("answer", [ACCEPTED, DUPLICATE])
@@ -524,8 +527,8 @@ def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
 ) -> None:
     rig = Rig()
     rig.trains(by=2.0)
-    (pending,) = rig.asked(1)
-    pending.loss = torch.full((2,), 0.5)  # the encoder leaves its loss here
+    (contribution,) = rig.asked(1)
+    contribution.tensors.loss = torch.full((2,), 0.5)  # the encoder leaves its loss here
     rig.answered(1, answer)
     rig.arrives(1, 12.0, merged=1 if merged else 0)
     rig.trains(by=0.0)
@@ -533,12 +536,11 @@ def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
 
 
 def test_without_error_feedback_no_residual_is_kept() -> None:
-    rig = Rig()
-    rig.fragment._error_feedback = False
+    rig = Rig(error_feedback=False)
     rig.trains(by=2.0)
-    (pending,) = rig.asked(1)
-    pending.encode("int8")
-    assert pending.loss is None
+    (contribution,) = rig.asked(1)
+    contribution.tensors.encode("int8")
+    assert contribution.tensors.loss is None
     rig.arrives(1, 12.0, merged=1)
     rig.trains(by=0.0)
     assert rig.next_delta(2) == 0.0
@@ -591,7 +593,7 @@ def test_a_round_of_the_old_epoch_is_forgotten() -> None:
     rig.core.rejoined(status(3, 0), EPOCH + 1)
     rig.trains(by=1.0)
     rig.arrives(3, 10.0, epoch=EPOCH + 1)
-    assert rig.core.snapshots() == []
+    assert rig.core.contribute() == []
 
 
 # ------------------------------------------------------------------ a shard that has forgotten this learner
@@ -623,9 +625,9 @@ def test_what_a_shard_has_forgotten_stays_pending_through_its_restart() -> None:
 def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: int, pushed: bool) -> None:
     rig = Rig(version=3)
     rig.trains(by=2.0)
-    (pending,) = rig.asked(4)
+    (contribution,) = rig.asked(4)
     if not pushed:
-        pending.snapshot = None
+        contribution.pushes.has_begun = False
     rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
     assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
 
@@ -638,7 +640,7 @@ def test_fragments_go_their_own_ways() -> None:
     replica = Replica(model)
     manifest = cut(replica.specs, 3, 1)
     core = LearnerCore(replica, manifest, LearnerPolicy(3, "float32", "float32", "carry", 0.5, True))
-    values: dict[int, Tensor] = {i: f.values() for i, f in core.fragments.items()}
+    values: dict[int, Tensor] = {i: f.tensors.values() for i, f in core.fragments.items()}
     with torch.no_grad():
         for i, value in values.items():
             core.arrived(i, 0, EPOCH, value.clone(), 0)
@@ -646,11 +648,11 @@ def test_fragments_go_their_own_ways() -> None:
         for step in range(1, 10):
             core.stepped(8)
             core.collect(Collect(step % 3, 1 + (step - 1) // 3, EPOCH), EPOCH)
-            for pending in core.snapshots():
-                pending.take_snapshot()
-                taken.append((pending.fragment_id, pending.steps))
-                i = pending.fragment_id
-                core.arrived(i, pending.round, EPOCH, values[i].clone(), pending.round)
+            for contribution in core.contribute():
+                contribution.tensors.take_snapshot()
+                taken.append((contribution.fragment_id, contribution.steps))
+                i = contribution.fragment_id
+                core.arrived(i, contribution.round, EPOCH, values[i].clone(), contribution.round)
     assert [fragment_id for fragment_id, _ in taken] == [1, 2, 0] * 3
     assert [steps for _, steps in taken] == [1, 2, 3, 3, 3, 3, 3, 3, 3]
     assert core.contributions["merged"] == 9
@@ -666,9 +668,9 @@ def test_a_version_of_a_later_epoch_follows_one_that_was_kept() -> None:
     rig.core.rejoined(status(3, 0), EPOCH + 1)
     rig.trains(by=2.0)
     rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
-    (pending,) = rig.core.snapshots()
-    pending.take_snapshot()
-    assert (pending.shard_epoch, pending.epoch, pending.base_version) == (EPOCH + 1, EPOCH, 3)
+    (contribution,) = rig.core.contribute()
+    contribution.tensors.take_snapshot()
+    assert (contribution.shard_epoch, contribution.epoch, contribution.base_version) == (EPOCH + 1, EPOCH, 3)
     rig.trains(by=1.0)
     assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
     assert (rig.theta, rig.fragment.epoch, rig.core.unmerged) == (21.0, EPOCH + 1, 0)
@@ -680,8 +682,8 @@ def test_a_new_name_for_the_version_that_it_holds_leaves_a_contribution_pending(
     rig.core.rejoined(status(3, 0), EPOCH + 1)
     rig.trains(by=2.0)
     rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
-    (pending,) = rig.core.snapshots()
-    pending.take_snapshot()
+    (contribution,) = rig.core.contribute()
+    contribution.tensors.take_snapshot()
     assert rig.arrives(3, 10.0, epoch=EPOCH + 1)
     assert (rig.theta, rig.core.unmerged) == (12.0, 1)
     assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
@@ -696,7 +698,7 @@ def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
     rig.core.rejoined([FragmentStatus(0, True, 3, 3, EPOCH + 1)], EPOCH + 1)
     assert rig.core.unmerged == 0
     rig.core.collect(Collect(0, 4, EPOCH + 1), EPOCH + 1)
-    assert rig.core.snapshots() == [], "not before the version that the round is relative to is there"
+    assert rig.core.contribute() == [], "not before the version that the round is relative to is there"
     assert rig.arrives(3, 7.0, merged=3, epoch=EPOCH + 1)
-    (pending,) = rig.core.snapshots()
-    assert (rig.theta, pending.round, pending.epoch, pending.base_version) == (9.0, 4, EPOCH + 1, 3)
+    (contribution,) = rig.core.contribute()
+    assert (rig.theta, contribution.round, contribution.epoch, contribution.base_version) == (9.0, 4, EPOCH + 1, 3)

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.errors import Superseded
+from diloco_common.errors import ConfigError, Superseded
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker import learner as shell
+from diloco_worker.core.acts import GiveUp, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.events import Arrived, Asked, Failed, Joined
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import Learner
+from parts import Parts
 
 EPOCH = 5
 FRAGMENTS = 3
@@ -20,19 +22,30 @@ POLICY = LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
 
 
 @pytest.fixture
-def learner():
-    """It holds version 0 of three fragments of one element each, all 10, and its network was never started."""
+def parts():
+    return Parts()
+
+
+@pytest.fixture
+def model():
+    """Three fragments of one element each, all 10."""
     model = nn.Module()
     for i in range(FRAGMENTS):
         setattr(model, f"w{i}", nn.Parameter(torch.full((1,), 10.0)))
-    learner = Learner(Replica(model), ["127.0.0.1:1"], "local", "cat", None, 0, 0, None)
+    return model
+
+
+@pytest.fixture
+def learner(parts, model):
+    """It holds version 0 of every fragment."""
+    learner = parts.learner(model)
     digest = cut(Replica(model).specs, FRAGMENTS, 1).digest
     statuses = tuple(FragmentStatus(i, True, 0, 0, EPOCH) for i in range(FRAGMENTS))
-    learner.network.links[0].session.shard_index = 0
-    learner._inbox.put(Joined("127.0.0.1:1", 0, 1, FRAGMENTS, digest, POLICY, EPOCH, statuses))
+    learner._inbox.put(Joined("shard:1", 0, 1, FRAGMENTS, digest, POLICY, EPOCH, statuses))
     for i in range(FRAGMENTS):
         arrive(learner, i, 0, 10.0)
-    learner.poll()
+    assert learner.begin()
+    parts.posted.acts.clear()
     yield learner
     learner.close()
 
@@ -46,12 +59,12 @@ def versions(learner: Learner) -> list[int]:
     return [learner.core.fragments[i].version for i in range(FRAGMENTS)]
 
 
-def values(learner: Learner) -> list[float]:
-    return [float(v) for f in learner.core.fragments.values() for _, theta in learner._replica.views(f.fragment)
-            for v in theta]  # fmt: skip
+def values(model: nn.Module) -> list[float]:
+    return [parameter.item() for parameter in model.parameters()]
 
 
-def test_one_version_per_step_is_applied_whatever_the_budget(learner, monkeypatch):
+def test_one_version_per_step_is_applied_whatever_the_budget(learner, parts, monkeypatch):
+    parts.clock.tick = 1e-6
     monkeypatch.setattr(shell, "APPLY_S", 0.0)
     monkeypatch.setattr(shell, "APPLY_SHARE", 0.0)
     for i in range(FRAGMENTS):
@@ -71,7 +84,8 @@ def test_what_fits_the_budget_is_applied_at_once(learner, monkeypatch):
     assert versions(learner) == [1, 1, 1]
 
 
-def test_a_poll_has_no_budget(learner, monkeypatch):
+def test_a_poll_has_no_budget(learner, parts, monkeypatch):
+    parts.clock.tick = 1e-6
     monkeypatch.setattr(shell, "APPLY_S", 0.0)
     for i in range(FRAGMENTS):
         arrive(learner, i, 1, 20.0)
@@ -79,7 +93,8 @@ def test_a_poll_has_no_budget(learner, monkeypatch):
     assert versions(learner) == [1, 1, 1]
 
 
-def test_a_newer_version_replaces_one_that_waits_for_its_turn(learner, monkeypatch):
+def test_a_newer_version_replaces_one_that_waits_for_its_turn(learner, parts, monkeypatch):
+    parts.clock.tick = 1e-6
     monkeypatch.setattr(shell, "APPLY_S", 0.0)
     monkeypatch.setattr(shell, "APPLY_SHARE", 0.0)
     arrive(learner, 0, 1, 20.0)
@@ -90,33 +105,33 @@ def test_a_newer_version_replaces_one_that_waits_for_its_turn(learner, monkeypat
     assert versions(learner) == [1, 2, 0]
 
 
-def taken(learner: Learner):
-    """The contribution of fragment 0 that a step takes; its snapshot is still to be taken, as no thread is there."""
+def taken(learner: Learner) -> None:
+    """A step takes a contribution of fragment 0; its snapshot is still to be taken."""
     learner._inbox.put(Asked(Collect(0, 2, EPOCH), EPOCH))
     learner.step(1)
     assert learner.core is not None
-    return learner.core.fragments[0].pending
+    assert learner.core.fragments[0].contribution is not None
 
 
-def test_a_version_waits_while_its_fragment_is_read_and_those_behind_it_too(learner, monkeypatch):
+def test_a_version_waits_while_its_fragment_is_read_and_those_behind_it_too(learner, parts, model, monkeypatch):
     monkeypatch.setattr(shell, "APPLY_S", 3600.0)
-    pending = taken(learner)
+    taken(learner)
     arrive(learner, 0, 1, 20.0)
     arrive(learner, 1, 1, 20.0)
     learner.step(1)
     assert versions(learner) == [0, 0, 0], "nothing overtakes"
-    pending.take_snapshot()
+    parts.jobs.run()
     learner.step(1)
     assert versions(learner) == [1, 1, 0]
-    assert values(learner) == [20.0, 20.0, 10.0]
+    assert values(model) == [20.0, 20.0, 10.0]
 
 
-def test_a_newer_version_replaces_one_that_waits_for_the_snapshot(learner):
-    pending = taken(learner)
+def test_a_newer_version_replaces_one_that_waits_for_the_snapshot(learner, parts):
+    taken(learner)
     arrive(learner, 0, 1, 20.0)
     learner.step(1)
     arrive(learner, 0, 2, 30.0, merged_version=2)
-    pending.take_snapshot()
+    parts.jobs.run()
     learner.step(1)
     assert versions(learner) == [2, 0, 0]
     assert learner.core.contributions["merged"] == 1
@@ -139,13 +154,28 @@ def test_the_end_is_heard_even_while_a_version_waits(learner):
         learner.step(1)
 
 
-def test_a_step_wakes_the_network_thread_once(learner, monkeypatch):
+def test_a_step_wakes_the_network_thread_once(learner, parts, monkeypatch):
     """However much happened in it: contributions, applied versions, progress."""
-    monkeypatch.setattr("diloco_worker.learner.APPLY_S", float("inf"))  # a busy machine applies one version per step
-    handed: list[int] = []
-    learner.network.soon = lambda *acts: handed.append(len(acts))
+    monkeypatch.setattr(shell, "APPLY_S", float("inf"))
     learner._inbox.put(Asked(Collect(2, 1, EPOCH), EPOCH))
     arrive(learner, 0, 1, 20.0)
     arrive(learner, 1, 1, 20.0)
     learner.step(1)
-    assert handed == [4], "two applied, one contribution, one step"
+    assert [[type(act) for act in acts] for acts in parts.posted.acts] == [
+        [VersionApplied, VersionApplied, PushContribution, StepEnded]
+    ]
+
+
+def test_a_contribution_is_encoded_without_a_word_from_the_network_thread(learner, parts):
+    taken(learner)
+    assert len(parts.jobs.waiting) == 1
+
+
+def test_what_was_done_before_the_end_is_still_told(learner, parts):
+    """The inbox gives the end first; a run that does not fit is found on the way."""
+    arrive(learner, 0, 1, 20.0)
+    learner._inbox.put(Joined("shard:2", 0, 1, FRAGMENTS, "digest", POLICY, EPOCH, ()))
+    with pytest.raises(ConfigError, match="both are shard 0"):
+        learner.poll()
+    assert [type(act) for act in parts.posted.acts[-1]] == [VersionApplied, GiveUp]
+    assert learner.state == "stopped"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from diloco_worker.session import Session
 
 from diloco_common.errors import BadChecksum
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import Held, LearnerPolicy
 from diloco_worker import puller as module
 from diloco_worker.puller import Puller
-from diloco_worker.session import Session
 from waiting import until_async
 
 EPOCH = 7

@@ -7,17 +7,18 @@ import torch
 
 from diloco_common.errors import BadChecksum, NormTooLarge
 from diloco_common.messages import Outcome, PushAnswer
-from diloco_worker.core.fragment import Pending
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.pushes import Lease, Pushes
+from diloco_worker.core.tensors import ContributionTensors
 
 TAKEN = [PushAnswer(Outcome.ACCEPTED), PushAnswer(Outcome.DUPLICATE)]
 REFUSED = [PushAnswer(Outcome.LATE)] + [PushAnswer(Outcome.REJECTED, e.code) for e in (BadChecksum, NormTooLarge)]
 FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 
-def contribution(shard_epoch: int) -> Pending:
-    anchor = torch.zeros(2)
-    return Pending(0, 4, shard_epoch, 1, 3, 10, 1, anchor, None, False, read=lambda out: None)
+def contribution(shard_epoch: int) -> Contribution:
+    tensors = ContributionTensors(4, torch.zeros(2), None, lambda out: None, error_feedback=False)
+    return Contribution(0, 4, shard_epoch, 1, 3, 10, 1, tensors)
 
 
 @pytest.mark.parametrize("answer", [*TAKEN, None])
@@ -44,19 +45,10 @@ def test_what_was_refused_is_never_pushed_again_whatever_became_of_earlier_pushe
     assert not pushes.begin(SECOND)
 
 
-def test_a_contribution_is_pushed_only_to_the_life_of_the_shard_that_it_was_taken_for() -> None:
-    """It is given back when the learner hears of the next life, and would count twice if that had it, too."""
-    pending = contribution(shard_epoch=7)
-    assert not pending.begin_push(Lease(8, 1))
-    assert not pending.reading, "and no version waits for a snapshot that nobody takes"
-    assert pending.begin_push(Lease(7, 3))
-
-
-def test_versions_wait_for_the_snapshot_again_once_a_round_asks_again() -> None:
-    pending = contribution(shard_epoch=7)
-    pending.leave_unread()
-    pending.read_again()
-    assert pending.reading
-    pending.take_snapshot()
-    pending.read_again()
-    assert not pending.reading, "it is taken"
+def test_a_contribution_is_pushed_only_in_the_epoch_of_the_shard_that_it_was_taken_for() -> None:
+    """It is given back when the learner hears of the next epoch, and would count twice if that had it, too."""
+    taken = contribution(shard_epoch=7)
+    assert not taken.begin_push(Lease(8, 1))
+    assert not taken.pushes.has_begun, "no shard can have it"
+    assert taken.begin_push(Lease(7, 3))
+    assert taken.pushes.has_begun

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco_server.storage.checkpoint import find_damage, read_manifest
-from diloco_server.storage.every import RegularCheckpoints
 from diloco_server.storage.filesystem import Disk
+from diloco_server.storage.regular import RegularCheckpoints
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import VersionDamaged
 from stores import MANIFEST, make_version, open_store
@@ -176,7 +176,7 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("diloco_server.storage.every.write_manifest", full)
+        patch.setattr("diloco_server.storage.regular.write_manifest", full)
         with pytest.raises(OSError, match="No space"):
             shard.write(1, 2)
     assert shard.checkpoints == {}

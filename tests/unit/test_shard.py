@@ -49,6 +49,7 @@ from diloco_server.core.effects import (
     RoundOpened,
     VersionCommitted,
 )
+from diloco_server.core.fragment import DECLINED_MAX
 from diloco_server.core.membership import Member
 from lockstep import ShardShell
 
@@ -143,15 +144,13 @@ class Rig(ShardShell):
         s = self.state
         collected = None if s.round is None else (s.round.round, dict(s.round.contributions), dict(s.round.asked))
         values = None if s.values is None else s.values.theta.tolist()
-        return (
-            s.version, s.seeded, s.computing, s.tokens_merged, dict(s.merged_versions), list(s.norms), values,
-            collected, self.shard.ledger.tokens_accepted, self.shard.ledger.tokens_merged,
-        )  # fmt: skip
+        ledger = self.shard.ledger
+        return s.record.copy(), s.phase, values, collected, ledger.tokens_accepted, ledger.tokens_merged
 
     def assert_accounts_balance(self) -> None:
         """Every accepted token is merged, fenced, or in an open or closing round."""
         held = [*self.state.round.contributions.values()] if self.state.round else []
-        computing = [c for job in self.jobs for c in getattr(job, "contributions", ())]
+        computing = [*self.state.closed.contributions.values()] if self.state.closed else []
         ledger = self.shard.ledger
         assert ledger.tokens_in_flight == sum(c.tokens for c in [*held, *computing])
         assert ledger.tokens_accepted == ledger.tokens_merged + ledger.tokens_fenced + ledger.tokens_in_flight
@@ -190,9 +189,10 @@ def test_a_seed_that_could_not_be_used_leaves_room_for_another() -> None:
     rig = Rig()
     rig.join("a", "b")
     rig.holds_jobs = True
-    rig.seed("a", 1.0)
+    rig.seed("a", 1.0, tokens_merged=12345)
     rig.jobs.clear()
     rig.shard.seed_failed(0)
+    assert rig.shard.tokens_merged == 0, "nothing was merged into what is not there"
     rig.holds_jobs = False
     assert rig.seed("b", 2.0).outcome is ACCEPTED
     assert rig.theta == [2.0]
@@ -501,7 +501,7 @@ def test_a_copy_that_is_refused_under_the_next_lease_was_not_taken_under_the_one
     answer = rig.contribute("a", 1, 1.0)
     assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND"), "the round asked the lease before"
     rig.contribute("b", 1, 3.0)
-    assert (rig.state.version, rig.theta, rig.state.merged_versions) == (1, [-3.0], {"b": 1})
+    assert (rig.state.version, rig.theta, rig.state.record.merged_versions) == (1, [-3.0], {"b": 1})
 
 
 @pytest.mark.parametrize("changes", [{"values": 2.0}, {"tokens": 41}, {"steps": 5}])
@@ -669,6 +669,60 @@ def test_a_copy_that_was_let_in_before_another_was_refused_is_not_taken_after_th
     assert not rig.state.round.contributions
 
 
+def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> None:
+    """The learner has given its work back. The copy was let in before that, and its bytes came slowly."""
+    rig = Rig().started("a")
+    payload = encode_payload(torch.ones(SIZE), "float32")
+    header, member = rig.header(1, payload), rig.members["a"]
+    assert rig.shard.admit(member, header) is None
+    refused = rig.shard.reject(member, header, BadChecksum("the bytes of this copy are damaged"))
+    rig.advance()
+    assert rig.state.round is None
+    rig.step("a", steps=4)
+    assert rig.state.round is not None
+    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
+    assert not rig.state.round.contributions
+    rig.advance()
+    assert rig.state.round is None, "nobody waits for what was refused"
+    assert rig.shard.ledger.rejected == {"BAD_CHECKSUM": 1}
+
+
+@pytest.mark.parametrize("first", [LATE, REJECTED])
+def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(first: Outcome) -> None:
+    """A new lease ends the round's old one, so the contribution is refused, or late if no round is open. Later the
+    same round opens again and asks the new lease: only what is made for that counts."""
+    rig = Rig().started("a", "b")
+    if first is LATE:
+        rig.join("a", "b")
+        assert rig.state.round is None
+    else:
+        rig.join("a")
+    assert rig.contribute("a", 1).outcome is first
+    rig.join("b")
+    rig.step("a", "b", steps=4)
+    assert rig.state.round is not None
+    assert rig.state.round.asked["a"] == rig.members["a"].generation
+    assert rig.contribute("a", 1).outcome is first, "a copy that comes late"
+    assert rig.contribute("a", 1, tokens=80, steps=8).outcome is ACCEPTED
+    assert rig.contribute("b", 1, tokens=80, steps=8).outcome is ACCEPTED
+    assert rig.state.tokens_merged == 160
+
+
+def test_answers_about_a_round_are_forgotten_with_it() -> None:
+    rig = Rig(sync={"quorum": 1}).started("a", "b")
+    rig.contribute("b", 1, 1e6)
+    assert rig.state.declined
+    rig.contribute("a", 1)
+    assert not rig.state.declined
+
+
+def test_a_learner_that_is_refused_again_and_again_is_remembered_within_a_bound() -> None:
+    rig = Rig().started("a", "b")
+    for tokens in range(1, 1000):
+        rig.contribute("a", 1, 1e6, tokens=tokens)
+    assert sum(map(len, rig.state.declined.values())) <= DECLINED_MAX
+
+
 def test_a_round_of_refusals_alone_is_opened_again_after_h_steps() -> None:
     rig = Rig().started("a")
     rig.take_told("a")
@@ -775,6 +829,35 @@ def test_the_newer_generation_wins_and_the_older_is_told_why(process_id: str, co
     rig.assert_accounts_balance()
 
 
+def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice() -> None:
+    """The answer to its first join was lost. Only its own first lease ends by that."""
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1.0)
+    rig.shard.leave(rig.members["a"])
+    for _ in range(2):
+        rig.join("a", process_id="another")
+    rig.contribute("b", 1, 3.0)
+    assert rig.theta == [-2.0]
+    assert rig.shard.ledger.tokens_fenced == 0
+    assert rig.members["a"].missed == {}
+    rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_was_refused_and_joins_again_has_no_part_in_the_round(leaves: bool) -> None:
+    """The round asked the generation before, and waits for it no longer."""
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1, 1e6)
+    if leaves:
+        rig.shard.leave(rig.members["a"])
+    rig.join("a")
+    answer = rig.contribute("a", 1, 1.0)
+    assert (answer.outcome, answer.code) == (REJECTED, "WRONG_ROUND")
+    assert rig.members["a"].missed == {"NORM_TOO_LARGE": 1}, "counted once"
+    rig.contribute("b", 1, 3.0)
+    assert rig.theta == [-3.0]
+
+
 def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time() -> None:
     rig = Rig().started("a", "b")
     rig.silence("b", "a")
@@ -865,12 +948,12 @@ def test_a_forgotten_learner_leaves_nothing_behind() -> None:
         rig.step(name, steps=4)
         assert rig.state.round is not None
         assert rig.contribute(name, rig.state.round.round).outcome is ACCEPTED
-        assert name in rig.state.merged_versions
+        assert name in rig.state.record.merged_versions
         rig.shard.leave(rig.members[name])
         rig.now += 0.1
         rig.advance()
     assert len(rig.shard.membership.all()) <= 4
-    assert len(rig.state.merged_versions) <= 4
+    assert len(rig.state.record.merged_versions) <= 4
     assert len(rig.state.base_steps) <= 4
     assert len(rig.state.base_tokens) <= 4
     assert len(rig.noted(LearnerForgotten)) == 48
@@ -888,7 +971,7 @@ def test_who_is_forgotten_while_its_contribution_is_merged_leaves_nothing_behind
     assert rig.shard.membership.get("a") is None
     rig.finish_jobs()
     assert rig.state.version == 1
-    assert "a" not in rig.state.merged_versions
+    assert "a" not in rig.state.record.merged_versions
 
 
 @pytest.mark.parametrize("when", ["merged", "computed"])
@@ -912,9 +995,20 @@ def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known
 def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
     rig = Rig(shard={"max_learners": 1}, sync={"quorum": 1}).started("a")
     rig.contribute("a", 1)
-    rig.state.forgotten_version = 1
+    rig.state.record = replace(rig.state.record, forgotten_version=1)
     (status,) = rig.shard.fragment_statuses("a")
     assert (status.merged_version, status.forgotten_version) == (1, 0)
+
+
+def test_a_process_that_is_refused_cannot_replace_the_model() -> None:
+    """Nothing is seeded and nobody has a lease, so whoever joins next may bring another model."""
+    rig = Rig()
+    rig.join("a", process_id="old process")
+    rig.join("a", process_id="process")
+    rig.shard.leave(rig.members["a"])
+    with pytest.raises(Superseded):
+        rig.shard.join("a", "old process", OTHER_MODEL, 0.0)
+    assert rig.state.fragment.num_elements == SIZE
 
 
 def test_too_many_learners_are_busy() -> None:

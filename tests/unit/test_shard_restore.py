@@ -1,6 +1,6 @@
 """A shard that comes back with its versions: what learners go on with, what is fenced off, what loss is told.
 
-P1, P2, P4; faults.md 5, 6 and 8 in the pure core. A life is one `Rig`; versions go from one to the next as a store
+P1, P2, P4; faults.md 5, 6 and 8 in the pure core. A `Rig` is one epoch; versions go from one to the next as a store
 keeps them.
 """
 
@@ -28,7 +28,7 @@ TOKENS = 10
 
 
 class Rig(ShardShell):
-    """One life of a shard of one fragment, K = all, and learners that are names."""
+    """One epoch of a shard of one fragment, K = all, and learners that are names."""
 
     def __init__(self, epoch: int, restored: Restored | None = None, **run: Any) -> None:
         sync = {"sync_every": 1, "quorum": "all", "merge": "mean"}
@@ -77,7 +77,7 @@ class Rig(ShardShell):
     def kept(self, *, is_new_line: bool = False) -> Restored:
         """What a store would bring back, were the shard killed now."""
         state = self.shard.fragments[0]
-        return deepcopy(Restored(state.record(), state.values, state.published, is_new_line))  # type: ignore[arg-type]
+        return deepcopy(Restored(state.record, state.values, state.published, is_new_line))  # type: ignore[arg-type]
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -90,22 +90,22 @@ class Rig(ShardShell):
 KNOWN = Rig(3).seeded()
 
 
-def first_life(rounds: int = 2) -> Rig:
+def first_epoch(rounds: int = 2) -> Rig:
     return Rig(3).seeded().trained(rounds)
 
 
 def test_a_restart_brings_a_version_back_under_its_name() -> None:
-    old = first_life()
+    old = first_epoch()
     new = Rig(4, old.kept())
     assert new.identity == old.identity == (3, 2)
     assert new.shard.epoch == 4
     assert new.merged("ann") == 2
     assert new.shard.tokens_merged == old.shard.tokens_merged == 2 * TOKENS
-    assert new.shard.fragments[0].record() == old.shard.fragments[0].record()
+    assert new.shard.fragments[0].record == old.shard.fragments[0].record
 
 
 def test_learners_go_on_with_what_they_hold() -> None:
-    new = Rig(4, first_life().kept())
+    new = Rig(4, first_epoch().kept())
     new.join("ann", held=(3, 2))
     assert Committed(0, 2, 3) in new.told["ann"]
     new.step("ann")
@@ -117,8 +117,8 @@ def test_learners_go_on_with_what_they_hold() -> None:
 
 def test_the_same_contributions_make_the_same_bytes_with_a_restart_in_between() -> None:
     """P3: momentum comes back bit for bit, too."""
-    whole = first_life(5)
-    restarted = Rig(4, first_life(3).kept())
+    whole = first_epoch(5)
+    restarted = Rig(4, first_epoch(3).kept())
     restarted.join("ann", held=(3, 3))
     restarted.trained(2)
     mine, theirs = (rig.shard.fragments[0].values for rig in (whole, restarted))
@@ -130,7 +130,7 @@ def test_the_same_contributions_make_the_same_bytes_with_a_restart_in_between() 
 
 def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() -> None:
     """P1: ann's contribution was merged, the shard was killed before it could say so."""
-    new = Rig(4, first_life(2).kept())
+    new = Rig(4, first_epoch(2).kept())
     new.join("ann", held=(3, 1))
     (status,) = new.shard.fragment_statuses("ann")
     assert (status.epoch, status.version, status.merged_version) == (3, 2, 2)
@@ -142,23 +142,23 @@ def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() 
 
 def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_own() -> None:
     """P1: membership does not outlive a restart, what was merged and by whom does."""
-    new = Rig(4, first_life().kept())
+    new = Rig(4, first_epoch().kept())
     new.join("ann", process_id="other process")
     assert new.merged("ann") == 0
 
 
 def test_a_process_cannot_come_back_after_another_of_its_id_even_over_a_restart() -> None:
     """Its merges are forgotten then: it would carry what is merged."""
-    new = Rig(4, first_life().kept())
+    new = Rig(4, first_epoch().kept())
     new.join("ann", process_id="other process")
 
     with pytest.raises(Superseded):
         new.join("ann")
 
 
-def test_generations_of_the_old_life_are_fenced_off() -> None:
+def test_generations_of_the_old_epoch_are_fenced_off() -> None:
     """P4: a lease is (epoch, generation); epochs are never used again, so generations need not be kept."""
-    new = Rig(4, first_life().kept())
+    new = Rig(4, first_epoch().kept())
     new.join("ann", held=(3, 2))
     generation = new.members["ann"].generation
     with pytest.raises(Exception, match="has no lease here since this shard restarted"):
@@ -168,7 +168,7 @@ def test_generations_of_the_old_life_are_fenced_off() -> None:
 
 def test_a_version_that_is_behind_what_was_announced_gets_a_name_of_its_own() -> None:
     """faults.md 8: (3, 3) rotted, version 2 came back. Nobody may confuse two versions 3."""
-    new = Rig(4, first_life(2).kept(is_new_line=True))
+    new = Rig(4, first_epoch(2).kept(is_new_line=True))
     assert new.identity == (4, 2)
     new.join("ann", held=(3, 3))
     assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 3, 2, 3, "ann")]
@@ -180,7 +180,7 @@ def test_a_version_that_is_behind_what_was_announced_gets_a_name_of_its_own() ->
 
 def test_a_learner_that_holds_what_is_lost_makes_the_shard_begin_a_new_line() -> None:
     """Durability "interval", or a disk that lied: the shard cannot know by itself. faults.md 5."""
-    new = Rig(4, first_life(1).kept())
+    new = Rig(4, first_epoch(1).kept())
     new.join("ben", held=(3, 1))
     new.take_told("ben")
     assert new.identity == (3, 1)
@@ -204,9 +204,9 @@ def test_a_fragment_that_came_back_with_nothing_is_a_loss_too() -> None:
     assert lost == [VersionsLost(0, 3, 0, 2, "ann"), VersionsLost(0, 3, 0, 3, "ben")]
 
 
-def test_a_version_of_a_later_life_than_the_one_that_came_back_is_a_loss_that_needs_no_new_name() -> None:
-    """(4, 3) and the files of that life are gone; no other version will ever be called that."""
-    new = Rig(5, first_life(2).kept())
+def test_a_version_of_a_later_epoch_than_the_one_that_came_back_is_a_loss_that_needs_no_new_name() -> None:
+    """(4, 3) and the files of that epoch are gone; no other version will ever be called that."""
+    new = Rig(5, first_epoch(2).kept())
     new.join("ann", held=(4, 3))
     assert [e for e in new.events if isinstance(e, VersionsLost)] == [VersionsLost(0, 4, 2, 3, "ann")]
     assert new.identity == (3, 2)
@@ -214,7 +214,7 @@ def test_a_version_of_a_later_life_than_the_one_that_came_back_is_a_loss_that_ne
     assert new.identity == (5, 2), "(3, 3) is another matter: ben would not pull (3, 2)"
 
 
-def test_what_this_life_has_made_is_no_loss() -> None:
+def test_what_this_epoch_has_made_is_no_loss() -> None:
     new = Rig(4).seeded().trained(2)
     new.join("ann", held=(4, 2))
     assert not [e for e in new.events if isinstance(e, VersionsLost)]
@@ -222,7 +222,7 @@ def test_what_this_life_has_made_is_no_loss() -> None:
 
 def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -> None:
     """The bytes are the same, so ben's contribution to the open round is good; ann's, to a lost version, is not."""
-    new = Rig(4, first_life(1).kept())
+    new = Rig(4, first_epoch(1).kept())
     new.join("ben", held=(3, 1))
     new.step("ben")
     new.join("ann", held=(3, 2))
@@ -234,7 +234,7 @@ def test_what_is_relative_to_the_recovered_version_counts_under_its_new_name() -
 
 def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> None:
     """Else a learner that has pulled the new name would wait for a version of the old one, and the round for it."""
-    new = Rig(4, first_life(1).kept())
+    new = Rig(4, first_epoch(1).kept())
     new.join("ben", held=(3, 1))
     new.step("ben")
     assert Collect(0, 2, 3) in new.take_told("ben")
@@ -245,7 +245,7 @@ def test_who_was_asked_under_the_old_name_is_asked_again_under_the_new_one() -> 
 
 
 def test_two_versions_of_one_number_have_two_names() -> None:
-    lost, new = first_life(2), Rig(4, first_life(1).kept())
+    lost, new = first_epoch(2), Rig(4, first_epoch(1).kept())
     new.join("ben", held=(3, 1))
     new.step("ben")
     new.push("ben", 2, (3, 1))
@@ -254,7 +254,7 @@ def test_two_versions_of_one_number_have_two_names() -> None:
 
 
 def test_a_run_that_was_over_is_over() -> None:
-    new = Rig(4, first_life(2).kept(), tokens=2 * TOKENS)
+    new = Rig(4, first_epoch(2).kept(), tokens=2 * TOKENS)
     assert new.shard.done
     new.join("ann", held=(3, 2))
     assert Stop() in new.take_told("ann")
@@ -263,7 +263,7 @@ def test_a_run_that_was_over_is_over() -> None:
 def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_that_nothing_was_merged() -> None:
     """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
     took with it the knowledge that it had been replaced."""
-    old = first_life()
+    old = first_epoch()
     old.join("ann", process_id="other process")
     new = Rig(4, old.kept())
     new.join("ann", held=(3, 1))
@@ -273,11 +273,11 @@ def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_th
 
 def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -> None:
     """P7: learner ids that are made up anew at each start must not fill the files."""
-    old = first_life()
+    old = first_epoch()
     bound = 2 * old.settings.shard.max_learners
-    old.shard.fragments[0].merged_versions |= {f"gone-{i}": i for i in range(3000)}
+    old.shard.fragments[0].record.merged_versions.update({f"gone-{i}": i for i in range(3000)})
     old.trained(1)
-    merged = old.shard.fragments[0].merged_versions
+    merged = old.shard.fragments[0].record.merged_versions
     assert len(merged) == bound
     assert merged["ann"] == 3
     assert "gone-2999" in merged

@@ -62,8 +62,7 @@ def _train(settings: Settings, args: Namespace) -> None:
     from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
     from diloco_worker.builtin.data import TokenStream, load_corpus
     from diloco_worker.builtin.gpt import build_gpt
-    from diloco_worker.learner import join
-    from diloco_worker.status import learner_status
+    from diloco_worker.joining import join
 
     worker, run = settings.worker, settings.run
     device = training.choose_device(worker.device)
@@ -96,12 +95,12 @@ def _train(settings: Settings, args: Namespace) -> None:
             learner, model, optimizer, stream, settings.train,
             budget=learner.tokens_budget, progress=progress, step_delay_s=worker.step_delay_s,
             step_min_s=worker.step_min_s, saver=saver,
-            on_step=training.Diary(learner.log, learner),
+            on_step=training.ProgressLog(learner.telemetry.log, learner),
         )  # fmt: skip
     finally:
         learner.close()
         if args.final_status is not None:
-            write_json(args.final_status, learner_status(learner))
+            write_json(args.final_status, learner.status())
 
 
 def _evaluate(settings: Settings, args: Namespace) -> None:
@@ -113,7 +112,7 @@ def _evaluate(settings: Settings, args: Namespace) -> None:
     from diloco_worker.builtin.evaluation import evaluate
     from diloco_worker.builtin.gpt import build_gpt
     from diloco_worker.export import write_model
-    from diloco_worker.observer import pull_global_model
+    from diloco_worker.global_model import pull_global_model
 
     found = pull_global_model(settings.worker.shards, run=settings.run.id, token=read_token(settings.security))
     held_out = load_corpus(settings.data.source, settings.data.held_out).held_out

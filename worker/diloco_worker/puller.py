@@ -3,103 +3,97 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 
-import grpc
-from torch import Tensor
-
+from diloco_common.codec import Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
-from diloco_common.errors import Refusal
-from diloco_common.messages import Held
-from diloco_protos import parameter_server_pb2 as pb
-from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_worker.core.dialing import backoff_s
-from diloco_worker.core.events import Arrived
-from diloco_worker.session import Session
+from diloco_common.errors import BadRequest, Refusal
+from diloco_common.messages import PullHeader, PullRequest
+from diloco_common.ports import Transport, Unavailable
+from diloco_worker.context import ConnectionContext
+from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.dialing import backoff_s, call_s
 
 
 class Puller:
-    """The pulls of one link. What came goes to the inbox, and to `pulled` as (fragment, version)."""
+    """The pulls of one connection. What came goes to the inbox."""
 
-    def __init__(self, session: Session, pulled: Callable[[int, int], None]) -> None:
-        self._session = session
-        self._pulled = pulled
-        self._announced: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) to pull
-        self._fetched: dict[int, tuple[int, int]] = {}  # fragment -> (epoch, version) handed to the inbox
-        self._held: dict[int, tuple[int, int]] = {}  # the same, also where it is to be fetched again from nothing
-        self._anchors: dict[int, Tensor] = {}  # fragment -> its values, where changes are added to them; only read
-        self._news = asyncio.Event()
+    def __init__(self, state: ConnectionState, transport: Transport, context: ConnectionContext) -> None:
+        self._state = state
+        self._transport = transport
+        self._c = context
+        self._has_news = asyncio.Event()
 
-    def announce(self, fragment_id: int, epoch: int, version: int) -> None:
-        """There is a version to pull, made in that epoch."""
-        self._announced[fragment_id] = (epoch, version)
-        self._news.set()
+    def wake(self) -> None:
+        """A version was announced, or the model was cut."""
+        self._has_news.set()
 
-    def is_announced(self, fragment_id: int) -> bool:
-        """Whether the shard has a version of this fragment, in its present life."""
-        return fragment_id in self._announced
-
-    def held(self) -> list[Held]:
-        """What was pulled last, of each fragment."""
-        return [Held(fragment_id, *version) for fragment_id, version in sorted(self._held.items())]
-
-    def begin_epoch(self) -> None:
-        """The shard has another life: what it announced before is gone."""
-        self._announced.clear()
-
-    def look(self) -> None:
-        """Something that pulling waited for is there."""
-        self._news.set()
-
-    async def run(self, stub: pb_grpc.ParameterServerStub) -> None:
+    async def run(self) -> None:
         """Pull until cancelled."""
-        session, attempt = self._session, 0
+        state, attempt = self._state, 0
         while True:
-            await self._news.wait()
-            self._news.clear()
-            if session.manifest is None:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if state.manifest is None:
                 continue
-            for fragment_id, version in sorted(self._announced.items()):
-                if self._fetched.get(fragment_id) == version or not session.generation:
+            for fragment_id, version in sorted(state.announced.items()):
+                if self._c.codec.base(fragment_id) == version or not state.has_lease:
                     continue
                 try:
-                    await self._pull(stub, fragment_id)
+                    await self._pull(fragment_id)
                     attempt = 0
-                except (grpc.aio.AioRpcError, Refusal) as error:
-                    if isinstance(error, Refusal):  # bytes that are of no use: ask for the values themselves
-                        self._forget(fragment_id)
-                    session.context.log.debug("pull failed", shard=session.address, fragment=fragment_id, why=error)
-                    self._news.set()
-                    await asyncio.sleep(backoff_s(attempt, random.random()))
+                except (Refusal, Unavailable) as error:
+                    if isinstance(error, Refusal):
+                        self._c.codec.lose_base(fragment_id)
+                    self._c.telemetry.log.debug("pull failed", shard=state.address, fragment=fragment_id, why=error)
+                    self._has_news.set()
+                    await asyncio.sleep(backoff_s(attempt, self._c.world.random.random()))
                     attempt += 1
 
-    async def _pull(self, stub: pb_grpc.ParameterServerStub, fragment_id: int) -> None:
-        session = self._session
-        assert session.manifest is not None
-        assert session.policy is not None
-        encodings = pull_encodings(session.policy.pull_encoding)
-        request = pb.PullRequest(fragment_id=fragment_id, encodings=encodings)
-        known, anchor = self._fetched.get(fragment_id), self._anchors.get(fragment_id)
-        if known is not None:
-            request.epoch, request.have_version = known
-        epoch = session.epoch
-        num_elements = session.manifest.fragments[fragment_id].num_elements
-        pulled = await session.context.transfer.pull(stub, request, session.metadata(), num_elements, anchor)
-        if pulled is None or session.epoch != epoch:  # of an earlier life, which may have lost it: Join did not name it
+    async def _pull(self, fragment_id: int) -> None:
+        """One attempt. Raises Unavailable, or a Refusal of the call or of the bytes."""
+        state, codec = self._state, self._c.codec
+        assert state.manifest is not None
+        assert state.policy is not None
+        encodings = pull_encodings(state.policy.pull_encoding)
+        request = PullRequest(fragment_id, encodings, codec.base(fragment_id))
+        epoch, num_elements = state.epoch, state.manifest.fragments[fragment_id].num_elements
+        pulling = self._transport.pull(state.identity, request, call_s(4 * num_elements))
+        async with aclosing(pulling) as parts:
+            header, payload = await read_version(parts, request, num_elements)
+        if payload is None:
             return
-        self._fetched[fragment_id] = self._held[fragment_id] = (pulled.epoch, pulled.version)
-        if len(encodings) > 1:
-            self._anchors[fragment_id] = pulled.values
-        session.tokens_merged[fragment_id] = pulled.tokens_merged
-        self._pulled(fragment_id, pulled.version)
-        session.context.inbox.put(
-            Arrived(
-                fragment_id, pulled.version, pulled.epoch, pulled.values, pulled.merged_version, pulled.shift,
-                pulled.forgotten_version,
-            )
-        )  # fmt: skip
+        self._c.telemetry.pulled(payload.header.num_bytes)
+        arrived = await codec.decode(header, payload)
+        if state.epoch != epoch:  # of an earlier epoch, which may have lost it: Join did not name it
+            return
+        codec.hold(arrived, header.tokens_merged)
+        self._c.inbox.put(arrived)
 
-    def _forget(self, fragment_id: int) -> None:
-        self._fetched.pop(fragment_id, None)
-        self._anchors.pop(fragment_id, None)
+
+async def read_version(
+    parts: AsyncIterator[PullHeader | bytes], request: PullRequest, num_elements: int
+) -> tuple[PullHeader, Payload | None]:
+    """Read the answer to a Pull; no payload if the caller has that version. Raises Unavailable or a Refusal."""
+    header = await anext(parts, None)
+    if not isinstance(header, PullHeader):
+        raise BadRequest("the shard answered Pull without a header")
+    if header.payload is None:
+        return header, None
+    if header.payload.num_elements != num_elements:
+        raise BadRequest(
+            f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
+        )
+    have = request.have[1] if request.have is not None else None
+    if header.base_version is not None and header.base_version != have:
+        raise BadRequest(
+            f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
+            "which is not what was asked for"
+        )
+    receiver = PayloadReceiver(header.payload)
+    async for part in parts:
+        if isinstance(part, PullHeader):
+            raise BadRequest("the shard answered Pull with two headers")
+        receiver.add(part)
+    return header, receiver.finish()

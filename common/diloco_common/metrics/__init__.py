@@ -1,11 +1,10 @@
 """Every metric of shards and workers: names, help, labels and buckets stand in this folder and nowhere else.
 
-Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has
-its own registry, because a worker may live in a process that has metrics of its own. Labels are bounded:
-fragments, codes of errors.py, and learner ids, which the shard checks before they get here and forgets when
-they are gone.
+Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has its own
+registry, because a worker may live in a process with metrics of its own. Labels are bounded: fragments, codes of
+errors.py, and learner ids. The shard checks learner ids before they get here, and forgets learners that are gone.
 
-The methods are named after what happened; the gauges of one sort are set together. docs/metrics.md lists all of it.
+Methods are named after events. Gauges of one sort are set together. docs/metrics.md lists all metrics.
 """
 
 from diloco_common.metrics.rounds import CloseReason, ComputePhase

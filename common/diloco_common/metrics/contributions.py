@@ -1,4 +1,4 @@
-"""What came to a shard and what left it: contributions, what became of their tokens, and payload bytes."""
+"""The traffic of a shard: contributions, the fate of their tokens, and payload bytes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ REJECTIONS = (
 
 
 class Contributions:
-    """Contributions, and versions, on the wire."""
+    """Contributions and versions on the wire."""
 
     def __init__(self, declare: Declare) -> None:
         self._contributions = declare.counter(
-            "diloco_shard_contributions_total", "Contributions that came whole and valid, by outcome.", "outcome"
+            "diloco_shard_contributions_total", "Contributions that arrived whole and valid, by outcome.", "outcome"
         )
         self._rejected = declare.counter(
             "diloco_shard_contributions_rejected_total", "Contributions that a guard refused, by code.", "code"
         )
         self._tokens = declare.totals(
             "diloco_shard_contributed_tokens_total",
-            "Tokens of contributions, once per fragment, by fate: accepted ones end as merged or fenced (their learner "
-            "lost its lease first); late, refused and fenced ones are carried on by a learner that lives.",
+            "Tokens of contributions, once per fragment, by fate. Accepted tokens end as merged, or as fenced if their "
+            "learner lost its lease first. A live learner carries late, refused and fenced tokens on.",
             "fate",
         )
         self._staleness = declare.histogram(
@@ -51,7 +51,7 @@ class Contributions:
         self._rejected.labels(code).inc()
 
     def tokens(self, *, accepted: int, merged: int, late: int, refused: int, fenced: int) -> None:
-        """Totals of this life of the shard."""
+        """Totals of this process."""
         fates = {"accepted": accepted, "merged": merged, "late": late, "refused": refused, "fenced": fenced}
         for fate, total in fates.items():
             self._tokens.follow(total, fate)

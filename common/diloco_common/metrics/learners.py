@@ -1,4 +1,4 @@
-"""Who takes part at a shard, and how each of them is doing, also of learners that Prometheus cannot reach."""
+"""The learners of one shard and how each is doing. This covers learners that Prometheus cannot reach."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from diloco_common.metrics.registry import Declare, start_at_zero
 
 LearnerState = Literal["alive", "stalled", "evicted", "left"]
-"""As in the core: evicted is one whose lease ran out, left one that said goodbye."""
+"""As in the core. Evicted: the lease ran out. Left: the learner said goodbye."""
 LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
 
 
@@ -18,7 +18,7 @@ class Learners:
     def __init__(self, declare: Declare) -> None:
         self._learners = declare.gauge(
             "diloco_shard_learners",
-            'Learners with a lease: "alive" are all, "stalled" those that send heartbeats but end no step.',
+            'Learners with a lease. "alive" counts all; "stalled" counts those that send heartbeats but end no step.',
             "state",
         )
         self._joins = declare.counter("diloco_shard_joins_total", "Leases given.")
@@ -31,7 +31,7 @@ class Learners:
             "diloco_shard_learner_tokens", "Tokens the learner has trained on.", "learner"
         )
         self._learner_step_seconds = declare.gauge(
-            "diloco_shard_learner_step_seconds", "Moving average of seconds per inner step.", "learner"
+            "diloco_shard_learner_step_seconds", "Moving average of the seconds per inner step.", "learner"
         )
         self._learner_loss = declare.gauge(
             "diloco_shard_learner_loss", "Training loss of the learner's last step.", "learner"
@@ -48,7 +48,7 @@ class Learners:
         )
         self._learner_state = declare.gauge(
             "diloco_shard_learner_state",
-            "1 for the state that the learner is in, 0 for the others.",
+            "1 for the state of the learner, 0 for the other states.",
             "learner",
             "state",
         )
@@ -69,7 +69,7 @@ class Learners:
         self._evictions.labels(code).inc()
 
     def live(self, *, alive: int, stalled: int) -> None:
-        """`alive` counts the stalled ones too."""
+        """`alive` includes the stalled learners."""
         self._learners.labels("alive").set(alive)
         self._learners.labels("stalled").set(stalled)
 

@@ -1,4 +1,4 @@
-"""What the metrics of both processes begin with: a registry, how it takes metrics, and buckets."""
+"""The basis of all metrics: a registry, the way to declare metrics in it, and buckets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 def new_registry() -> CollectorRegistry:
-    """An empty registry but for the process itself and its versions."""
+    """A registry that holds only the metrics of the process itself, and its versions."""
     registry = _Registry()
     ProcessCollector(registry=registry)
     build = Gauge(
@@ -30,7 +30,7 @@ def new_registry() -> CollectorRegistry:
 
 
 class Declare:
-    """Declares metrics in a registry: their name, what they mean, and their labels."""
+    """Declares metrics in a registry: name, meaning, labels."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -55,9 +55,11 @@ def start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
 
 
 class Totals:
-    """A counter that follows totals kept elsewhere. It never falls: a total that begins anew adds nothing until it is
-    above the old one. Before the first total there is no series: a zero, followed by what a shard recovered, would look
-    like that much work done at once."""
+    """A counter that follows totals kept elsewhere.
+
+    It never falls: a total that starts again adds nothing until it is above the old one. There is no series before the
+    first total. A zero, followed by the recovered total of a shard, would look like that much work done at once.
+    """
 
     def __init__(self, name: str, what: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._counter = Counter(name, what, labels, registry=registry if labels else None)
@@ -67,7 +69,7 @@ class Totals:
     def follow(self, total: float, *labels: str) -> None:
         """The total of these labels is now this much."""
         seen = self._seen.get(labels)
-        if seen is not None and total <= seen:  # most are, each time they are looked at
+        if seen is not None and total <= seen:  # true of most totals, most of the time
             return
         if seen is None and not labels:
             self._registry.register(self._counter)

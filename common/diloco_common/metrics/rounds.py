@@ -1,4 +1,4 @@
-"""How rounds go, what they cost a shard to compute, and the versions that they become."""
+"""Rounds, their cost in CPU time, and the versions they make."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from diloco_common.metrics.registry import COUNTS, SECONDS, Declare, start_at_ze
 CloseReason = Literal["all", "grace", "lease"]
 """Why a round closed: all asked contributed, the grace window ended, all missing lost their leases."""
 ComputePhase = Literal["inspect", "seed", "merge", "encode"]
-"""What a shard's compute thread does: norms of what came in, version 0, merging up to the encoded version, and encoding
-for an observer."""
+"""Work of the compute thread: norms of contributions, version 0, merging up to the encoded version, and encoding for an
+observer."""
 
 
 class Rounds:
-    """From the opening of a round to its version."""
+    """Rounds, from opening to version."""
 
     def __init__(self, declare: Declare) -> None:
-        self._open_rounds = declare.gauge("diloco_shard_open_rounds", "Rounds collecting contributions.")
+        self._open_rounds = declare.gauge("diloco_shard_open_rounds", "Rounds that are collecting contributions.")
         self._oldest_round = declare.gauge(
             "diloco_shard_oldest_round_seconds",
-            "How long the open round that was opened first has been collecting; 0 without one.",
+            "Age of the oldest open round; 0 if none is open.",
         )
-        self._grace_seconds = declare.gauge(
-            "diloco_shard_grace_seconds", "Grace window of the round that was opened last."
-        )
+        self._grace_seconds = declare.gauge("diloco_shard_grace_seconds", "Grace window of the newest round.")
         self._quorum_seconds = declare.histogram(
             "diloco_shard_quorum_seconds", "From opening a round to its quorum.", SECONDS
         )
         self._rounds_closed = declare.counter(
             "diloco_shard_rounds_closed_total",
-            "Rounds closed: all asked contributed, the grace window ended, or the missing lost their leases.",
+            "Rounds closed, by reason: all contributed, the grace window ended, or the missing lost their leases.",
             "why",
         )
         self._participants = declare.histogram(
@@ -40,7 +38,7 @@ class Rounds:
             "diloco_shard_merge_seconds", "Merging contributions and taking the outer step.", SECONDS
         )
         self._compute_seconds = declare.counter(
-            "diloco_shard_compute_seconds_total", "CPU time of the compute thread, by what for.", "phase"
+            "diloco_shard_compute_seconds_total", "CPU time of the compute thread, by phase.", "phase"
         )
         self._round_seconds = declare.histogram(
             "diloco_shard_round_seconds", "From opening a round to announcing its version.", SECONDS
@@ -50,7 +48,7 @@ class Rounds:
         start_at_zero(self._compute_seconds, get_args(ComputePhase))
 
     def open(self, count: int, *, oldest_s: float) -> None:
-        """`oldest_s` since the first of them was opened."""
+        """`oldest_s`: age of the oldest one."""
         self._open_rounds.set(count)
         self._oldest_round.set(oldest_s)
 
@@ -77,5 +75,5 @@ class Rounds:
         self._round_seconds.observe(seconds)
 
     def version(self, fragment: int, version: int) -> None:
-        """A version that came by seeding or restoring, without a round."""
+        """A version that came from a seed or from disk, without a round."""
         self._version.labels(str(fragment)).set(version)

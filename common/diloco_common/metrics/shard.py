@@ -1,4 +1,4 @@
-"""What a shard measures, all together; each group has a file of its own."""
+"""All metrics of a shard. Most groups have a file of their own."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ class Itself:
     """The shard and its part of the run."""
 
     def __init__(self, declare: Declare) -> None:
-        self._ready = declare.gauge("diloco_shard_ready", "1 while the shard can do its work.")
-        self._epoch = declare.gauge("diloco_shard_epoch", "Restores of this shard.")
-        self._settings = declare.gauge(
-            "diloco_shard_settings", "Settings that alerts compare with, by name.", "setting"
-        )
+        self._ready = declare.gauge("diloco_shard_ready", "1 while the shard is ready.")
+        self._epoch = declare.gauge("diloco_shard_epoch", "Epoch of this shard.")
+        self._settings = declare.gauge("diloco_shard_settings", "Settings that alerts compare with.", "setting")
         self._refused_calls = declare.counter("diloco_shard_refused_calls_total", "Calls refused, by code.", "code")
         self._tokens_merged = declare.totals(
             "diloco_shard_tokens_merged_total", "Tokens merged in this run, averaged over the shard's fragments."
         )
         self._tokens_budget = declare.gauge(
-            "diloco_shard_tokens_budget", "Merged tokens at which the run ends; 0 without end."
+            "diloco_shard_tokens_budget", "Merged tokens at which the run ends; 0 for a run without end."
         )
 
     def ready(self, is_ready: bool) -> None:
@@ -43,13 +41,13 @@ class Itself:
         self._refused_calls.labels(code).inc()
 
     def tokens(self, *, merged: int, budget: int) -> None:
-        """`merged` is the whole of the run so far; what it was when the shard was restored counts too."""
+        """`merged` counts the whole run, including the time before a restart."""
         self._tokens_merged.follow(merged)
         self._tokens_budget.set(budget)
 
 
 class ShardMetrics:
-    """What a shard measures. Safe to call from any thread."""
+    """All metrics of a shard. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self.registry = new_registry()

@@ -6,11 +6,11 @@ from diloco_common.metrics.registry import SECONDS, Declare
 
 
 class Storage:
-    """Versions on their way to the disk, and what is lost of them."""
+    """Versions on their way to the disk, and lost versions."""
 
     def __init__(self, declare: Declare) -> None:
         self._save_seconds = declare.histogram(
-            "diloco_shard_save_seconds", "Making a version durable: writing, and waiting for the disk.", SECONDS
+            "diloco_shard_save_seconds", "Time to make a version durable: writing, and waiting for the disk.", SECONDS
         )
         self._saved_bytes = declare.counter("diloco_shard_saved_bytes_total", "Bytes of versions made durable.")
         self._save_failures = declare.counter(
@@ -22,15 +22,15 @@ class Storage:
         )
         self._versions_lost = declare.counter(
             "diloco_shard_versions_lost_total",
-            "Announced versions that this shard came back without, as learners told that hold them.",
+            "Announced versions that this shard came back without, as reported by learners that hold them.",
         )
         self._disk_free = declare.gauge(
             "diloco_shard_disk_free_bytes",
-            "Free space where versions are kept; NaN where they are kept in memory only.",
+            "Free space where versions are kept; NaN if they are kept in memory only.",
         )
         self._disk_free.set(float("nan"))  # unknown is not zero
         self._checkpoint_version = declare.gauge(
-            "diloco_shard_checkpoint_version", "The newest regular checkpoint of this life."
+            "diloco_shard_checkpoint_version", "The newest regular checkpoint since the shard started."
         )
         self._checkpoint_failures = declare.counter(
             "diloco_shard_checkpoint_failures_total",

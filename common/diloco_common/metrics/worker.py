@@ -1,4 +1,4 @@
-"""What a learner measures."""
+"""All metrics of a worker."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal, get_args
 from diloco_common.metrics.registry import SECONDS, Declare, new_registry, start_at_zero
 
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
-"""What became of a push: the four of the protocol, and "failed" for no answer."""
+"""The four answers of the protocol, and "failed" for no answer."""
 SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
-"""What synchronisation computes on a learner."""
+"""Work that synchronisation does on a learner."""
 
 _STALL_SECONDS = (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
 
 class Training:
-    """What goes on in the training loop, and what synchronisation costs it."""
+    """The training loop, and the cost of synchronisation for it."""
 
     def __init__(self, declare: Declare) -> None:
         self._learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
@@ -33,7 +33,7 @@ class Training:
         )
         self._sync_seconds = declare.counter(
             "diloco_worker_sync_seconds_total",
-            "CPU time that synchronisation took, by what for; snapshot and apply in the training thread.",
+            "CPU time of synchronisation, by phase. Snapshot and apply run in the training thread.",
             "phase",
         )
         start_at_zero(self._sync_seconds, get_args(SyncPhase))
@@ -58,7 +58,7 @@ class Training:
 
 
 class Exchange:
-    """What a learner sends and gets: contributions, versions, and its connections."""
+    """Contributions sent, versions received, and connections."""
 
     def __init__(self, declare: Declare, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -67,25 +67,23 @@ class Exchange:
         )
         self._unmerged = declare.gauge(
             "diloco_worker_contributions_unmerged",
-            "Contributions pushed, or waiting to be, that are in no version yet.",
+            "Contributions pushed, or waiting to be pushed, that are in no version yet.",
         )
         self._tokens_carried = declare.counter(
             "diloco_worker_tokens_carried_total",
-            "Tokens that missed a round and went on into a later one, averaged over fragments.",
+            "Tokens that missed a round and were carried into a later one, averaged over fragments.",
         )
         self._pushed_bytes = declare.counter("diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.")
         self._pulled_bytes = declare.counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.")
         self._encode_seconds = declare.histogram(
-            "diloco_worker_encode_seconds", "Making and encoding one pseudo-gradient.", SECONDS
+            "diloco_worker_encode_seconds", "Time to make and encode one pseudo-gradient.", SECONDS
         )
-        self._version = declare.gauge(
-            "diloco_worker_version", "Version that was applied last, by fragment.", "fragment"
-        )
+        self._version = declare.gauge("diloco_worker_version", "Version applied last, by fragment.", "fragment")
         self._version_age = declare.gauge(
-            "diloco_worker_version_age_seconds", "Time since a version was applied, by fragment.", "fragment"
+            "diloco_worker_version_age_seconds", "Time since the last version was applied, by fragment.", "fragment"
         )
         self._apply_seconds = declare.histogram(
-            "diloco_worker_apply_seconds", "Laying one version under the learner's own progress.", SECONDS
+            "diloco_worker_apply_seconds", "Time to lay one version under the learner's own progress.", SECONDS
         )
         self._connected_shards = declare.gauge(
             "diloco_worker_connected_shards", "Shards where the learner holds a lease."
@@ -125,7 +123,7 @@ class Exchange:
 
 
 class WorkerMetrics:
-    """What a learner measures. Safe to call from any thread."""
+    """All metrics of a worker. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = new_registry()

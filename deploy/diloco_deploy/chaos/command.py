@@ -1,4 +1,4 @@
-"""`diloco chaos`: a fault-free run, a run that is hurt, and what came of it."""
+"""`diloco chaos`: a run without faults, a run with faults, and what became of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 
 from diloco_common.endpoints import write_json
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
+from diloco_common.histories import Histories
+from diloco_common.history import read_histories
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
-from diloco_deploy.chaos.cluster import Course, HurtCluster
+from diloco_deploy.chaos.cluster import ChaosCluster
 from diloco_deploy.chaos.disks import SmallDisks
-from diloco_deploy.chaos.histories import Histories, read_histories
 from diloco_deploy.chaos.links import LISTEN, Links, NoLinks
 from diloco_deploy.chaos.plan import Fault, make_plan
 from diloco_deploy.chaos.result import Result, make_baseline, make_result, summary
+from diloco_deploy.chaos.run import ChaosRun
 from diloco_deploy.children import names
 from diloco_deploy.folder import Files, Outputs
 from diloco_deploy.interrupts import Interrupts
@@ -41,33 +43,33 @@ _OURS: dict[str, object] = {
     "lease.heartbeat_s": 0.5,
 }
 DEFAULTS = {name: Given(value, "a default of `diloco chaos`") for name, value in _OURS.items()}
-"""What a week of training does, in minutes: small steps of a fixed length, that leave the machine mostly idle."""
+"""A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
 HEAL_S = 60.0
-"""Seconds that everybody has to get on after the last fault."""
+"""Seconds after the last fault in which every process has to make progress."""
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """What was asked for."""
+    """What the user asked for."""
 
     seconds: float
     every_s: float
     dead_share: float
     gap_max_s: float
     disk_full: bool = False
-    """Whether disks are filled too; needs root."""
+    """Whether disks are filled too. Needs root."""
     json: Path | None = None
     timeline: Path | None = None
     baseline: Path | None = None
-    """The result of an earlier run, whose fault-free run is taken; none: run one."""
+    """The result of an earlier command, to take its fault-free run; None: run one."""
     compared: bool = True
-    """Whether there is a fault-free run: without it goodput is not known."""
+    """Whether there is a fault-free run. Without one, goodput is not known."""
 
 
 def run_chaos(settings: Settings, chaos: Chaos) -> int:
-    """Do it all; the exit code says whether every promise was kept.
+    """Do it all. The exit code says whether every promise was kept.
 
-    Raises ConfigError, DataError, InUse, or NeverReady where the cluster does not come up.
+    Raises ConfigError, DataError, InUse, or NeverReady if the cluster does not come up.
     """
     check_cluster(settings)
     if chaos.timeline is not None:
@@ -87,15 +89,18 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
     with Interrupts() as interrupts:
         if baseline is None and chaos.compared:
             _tell(f"without faults, for {chaos.seconds:.0f} s")
-            course, histories = _run(settings, "fault-free", (), chaos.seconds, interrupts, links)
-            baseline = make_baseline(histories, course, _comparable(settings))
+            run, histories = _run(settings, "fault-free", (), chaos.seconds, interrupts, links)
+            baseline = make_baseline(histories, run, _comparable(settings))
         elif baseline is not None and baseline["settings"] != _comparable(settings):
             raise ConfigError(f"{chaos.baseline}: its fault-free run had other settings; leave out --baseline")
         _tell(f"{len(plan)} faults in {chaos.seconds:.0f} s, seed {settings.run.seed}")
-        course, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, links, disk_full=chaos.disk_full)
-    result = make_result(histories, course, plan, baseline, seed=settings.run.seed, gap_max_s=chaos.gap_max_s)
+        run, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, links, disk_full=chaos.disk_full)
+    result = make_result(
+        histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=chaos.gap_max_s,
+        gapless=settings.sync.on_commit == "carry",
+    )  # fmt: skip
     print("\n" + summary(result), flush=True)
-    _write(chaos, result, histories, course)
+    _write(chaos, result, histories, run)
     return EXIT_UNEXPECTED if result["violations"] else EXIT_OK
 
 
@@ -108,29 +113,31 @@ def _run(
     links: Links | None,
     *,
     disk_full: bool = False,
-) -> tuple[Course, Histories]:
-    """One cluster in a folder of its own, which begins empty."""
+) -> tuple[ChaosRun, Histories]:
+    """Run one cluster in its own folder, which is emptied first."""
     folder = settings.cluster.folder / name
     files = Files(folder, Outputs())
     history = folder / "history"
     with files.owned(), Supervisor(restart=True) as supervisor:
         files.prepare(settings, fresh=True)
         shutil.rmtree(history, ignore_errors=True)
-        run = settings.run.model_copy(update={"history": history.absolute(), "tokens": 0})
         mine = settings.model_copy(
-            update={"run": run, "cluster": settings.cluster.model_copy(update={"folder": folder})}
+            update={
+                "run": settings.run.model_copy(update={"history": history.absolute(), "tokens": 0}),
+                "cluster": settings.cluster.model_copy(update={"folder": folder}),
+            }
         )
         disks = None
         if disk_full:
             shards = names("shard", settings.cluster.shards)
             disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
-        course = HurtCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds, HEAL_S)
+        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds, HEAL_S)
         files.clear_addresses()
-    return course, read_histories(history)
+    return run, read_histories(history)
 
 
 def _links() -> Links | None:
-    """None, and a line that says so, where links cannot be cut."""
+    """The links of the clusters; None, and a line that says why, if they cannot be cut here."""
     try:
         return Links()
     except NoLinks as why:
@@ -139,14 +146,14 @@ def _links() -> Links | None:
 
 
 def _within(settings: Settings) -> Settings:
-    """Settings inside a network namespace, where shards listen on every address, and nobody else is."""
+    """Settings for a network namespace: shards listen on every address, as nobody else is there."""
     shard = settings.shard.model_copy(update={"listen": LISTEN})
     insecure = settings.security.token_file is None
     security = settings.security.model_copy(update={"insecure": insecure})
     return settings.model_copy(update={"shard": shard, "security": security})
 
 
-def _write(chaos: Chaos, result: Result, histories: Histories, course: Course) -> None:
+def _write(chaos: Chaos, result: Result, histories: Histories, run: ChaosRun) -> None:
     if chaos.json is not None:
         chaos.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(chaos.json, result)
@@ -155,7 +162,7 @@ def _write(chaos: Chaos, result: Result, histories: Histories, course: Course) -
         from diloco_deploy.chaos.timeline import draw
 
         chaos.timeline.parent.mkdir(parents=True, exist_ok=True)
-        draw(histories, course, result, chaos.timeline)
+        draw(histories, run, result, chaos.timeline)
         print(f"written: {chaos.timeline}")
 
 
@@ -168,7 +175,7 @@ def _read_baseline(path: Path) -> Result:
 
 
 def _comparable(settings: Settings) -> dict[str, Any]:
-    """Settings that decide what a fault-free run does."""
+    """The settings that a fault-free run depends on."""
     found = settings.model_dump(mode="json")
     for section in ("shard", "security"):
         del found[section]

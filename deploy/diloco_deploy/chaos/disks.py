@@ -1,6 +1,6 @@
-"""Small disks under the data folders of shards, that can be filled: tmpfs, in a mount namespace of this process alone.
+"""Small disks for the data folders of shards, which can be filled: tmpfs, in a mount namespace of this process alone.
 
-Needs root. The mounts end with this process and its children, however they end.
+Needs root. The mounts go when this process and its children end, in whatever way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SmallDisks:
             _mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "diloco-chaos", str(folder))
 
     def fill(self, name: str) -> None:
-        """Leave not one byte of a disk."""
+        """Use up the disk to its last byte."""
         with (self._folders[name] / _BALLAST).open("wb", buffering=0) as ballast:
             chunk = bytes(1 << 20)
             while chunk:
@@ -47,7 +47,7 @@ class SmallDisks:
                     chunk = chunk[: len(chunk) // 2]
 
     def free(self, name: str) -> None:
-        """There is room again."""
+        """Make room on the disk again."""
         with contextlib.suppress(FileNotFoundError):
             (self._folders[name] / _BALLAST).unlink()
 

@@ -1,9 +1,9 @@
-"""How much work came through, from histories and the course of a cluster.
+"""How much work got through, from the histories and the faults of a run.
 
-alive      from when a worker asks to join until it is killed, less the time that it was frozen
-tokens     of merged contributions, per fragment: what is accepted twice (fenced off, then sent again) counts once
+alive      from the time that a worker asks to join until it is killed, less the time that it is frozen
+tokens     of merged contributions, per fragment; accepted twice (fenced off, then sent again) counts once
 goodput    tokens per alive worker-second, or per second, over that of a fault-free run of the same length
-progress   share of the time in which the job as a whole got on: seconds in which a version was announced
+progress   share of the seconds in which a version was announced: the job as a whole moved on
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from diloco_deploy.chaos.cluster import Course
-from diloco_deploy.chaos.histories import Histories, Life
+from diloco_common.histories import Histories, Process
+from diloco_deploy.chaos.run import ChaosRun
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Work:
     """Summed over the workers."""
     workers: int
     tokens: float
-    """Trained in that time and merged, then or soon after; mean over the fragments."""
+    """Trained in that time, and merged by the end of the run. Mean over the fragments."""
     tokens_accepted: float
-    """By the shards in that time, mean over the fragments; more than once where a contribution was sent again."""
+    """Accepted by the shards in that time, mean over the fragments. A contribution that was sent again counts again."""
     step_s: float
-    """Median time of an inner step of the living: near that of a fault-free run, or the living were faster."""
+    """Median time of an inner step. If it is below that of a fault-free run, the dead made the living faster."""
     progress: float
-    """Share of the seconds in which a version was announced: the global model moved."""
+    """Share of the seconds in which a version was announced."""
 
     @property
     def per_alive_s(self) -> float:
@@ -45,49 +45,49 @@ class Work:
         return 1.0 - self.alive_s / (self.seconds * self.workers)
 
 
-def work_of(histories: Histories, course: Course) -> Work:
-    """What came of the measured time."""
+def work_of(histories: Histories, run: ChaosRun) -> Work:
+    """The work of the measured time."""
     fragments = max(1, histories.num_fragments)
     accepted = sum(
         line["tokens"]
-        for life in histories.shard_lives()
-        for line in life.of("accepted")
-        if course.began <= line["t"] <= course.ended
+        for process in histories.shard_processes()
+        for line in process.of("accepted")
+        if run.began <= line["t"] <= run.ended
     )
-    merged = tokens_merged(histories, course).total()
-    alive_s = sum(end - begin for life in histories.worker_lives() for begin, end in alive_times(life, course))
-    times = [seconds for life in histories.worker_lives() for seconds in _step_times(life)]
+    merged = tokens_merged(histories, run).total()
+    alive_s = sum(end - begin for process in histories.learner_processes() for begin, end in alive_times(process, run))
+    times = [seconds for process in histories.learner_processes() for seconds in _step_times(process)]
     return Work(
-        course.ended - course.began, alive_s, len(histories.workers), merged / fragments, accepted / fragments,
-        median(times) if times else 0.0, _progress(histories, course),
+        run.ended - run.began, alive_s, len(histories.learners), merged / fragments, accepted / fragments,
+        median(times) if times else 0.0, _progress(histories, run),
     )  # fmt: skip
 
 
-def tokens_merged(histories: Histories, course: Course) -> Counter[tuple[str, int, int]]:
-    """Name of a worker, number of its life, fragment -> tokens that it trained in the measured time and were merged."""
+def tokens_merged(histories: Histories, run: ChaosRun) -> Counter[tuple[str, int, int]]:
+    """Worker, number of its process, fragment -> tokens that it trained in the measured time and that were merged."""
     trained = {
-        (life.name, life.number): (tokens_at(life, course.began), tokens_at(life, course.ended))
-        for life in histories.worker_lives()
+        (process.name, process.number): (tokens_at(process, run.began), tokens_at(process, run.ended))
+        for process in histories.learner_processes()
     }
-    pushes, merged = histories.pushes(), Counter[tuple[str, int, int]]()
+    merged = Counter[tuple[str, int, int]]()
     for merge in histories.merges():
-        if (push := pushes.get(merge.push)) is not None:
-            name = push.life.name, push.life.number
+        if (push := merge.push) is not None:
+            name = push.process.name, push.process.number
             low, high = trained[name]
-            merged[*name, merge.fragment] += max(0, min(push.since + merge.tokens, high) - max(push.since, low))
+            merged[*name, merge.fragment] += max(0, min(push.end, high) - max(push.since, low))
     return merged
 
 
-def tokens_at(life: Life, t: float) -> int:
-    """The learner's own count of tokens at a time; what it began its life with, before that."""
-    counts = [int(line["tokens"]) for line in life.of("born", "stepped") if line["t"] <= t]
-    return counts[-1] if counts else int(life.lines[0]["tokens"])
+def tokens_at(process: Process, t: float) -> int:
+    """The learner's own count of tokens at a time; before its first step, the count that it began with."""
+    counts = [int(line["tokens"]) for line in process.of("born", "stepped") if line["t"] <= t]
+    return counts[-1] if counts else int(process.lines[0]["tokens"])
 
 
-def alive_times(life: Life, course: Course) -> Iterator[tuple[float, float]]:
-    """The parts of the measured time in which this life of a worker was alive and not frozen."""
-    begin, end = max(life.began, course.began), min(death_of(life, course), course.ended)
-    for frozen_from, frozen_to in frozen_times(life, course):
+def alive_times(process: Process, run: ChaosRun) -> Iterator[tuple[float, float]]:
+    """The parts of the measured time in which this process was alive and not frozen."""
+    begin, end = max(process.began, run.began), min(death_of(process, run), run.ended)
+    for frozen_from, frozen_to in frozen_times(process, run):
         if begin < min(frozen_from, end):
             yield begin, min(frozen_from, end)
         begin = max(begin, frozen_to)
@@ -95,49 +95,49 @@ def alive_times(life: Life, course: Course) -> Iterator[tuple[float, float]]:
         yield begin, end
 
 
-def longest_gaps(histories: Histories, course: Course) -> list[tuple[float, str]]:
-    """Of each life of a worker, the longest time without an inner step, in seconds, and its name; longest first.
+def longest_gaps(histories: Histories, run: ChaosRun) -> list[tuple[float, str]]:
+    """The longest time without an inner step of each learner process, in seconds, with its name; longest first.
 
-    From its first step on, while it was alive and not frozen.
+    Counted from its first step on, while it was alive and not frozen.
     """
     gaps = []
-    for life in histories.worker_lives():
-        steps = steps_of(life)
+    for process in histories.learner_processes():
+        steps = steps_of(process)
         if not steps:
             continue
-        gone = min(death_of(life, course), max(course.ended, steps[-1]))
-        frozen = list(frozen_times(life, course))
+        gone = min(death_of(process, run), max(run.ended, steps[-1]))
+        frozen = list(frozen_times(process, run))
         marks = [*steps, max(gone, steps[-1])]
         longest = max(
             end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in frozen)
             for begin, end in pairwise(marks)
         )
-        gaps.append((longest, life.name))
+        gaps.append((longest, process.name))
     return sorted(gaps, reverse=True)
 
 
-def death_of(life: Life, course: Course) -> float:
-    """When it was killed; never, if it was not."""
-    kills = [deed.began for deed in course.deeds if deed.harm == "kill" and deed.target == life.name]
-    return min((at for at in kills if at >= life.began), default=float("inf"))
+def death_of(process: Process, run: ChaosRun) -> float:
+    """When the process was killed; infinity if it was not."""
+    kills = [fault.began for fault in run.faults if fault.kind == "kill" and fault.target == process.name]
+    return min((at for at in kills if at >= process.began), default=float("inf"))
 
 
-def frozen_times(life: Life, course: Course) -> list[tuple[float, float]]:
-    """When it was frozen, in order."""
-    deeds = [deed for deed in course.deeds if deed.harm == "freeze" and deed.target == life.name]
-    return sorted((deed.began, deed.ended) for deed in deeds if deed.ended > life.began)
+def frozen_times(process: Process, run: ChaosRun) -> list[tuple[float, float]]:
+    """From when to when the process was frozen, in order."""
+    faults = [fault for fault in run.faults if fault.kind == "freeze" and fault.target == process.name]
+    return sorted((fault.began, fault.ended) for fault in faults if fault.ended > process.began)
 
 
-def steps_of(life: Life) -> list[float]:
-    """When its inner steps ended."""
-    return [float(line["t"]) for line in life.of("stepped")]
+def steps_of(process: Process) -> list[float]:
+    """When the inner steps of the process ended."""
+    return [float(line["t"]) for line in process.of("stepped")]
 
 
-def _step_times(life: Life) -> Iterator[float]:
-    return (after - before for before, after in pairwise(steps_of(life)))
+def _step_times(process: Process) -> Iterator[float]:
+    return (after - before for before, after in pairwise(steps_of(process)))
 
 
-def _progress(histories: Histories, course: Course) -> float:
-    seconds = max(1, int(course.ended - course.began))
-    times = (line["t"] - course.began for life in histories.shard_lives() for line in life.of("announced"))
+def _progress(histories: Histories, run: ChaosRun) -> float:
+    seconds = max(1, int(run.ended - run.began))
+    times = (line["t"] - run.began for process in histories.shard_processes() for line in process.of("announced"))
     return len({int(t) for t in times if 0.0 <= t < seconds}) / seconds

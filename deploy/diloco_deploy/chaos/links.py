@@ -1,7 +1,7 @@
-"""Links between workers and shards that can be cut: in a network namespace of this process and its children alone.
+"""Links between workers and shards, which can be cut: in a network namespace of this process and its children alone.
 
-Each worker dials the shards at a loopback address of its own, by which its link to each shard is told from all others.
-Needs root, `ip` and `nft`. Namespace and rules end with the last process in it, however it ends.
+Each worker dials the shards at its own loopback address, so a rule can tell its links from those of the others. Needs
+root, `ip` and `nft`. Namespace and rules go when the last process in it ends, in whatever way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET. (os.unshare is there from Python 3.12 on.)"""
 LISTEN = "0.0.0.0:0"
-"""Where shards listen: nobody outside the namespace reaches it."""
+"""Where shards listen. Nobody outside the namespace can reach it."""
 _RULES = """
 table inet diloco {
   set cut { type ipv4_addr . inet_service; }
@@ -27,11 +27,11 @@ table inet diloco {
 
 
 class NoLinks(Exception):
-    """Links cannot be cut here; says why."""
+    """Links cannot be cut here. The message says why."""
 
 
 class Links:
-    """All links of a cluster. Made in the main thread: it and what it starts from then on are in the namespace."""
+    """All links of a cluster. Make it in the main thread: that enters the namespace, with all that it starts later."""
 
     def __init__(self) -> None:
         """Raises NoLinks."""
@@ -47,7 +47,7 @@ class Links:
         return f"127.1.{worker // 250}.{worker % 250 + 1}"
 
     def cut(self, worker: int, port: int) -> None:
-        """Let nothing through, either way, between a worker and the shard that listens on a port."""
+        """Let nothing through, either way, between a worker and the shard that listens on `port`."""
         self._element("add", worker, port)
 
     def heal(self, worker: int, port: int) -> None:

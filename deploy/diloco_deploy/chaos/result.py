@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_deploy.chaos.account import LOSSES, account
-from diloco_deploy.chaos.checks import Violation, stood_still, violations
-from diloco_deploy.chaos.cluster import Course
+from diloco_common.histories import Histories
+from diloco_common.judge import Violation, stood_still, violations
 from diloco_deploy.chaos.goodput import Work, longest_gaps, work_of
-from diloco_deploy.chaos.histories import Histories
+from diloco_deploy.chaos.losses import LOSSES, losses
 from diloco_deploy.chaos.plan import LINK, Fault
+from diloco_deploy.chaos.run import ChaosRun
 
 Result = dict[str, Any]
 CHECKS = {
@@ -24,32 +24,42 @@ CHECKS = {
     "stood_still": "living workers that stood still",
     "unplanned": "processes that ended or did not get on",
 }
-"""Key of the result -> what it counts."""
+"""Check, as in the result -> what it counts."""
 _SHOWN_MAX = 20
 
 
-def make_baseline(histories: Histories, course: Course, settings: dict[str, Any]) -> Result:
-    """What a fault-free run did: what goodput is measured against."""
-    work = work_of(histories, course)
+def make_baseline(histories: Histories, run: ChaosRun, settings: dict[str, Any]) -> Result:
+    """What a fault-free run did. Goodput is measured against it."""
+    work = work_of(histories, run)
     return {
         "seconds": round(work.seconds, 2),
         "tokens": round(work.tokens),
         "tokens_per_alive_s": round(work.per_alive_s, 2),
         "step_s": round(work.step_s, 4),
-        "longest_step_gap_s": _longest(longest_gaps(histories, course)),
+        "longest_step_gap_s": _longest(longest_gaps(histories, run)),
         "settings": settings,
     }
 
 
 def make_result(
-    histories: Histories, course: Course, plan: Sequence[Fault], baseline: Result | None, *, seed: int, gap_max_s: float
+    histories: Histories,
+    run: ChaosRun,
+    plan: Sequence[Fault],
+    baseline: Result | None,
+    *,
+    seed: int,
+    gap_max_s: float,
+    gapless: bool = True,
 ) -> Result:
-    """Everything that is printed and written; `violations` is what must be 0. Without `baseline` no goodput."""
-    work, gaps = work_of(histories, course), longest_gaps(histories, course)
+    """Everything that is printed and written. `violations` must be 0. Without a `baseline` there is no goodput.
+
+    `gapless`: whether learners carry (`sync.on_commit`).
+    """
+    work, gaps = work_of(histories, run), longest_gaps(histories, run)
     found = [
-        *violations(histories),
+        *violations(histories, gapless=gapless),
         *stood_still(gaps, gap_max_s),
-        *(Violation("unplanned", said) for said in course.exits),
+        *(Violation("unplanned", said) for said in run.exits),
     ]
     counts = Counter[str]()
     for violation in found:
@@ -64,16 +74,18 @@ def make_result(
         "seed": seed,
         "seconds": round(work.seconds, 2),
         "dead_share": round(work.dead_share, 4),
-        "healed_s": course.healed_s,
-        "faults_by_kind": dict(Counter(f"{f.harm.value} {_kind(f.target)}" for f in plan)),
-        "versions": sum(1 for life in histories.shard_lives() for _ in life.of("announced")),
+        "healed_s": run.healed_s,
+        "faults_by_kind": dict(Counter(f"{f.kind.value} {_kind(f.target)}" for f in plan)),
+        "versions": sum(1 for process in histories.shard_processes() for _ in process.of("announced")),
         "contributions": len(histories.merges()),
-        "evictions": sum(line["code"] != "LEFT" for life in histories.shard_lives() for line in life.of("gone")),
+        "evictions": sum(
+            line["code"] != "LEFT" for process in histories.shard_processes() for line in process.of("gone")
+        ),
         **_tokens(work),
-        "lost_s": account(histories, course, work, baseline) if baseline else None,
+        "lost_s": losses(histories, run, work, baseline) if baseline else None,
         "alive_s": round(work.alive_s, 2),
         "baseline": baseline,
-        "plan": [{"at_s": f.at_s, "harm": f.harm.value, "target": f.target, "for_s": f.for_s} for f in plan],
+        "plan": [{"at_s": f.at_s, "harm": f.kind.value, "target": f.target, "for_s": f.for_s} for f in plan],
         "found": [{"check": v.check, "what": v.what} for v in found],
     }
 
@@ -116,7 +128,7 @@ def _goodput(work: Work, baseline: Result | None) -> Result:
 
 
 def _compared(result: Result) -> list[str]:
-    """Goodput, and where the rest of it went."""
+    """Goodput, and where the rest of the work went."""
     if result["baseline"] is None:
         return []
     per_alive, alive_s = result["goodput_per_alive"], result["alive_s"]

@@ -1,6 +1,6 @@
-"""The timeline: one row per shard and worker, what each did as ticks, what was done to it as bars and marks.
+"""The timeline: one row per shard and worker. Ticks show what it did, bars and marks the faults that hit it.
 
-matplotlib is imported only to draw: it comes with the `dev` extra.
+matplotlib is imported only to draw. It comes with the `dev` extra.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import ConfigError
-from diloco_deploy.chaos.cluster import Course, Deed
+from diloco_common.histories import Histories, Process
 from diloco_deploy.chaos.goodput import alive_times
-from diloco_deploy.chaos.histories import Histories, Life
 from diloco_deploy.chaos.plan import LINK
+from diloco_deploy.chaos.run import ChaosRun, InjectedFault
 
 STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"
 AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9", "cut": "#dcc8ee"}
 MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00"), "cut": ("P", "#7b3fb0")}
-"""By what was done."""
+"""Kind of a fault -> its marker and colour."""
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
 _WIDTH_IN, _DPI = 16.0, 100
 _ROW_IN = 0.46
 _SAME_MARK_S = 0.3
-"""Shards evict the same worker one after the other: shown once."""
+"""Shards evict the same worker one after the other. Marks this close, in seconds, are drawn as one."""
 
 
 def check_timeline(path: Path) -> None:
-    """Raises ConfigError where no picture can be drawn: before the run rather than after it."""
+    """Raise ConfigError if no picture can be drawn here. To be called before the run."""
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"--timeline {path}: a timeline is a .png or a .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--timeline needs matplotlib: pip install matplotlib")
 
 
-def draw(histories: Histories, course: Course, result: dict[str, Any], path: Path) -> None:
-    """Draw the course of the run that was hurt."""
+def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path) -> None:
+    """Draw the run with faults, and write the picture to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shards, workers = sorted(histories.shards), sorted(histories.workers, key=_number)
+    shards, workers = sorted(histories.shards), sorted(histories.learners, key=_number)
     names = [*shards, *workers]
     height = 2.9 + _ROW_IN * len(names)
     with plt.rc_context({"font.family": "DejaVu Sans", "font.size": 10.5, "svg.fonttype": "none"}):
@@ -56,28 +56,29 @@ def draw(histories: Histories, course: Course, result: dict[str, Any], path: Pat
         )  # fmt: skip
         figure.subplots_adjust(left=0.075, right=0.985, top=1 - 1.12 / height, bottom=0.62 / height)
         _title(figure, height, result)
-        place = {name: -row - (0.35 if name in histories.workers else 0.0) for row, name in enumerate(names)}
+        place = {name: -row - (0.35 if name in histories.learners else 0.0) for row, name in enumerate(names)}
         for name in names:
-            rows.barh(place[name], course.ended - course.began, 0.8, color=LANE, zorder=0)
-        _shadows(rows, histories, course, place)
+            rows.barh(place[name], run.ended - run.began, 0.8, color=LANE, zorder=0)
+        _shadows(rows, histories, run, place)
         for name in names:
-            _absences(rows, name, histories, course, place[name])
+            _absences(rows, name, histories, run, place[name])
         most = max(
-            (len(line["contributions"]) for life in histories.shard_lives() for line in life.of("merging")), default=1
+            (len(line["contributions"]) for process in histories.shard_processes() for line in process.of("merging")),
+            default=1,
         )
         for name in shards:
-            _versions(rows, histories.shards[name], course, place[name], most)
+            _versions(rows, histories.shards[name], run, place[name], most)
         for name in workers:
-            _steps(rows, histories.workers[name], course, place[name])
-        _memberships(rows, histories, course, place)
-        _marks(rows, course, place)
+            _steps(rows, histories.learners[name], run, place[name])
+        _memberships(rows, histories, run, place)
+        _marks(rows, run, place)
         rows.set_yticks([place[name] for name in names], names)
         rows.set_ylim(min(place.values()) - 0.6, 0.6)
-        rows.set_xlim(-0.004 * (course.ended - course.began), course.ended - course.began)
+        rows.set_xlim(-0.004 * (run.ended - run.began), run.ended - run.began)
         _bare(rows)
         rows.tick_params(axis="x", length=0)
-        _pace(pace, histories, course, result)
-        _key(figure, height, course)
+        _pace(pace, histories, run, result)
+        _key(figure, height, run)
         figure.savefig(
             path, dpi=_DPI, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None
         )
@@ -87,72 +88,72 @@ def draw(histories: Histories, course: Course, result: dict[str, Any], path: Pat
 # ---------------------------------------------------------------- rows
 
 
-def _shadows(axes: Any, histories: Histories, course: Course, place: dict[str, float]) -> None:
-    """Where a shard is away, across the workers: their steps go on in it."""
+def _shadows(axes: Any, histories: Histories, run: ChaosRun, place: dict[str, float]) -> None:
+    """The times that a shard was away, across the rows of all workers: their steps go on."""
     low, high = min(place.values()) - 0.4, min(place[name] for name in histories.shards) - 0.4
-    for deed in course.deeds:
-        if deed.harm != "fill" and (lives := histories.shards.get(deed.target)) is not None:
-            back = _back(lives, deed, course) if deed.harm == "kill" else deed.ended
-            times = [deed.began - course.began, min(back, course.ended) - course.began]
+    for fault in run.faults:
+        if fault.kind != "fill" and (processes := histories.shards.get(fault.target)) is not None:
+            back = _back(processes, fault, run) if fault.kind == "kill" else fault.ended
+            times = [fault.began - run.began, min(back, run.ended) - run.began]
             axes.fill_between(times, low, high, color=INK, alpha=0.045, linewidth=0, zorder=0.5)
 
 
-def _absences(axes: Any, name: str, histories: Histories, course: Course, y: float) -> None:
-    """Dead, starting and frozen times as bars."""
-    lives = [*histories.shards.get(name, ()), *histories.workers.get(name, ())]
-    end = course.ended - course.began
-    for deed in course.deeds:
-        if deed.target.partition(LINK)[0] != name:
+def _absences(axes: Any, name: str, histories: Histories, run: ChaosRun, y: float) -> None:
+    """The times that a process was dead, starting or frozen, as bars."""
+    processes = [*histories.shards.get(name, ()), *histories.learners.get(name, ())]
+    end = run.ended - run.began
+    for fault in run.faults:
+        if fault.target.partition(LINK)[0] != name:
             continue
-        began, over = deed.began - course.began, min(deed.ended - course.began, end)
-        axes.barh(y, over - began, 0.8, left=began, color=AWAY[deed.harm], zorder=1)
-        if deed.harm == "kill":
-            back = _back(lives, deed, course)
-            axes.barh(y, max(0.0, min(back - course.began, end) - over), 0.8, left=over, color=STARTING, zorder=1)
+        began, over = fault.began - run.began, min(fault.ended - run.began, end)
+        axes.barh(y, over - began, 0.8, left=began, color=AWAY[fault.kind], zorder=1)
+        if fault.kind == "kill":
+            back = _back(processes, fault, run)
+            axes.barh(y, max(0.0, min(back - run.began, end) - over), 0.8, left=over, color=STARTING, zorder=1)
 
 
-def _back(lives: Sequence[Life], deed: Deed, course: Course) -> float:
-    """When a process was of use again: its first inner step, or its first version, after it was killed."""
-    later = (life for life in lives if life.began > deed.began)
-    return float(next((line["t"] for life in later for line in life.of("stepped", *ANNOUNCED)), course.ended))
+def _back(processes: Sequence[Process], fault: InjectedFault, run: ChaosRun) -> float:
+    """When a killed process was of use again: its first inner step, or its first version."""
+    later = (process for process in processes if process.began > fault.began)
+    return float(next((line["t"] for process in later for line in process.of("stepped", *ANNOUNCED)), run.ended))
 
 
-def _versions(axes: Any, lives: Sequence[Life], course: Course, y: float, most: int) -> None:
-    """A tick per announced version, as high as many contributed."""
-    for life in lives:
-        held = {(line["fragment"], line["version"]): len(line["contributions"]) for line in life.of("merging")}
+def _versions(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float, most: int) -> None:
+    """A tick per announced version. Its height is the number of contributions."""
+    for process in processes:
+        held = {(line["fragment"], line["version"]): len(line["contributions"]) for line in process.of("merging")}
         marks = [
-            (line["t"] - course.began, held.get((line["fragment"], line["version"]), 0))
-            for line in life.of("announced")
-            if course.began <= line["t"] <= course.ended
+            (line["t"] - run.began, held.get((line["fragment"], line["version"]), 0))
+            for line in process.of("announced")
+            if run.began <= line["t"] <= run.ended
         ]
         axes.vlines(
             [at for at, _ in marks], y - 0.4, [y - 0.4 + 0.8 * max(count, 0.3) / most for _, count in marks],
-            color=VERSION, linewidth=_tick(course), alpha=0.75, zorder=2,
+            color=VERSION, linewidth=_tick(run), alpha=0.75, zorder=2,
         )  # fmt: skip
 
 
-def _steps(axes: Any, lives: Sequence[Life], course: Course, y: float) -> None:
+def _steps(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float) -> None:
     """A tick per inner step."""
-    times = (line["t"] for life in lives for line in life.of("stepped"))
-    at = [t - course.began for t in times if course.began <= t <= course.ended]
-    axes.vlines(at, y - 0.17, y + 0.17, color=STEP, linewidth=_tick(course), alpha=0.8, zorder=2)
+    times = (line["t"] for process in processes for line in process.of("stepped"))
+    at = [t - run.began for t in times if run.began <= t <= run.ended]
+    axes.vlines(at, y - 0.17, y + 0.17, color=STEP, linewidth=_tick(run), alpha=0.8, zorder=2)
 
 
-def _tick(course: Course) -> float:
+def _tick(run: ChaosRun) -> float:
     """Ticks are thinner where there are more of them."""
-    return max(0.5, min(1.3, 60.0 / (course.ended - course.began)))
+    return max(0.5, min(1.3, 60.0 / (run.ended - run.began)))
 
 
-def _memberships(axes: Any, histories: Histories, course: Course, place: dict[str, float]) -> None:
-    """Evictions and joins of workers, as the shards tell them."""
+def _memberships(axes: Any, histories: Histories, run: ChaosRun, place: dict[str, float]) -> None:
+    """Evictions and joins of workers, as the shards recorded them."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for life in histories.shard_lives():
-        for line in life.of("joined", "gone"):
+    for process in histories.shard_processes():
+        for line in process.of("joined", "gone"):
             if line["what"] == "joined" or line["code"] != "LEFT":
-                found[line["what"], line["learner"]].append(line["t"] - course.began)
+                found[line["what"], line["learner"]].append(line["t"] - run.began)
     for (what, learner), times in found.items():
-        at = [t for t in _apart(sorted(times)) if 0 < t < course.ended - course.began]
+        at = [t for t in _apart(sorted(times)) if 0 < t < run.ended - run.began]
         marker, colour, edge = ("v", EVICTED, 0.33) if what == "gone" else ("^", JOINED, -0.33)
         if learner in place:
             axes.scatter(
@@ -168,14 +169,14 @@ def _apart(times: Sequence[float]) -> Iterator[float]:
         last = at
 
 
-def _marks(axes: Any, course: Course, place: dict[str, float]) -> None:
-    """What was done, where it began."""
-    size = 64 if len(course.deeds) < 50 else 44
-    for deed in course.deeds:
-        marker, colour = MARKS[deed.harm]
-        y = place[deed.target.partition(LINK)[0]]
+def _marks(axes: Any, run: ChaosRun, place: dict[str, float]) -> None:
+    """A mark for each fault, at its beginning."""
+    size = 64 if len(run.faults) < 50 else 44
+    for fault in run.faults:
+        marker, colour = MARKS[fault.kind]
+        y = place[fault.target.partition(LINK)[0]]
         axes.scatter(
-            deed.began - course.began, y, marker=marker, s=size, color=colour, edgecolors="white", linewidths=0.9,
+            fault.began - run.began, y, marker=marker, s=size, color=colour, edgecolors="white", linewidths=0.9,
             zorder=6,
         )  # fmt: skip
 
@@ -183,19 +184,19 @@ def _marks(axes: Any, course: Course, place: dict[str, float]) -> None:
 # ---------------------------------------------------------------- the pace below
 
 
-def _pace(axes: Any, histories: Histories, course: Course, result: dict[str, Any]) -> None:
-    """Merged tokens per second, and what those alive would do without faults."""
-    seconds = course.ended - course.began
+def _pace(axes: Any, histories: Histories, run: ChaosRun, result: dict[str, Any]) -> None:
+    """Merged tokens per second, and what the living workers would do without faults."""
+    seconds = run.ended - run.began
     bins = max(1, min(120, round(seconds / 2.0)))
     width = seconds / bins
     merged, alive = [0.0] * bins, [0.0] * bins
     for merge in histories.merges():
-        if course.began <= merge.at < course.ended:
-            merged[int((merge.at - course.began) / width)] += merge.tokens / histories.num_fragments / width
-    for life in histories.worker_lives():
-        for begin, end in alive_times(life, course):
+        if run.began <= merge.at < run.ended:
+            merged[int((merge.at - run.began) / width)] += merge.tokens / histories.num_fragments / width
+    for process in histories.learner_processes():
+        for begin, end in alive_times(process, run):
             for index in range(bins):
-                left = course.began + index * width
+                left = run.began + index * width
                 alive[index] += max(0.0, min(end, left + width) - max(begin, left)) / width
     edges = [index * width for index in range(bins + 1)]
     usual = result["baseline"]["tokens_per_alive_s"] if result["baseline"] else 0.0
@@ -204,7 +205,7 @@ def _pace(axes: Any, histories: Histories, course: Course, result: dict[str, Any
         axes.stairs([usual * count for count in alive], edges, color=INK, linewidth=1.2, baseline=None)
     axes.set_ylabel("tokens/s", color=INK)
     axes.set_xlabel("seconds", labelpad=2)
-    axes.set_ylim(0, max(*merged, usual * len(histories.workers), 1.0) * 1.4)
+    axes.set_ylim(0, max(*merged, usual * len(histories.learners), 1.0) * 1.4)
     axes.text(0.006, 0.93, "merged", color=PACE, transform=axes.transAxes, va="top", fontweight="bold")
     words = "and the fault-free pace of the workers that are alive" if usual else ""
     axes.text(0.056, 0.93, words, color=INK, transform=axes.transAxes, va="top")
@@ -234,8 +235,8 @@ def _goodput(result: dict[str, Any]) -> str:
     return f"{found:.1%} of fault-free tokens per alive worker-second, " if found is not None else ""
 
 
-def _key(figure: Any, height: float, course: Course) -> None:
-    """What the marks mean, in one line above the rows."""
+def _key(figure: Any, height: float, run: ChaosRun) -> None:
+    """The legend, in one line above the rows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -244,7 +245,7 @@ def _key(figure: Any, height: float, course: Course) -> None:
             [], [], linestyle="", marker=marker, color=colour, markersize=size, label=words, markeredgewidth=1.2
         )
 
-    done = {deed.harm for deed in course.deeds}
+    done = {fault.kind for fault in run.faults}
     handles = [
         mark("|", STEP, "inner step", 10),
         mark("|", VERSION, "version, as high as many contributed", 12),

@@ -14,7 +14,7 @@ from diloco_common.errors import DataError
 from diloco_deploy import units
 from diloco_deploy.checkpoint.sources import open_checkpoint, shard_folders
 from diloco_server.storage.checkpoint import Contents, NoCheckpoint, joined
-from diloco_server.storage.every import FOLDER
+from diloco_server.storage.regular import FOLDER
 
 
 @dataclass(frozen=True)

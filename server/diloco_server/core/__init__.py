@@ -1,18 +1,21 @@
 """The shard's decisions as pure code: no sockets, threads, clocks, randomness or logging.
 
-shard.py        the state machine that ties the rest together; start here
-membership.py   leases and generations: who may contribute
+shard.py        the face that callers use; start here
+leases.py       who may speak
+membership.py   leases and generations themselves
+collecting.py   when rounds open and close, and what becomes of a push
+rounds.py       what one round has collected, and whether it may close
 cadence.py      when a fragment is due
-budget.py       when the run has its tokens
-rounds.py       what a round has collected, and whether it may close
 grace.py        how long a round stays open after its quorum
-admission.py    what becomes of a push
+admission.py    the answer to a push, from its header
 guards.py       what is refused before it can touch state
+versions.py     seeding, restoring, committing and announcing versions
+fragment.py     a fragment's state: its phase, its latest version, its round
+record.py       what is kept with a version: how it came to be
+budget.py       when the run has its tokens
 merge.py        contributions -> one pseudo-gradient
 outer.py        pseudo-gradient -> new version
 arithmetic.py   a fragment's numbers: seeding, stepping and sending them
-record.py       what is kept of how a version came to be
-fragment.py     a fragment's state
 ledger.py       counts of everything that happened
 effects.py      what the shell has to do next
 """

@@ -1,8 +1,8 @@
-"""What becomes of a push, told from its header and from what the shard knows of the fragment. Changes nothing.
+"""What becomes of a push, decided from its header and the fragment's state. Changes nothing.
 
-The order: what is no contribution to this line of versions is refused, what the shard has already is a duplicate, what
-its round no longer waits for is late, a copy of what was refused hears that again; of the rest, the guards decide
-whether its bytes are wanted.
+In this order: a contribution to another line of versions is refused; one that the shard has already is a duplicate; a
+copy of one that was not taken gets the same answer again; one to a round that is over, or not open, is late. For the
+rest the guards decide whether the bytes are wanted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATE = PushAnswer(Outcome.LATE)
 def by_header(
     header: PushHeader, state: FragmentState, learner_id: str, epoch: int, sync: SyncSettings
 ) -> PushAnswer | None:
-    """None: send the bytes; else this is the answer. Raises a Refusal."""
+    """The answer to a push; None if its bytes are wanted. Raises a Refusal."""
     guards.check_epoch(header, state, epoch)
     if header.is_seed:
         if state.seeded or state.computing:
@@ -37,10 +37,10 @@ def by_header(
             f"fragment {header.fragment_id}: round {header.round} holds other bytes from this learner; "
             "a contribution cannot be changed"
         )
+    if (answer := state.answered(learner_id, header)) is not None:
+        return answer
     if header.round <= state.version or (state.round is None and header.round == state.version + 1):
         return LATE
-    if state.round is not None and (refused := state.round.refusal_of(learner_id, header)) is not None:
-        return refused
     guards.check_round(header, state, learner_id, sync.staleness_max)
     if header.not_finite:
         raise NotFinite(f"fragment {header.fragment_id}: {learner_id} says that its values are not finite")
@@ -49,11 +49,11 @@ def by_header(
 
 
 def is_taken(header: PushHeader, state: FragmentState, learner_id: str) -> bool:
-    """Whether this very contribution is in a round already, or in a version."""
+    """Whether this very contribution is already in a round or in a version."""
     if header.is_seed:
         return False
     held = state.held(learner_id, header.round)
     if held is not None:
         return held.is_what(header)
-    # Merged; or its learner has pushed for a later round since, so it knows the fate of this one already.
+    # Merged, or its learner has pushed for a later round since: then it knows the fate of this one.
     return state.may_hold(learner_id, header.round)

@@ -1,4 +1,4 @@
-"""The arithmetic that makes the next version of a fragment, and the bytes that it is sent as."""
+"""The arithmetic that makes the next version of a fragment, and the bytes that are sent of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diloco_server.core.rounds import Contribution
 
 @dataclass
 class Values:
-    """The numbers of a fragment: changed only by `seed` and `step`, on the shard's compute thread."""
+    """The numbers of a fragment. Only `seed` and `step` change them, on the shard's compute thread."""
 
     theta: Tensor
     """float32 [num_elements]."""
@@ -28,12 +28,12 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version as it is sent: encoded once, the same bytes for all."""
+    """A version as it is sent: encoded once, the same bytes for everybody."""
 
     values: Payload
-    """What every learner that has this version holds as its anchor."""
+    """The anchor of every learner that has this version."""
     change: Payload | None = None
-    """Leads there from the version before; None for a first version, and where `sync.pull` sends values."""
+    """The difference to the version before. None for a first version, and if `sync.pull` sends values."""
 
 
 def seed(payload: Payload, optimizer: OuterOptimizer) -> Values:
@@ -59,7 +59,7 @@ def step(
 
 
 def publish(values: Values, encoding: str, before: Published | None = None) -> Published:
-    """Encode the current values for learners, who hold `before` (None: nothing, or another epoch's)."""
+    """Encode the current values for learners that hold `before`. None: they hold nothing, or another epoch's."""
     whole = pull_encodings(encoding)[-1]
     if before is None or encoding == whole:
         return Published(encode_payload(values.theta, whole))

@@ -17,11 +17,11 @@ class Budget:
     """0: the run has no end."""
 
     def is_reached(self, state: FragmentState) -> bool:
-        """The fragment has merged all the tokens that the run asks for."""
+        """Whether the fragment has merged all the tokens that the run asks for."""
         return 0 < self.tokens <= state.tokens_merged
 
     def rest_is_trained(self, state: FragmentState, live: Iterable[Member]) -> bool:
-        """Whether what learners trained since the last round fills the budget: then H need not be waited for."""
+        """Whether what learners trained since the last round fills the budget. Then nobody waits for H steps."""
         if self.tokens <= 0:
             return False
         base = state.base_tokens

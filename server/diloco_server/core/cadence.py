@@ -1,10 +1,10 @@
 """When a fragment is due: at least K live learners took H inner steps since its last round opened.
 
-Counted per learner, from the steps that each reports itself: an absolute clock would stop with the fastest learner,
-and no clock at all would let a fast network drive H towards 1, which ruins learning.
+Steps are counted per learner, as each reports them. An absolute clock would stop with the fastest learner. No clock at
+all would let a fast network drive H towards 1, which ruins learning.
 
-The first time, fragment p is due after ceil((p + 1) * H / P) steps, so that the fragments spread evenly over H and the
-traffic is flat: with P = H = 24 one is due per step, and with P = 1 the first round comes after H steps as in DiLoCo.
+The first time, fragment p is due after ceil((p + 1) * H / P) steps. That spreads the fragments evenly over H and keeps
+the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round comes after H steps, as in DiLoCo.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def first_interval(fragment_id: int, num_fragments: int, sync_every: int) -> int
 
 
 def needed(quorum: Quorum, learners: int) -> int:
-    """K, held to the number of learners that could contribute."""
+    """K, or the number of learners that could contribute if that is smaller."""
     return learners if quorum == "all" else min(quorum, learners)
 
 
 def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int, quorum: Quorum) -> bool:
     """Whether K live learners took `interval` steps since the fragment's last round.
 
-    `base_steps` maps a learner to the inner step it had reported then; a learner that was not there counts from
-    its first report.
+    `base_steps` maps a learner to the inner step it had reported then. A learner that joined later counts from its
+    first report.
     """
     members = ready = 0
     for member in live:

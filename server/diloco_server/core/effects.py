@@ -1,4 +1,4 @@
-"""What the core asks of its shell, in order: say something, compute something, note something."""
+"""What the core asks of its shell, in order: say something, compute something, note a fact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from diloco_common.codec import Payload
 from diloco_common.messages import Directive
-from diloco_server.core.rounds import Contribution
+from diloco_server.core.membership import Member, Membership
+from diloco_server.core.rounds import CloseReason, Contribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,11 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class SeedFragment:
-    """Compute version 0 from this payload, make it durable with `Shard.seed_record`, then call `Shard.seeded` (or
-    `seed_failed`)."""
+    """Compute version 0 from this payload.
+
+    Then take `Shard.seed_record`, make both durable, and hand the record to `Shard.seeded`. On failure call
+    `Shard.seed_failed`.
+    """
 
     fragment_id: int
     payload: Payload
@@ -29,8 +33,10 @@ class SeedFragment:
 
 @dataclass(frozen=True, slots=True)
 class MergeRound:
-    """Merge these contributions into the next version, make it durable with `Shard.next_record`, then call
-    `Shard.committed`."""
+    """Merge these contributions into the next version.
+
+    Then take `Shard.next_record` once, make both durable, and hand the same record to `Shard.committed`.
+    """
 
     fragment_id: int
     version: int
@@ -55,8 +61,7 @@ class QuorumReached:
 class RoundClosed:
     fragment_id: int
     round: int
-    why: str
-    """"all", "grace" or "lease"."""
+    why: CloseReason
     participants: int
     asked: int
     open_s: float
@@ -74,13 +79,13 @@ class VersionCommitted:
 
 @dataclass(frozen=True, slots=True)
 class VersionsLost:
-    """A learner holds a later version than the one that this shard came back with."""
+    """A learner holds a later version than the one that this shard was restored with."""
 
     fragment_id: int
     epoch: int
     """That the lost version was made in."""
     recovered: int
-    """0 also where nothing came back, and a learner brings the fragment again."""
+    """The version that was restored; 0 also where none was, and a learner seeds the fragment again."""
     seen: int
     learner_id: str
 
@@ -94,7 +99,7 @@ class LearnerJoined:
 
 @dataclass(frozen=True, slots=True)
 class LearnerGone:
-    """Evicted (code is why), left (code is LEFT) or replaced by its next generation (SUPERSEDED)."""
+    """Evicted (the code says why), left (LEFT), or replaced by its next generation (SUPERSEDED, STALE_GENERATION)."""
 
     learner_id: str
     generation: int
@@ -103,7 +108,7 @@ class LearnerGone:
 
 @dataclass(frozen=True, slots=True)
 class LearnerForgotten:
-    """Gone for so long that its record was dropped."""
+    """Gone for so long that what was kept about it was dropped."""
 
     learner_id: str
 
@@ -113,7 +118,7 @@ class BudgetReached:
     tokens_merged: int
 
 
-Event = (
+Fact = (
     RoundOpened
     | QuorumReached
     | RoundClosed
@@ -124,4 +129,30 @@ Event = (
     | LearnerForgotten
     | BudgetReached
 )
-Effect = Tell | SeedFragment | MergeRound | Event
+"""Something that happened, for the log, the metrics and the history."""
+Effect = Tell | SeedFragment | MergeRound | Fact
+
+
+class Outbox:
+    """Effects that the shell has not taken yet, in order."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._effects: list[Effect] = []
+
+    def add(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def tell(self, member: Member, directive: Directive) -> None:
+        """Tell one generation of a learner."""
+        self.add(Tell(member.learner_id, member.generation, directive))
+
+    def tell_live(self, directive: Directive) -> None:
+        """Tell every learner that has a lease."""
+        for member in self._membership.live():
+            self.tell(member, directive)
+
+    def take(self) -> list[Effect]:
+        """Empty it."""
+        effects, self._effects = self._effects, []
+        return effects

@@ -1,18 +1,18 @@
-"""One fragment on its shard: its latest version, its open round, and who is in it."""
+"""One fragment on its shard: which phase it is in, its latest version, and the round that makes the next one."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from statistics import median
 
 from diloco_common.manifest import Fragment
-from diloco_common.messages import FragmentStatus, Held
+from diloco_common.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.membership import Member
-from diloco_server.core.record import Record
+from diloco_server.core.record import Record, empty_record
 from diloco_server.core.rounds import Contribution, Round
 
 NORMS_MIN = 8
@@ -20,6 +20,20 @@ NORMS_MIN = 8
 NORM_QUIET = 1e-3
 """Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
 the first real contribution to them is thousands of times larger: 3199 times at 1 % of version 0 (docs/quality.md)."""
+
+
+DECLINED_MAX = 8
+"""Answers about one round that are remembered per learner."""
+
+
+class Phase(Enum):
+    """Of a fragment on its shard."""
+
+    UNSEEDED = "unseeded"  # has no version; only a seed can be pushed, and nothing can be pulled
+    SEEDING = "seeding"  # version 0 is being computed and made durable
+    RESTING = "resting"  # the latest version is announced, and no round is open
+    COLLECTING = "collecting"  # the latest version is announced, and a round is open
+    MERGING = "merging"  # the next version is being computed from a closed round and made durable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +44,7 @@ class Restored:
     values: Values
     published: Published
     is_new_line: bool
-    """Later versions were announced, or learners hold other bytes: it gets a name of its own, of the new epoch."""
+    """Later versions were announced, or learners hold other bytes: it gets a name of its own, in the new epoch."""
 
 
 @dataclass
@@ -38,136 +52,198 @@ class FragmentState:
     """What the shard knows of one of its fragments."""
 
     fragment: Fragment
-    norms: deque[float]
-    """Norms of the contributions merged last, for the running median."""
-    seed_norm: float = 0.0
-    """Norm of version 0: the yardstick until there is a median."""
-    version: int = 0
-    """Outer steps taken; grows within an epoch."""
-    epoch: int = 0
-    """That the version was made in."""
+    record: Record
+    """Of the latest announced version; its dicts belong to this state. Its version grows within an epoch."""
+    phase: Phase = Phase.UNSEEDED
+    """Changed by the transitions below, and by nothing else."""
+    collected: Round | None = None
+    """The open round while COLLECTING, the closed one while MERGING, else None."""
     before: tuple[int, int] | None = None
     """Epoch and version of the one that the published change leads from."""
     recovered: tuple[int, int] | None = None
-    """Epoch and version that this life of the shard began with; None: it began with nothing."""
+    """Epoch and version that was restored when this epoch began; None: there was none."""
     seen_lost: int = 0
-    """The latest version after the recovered one that a learner turned out to hold."""
-    seeded: bool = False
-    """Version 0 is there. Until then nothing can be pulled, and only a seed can be pushed."""
-    computing: bool = False
-    """A seed or a closed round is with the compute thread; the next version is not announced yet."""
-    round: Round | None = None
-    """The open round."""
-    closed: Round | None = None
-    """The round that the next version is being computed from."""
+    """The latest version above the recovered one that a learner turned out to hold."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
     """Learner -> inner step it had reported when the last round opened, for the cadence."""
     base_tokens: dict[str, int] = field(default_factory=dict)
     """Learner -> tokens it had reported then, for the end of the budget."""
-    merged_versions: dict[str, int] = field(default_factory=dict)
-    """Learner -> the last version that its contribution was merged into. Makes every merge visible exactly once."""
-    merged_by: dict[str, str] = field(default_factory=dict)
-    """Learner -> the process that contributed it: another one under the same id has nothing to do with it."""
-    forgotten_version: int = 0
-    """The latest version that held a contribution of somebody who is in `merged_versions` no longer. Grows."""
-    tokens_merged: int = 0
-    """Grows; never reset within an epoch."""
+    declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
+    """Learner -> its contributions to the next version that were refused or came late, and the answers. The learner
+    gave their work back, so no other copy may be taken, not even when the same round opens again."""
     values: Values | None = None
+    """Ahead of the announced version while MERGING."""
     published: Published | None = None
     """The announced version."""
+
+    @classmethod
+    def unseeded(cls, fragment: Fragment) -> FragmentState:
+        return cls(fragment, empty_record(fragment.fragment_id))
+
+    # ------------------------------------------------------------ transitions
+
+    def restore(self, restored: Restored, epoch: int) -> None:
+        """UNSEEDED -> RESTING: go on from a version that was kept, in this new epoch of the shard."""
+        assert self.phase is Phase.UNSEEDED
+        self.record, self.recovered = restored.record.copy(), restored.record.identity
+        if restored.is_new_line:
+            self.rename(epoch)
+        self.values, self.published = restored.values, restored.published
+        self.phase = Phase.RESTING
+
+    def begin_seed(self, norm: float, tokens_merged: int) -> None:
+        """UNSEEDED -> SEEDING: the bytes of version 0 go to the compute thread."""
+        assert self.phase is Phase.UNSEEDED
+        self.record = replace(self.record, seed_norm=norm, tokens_merged=tokens_merged)
+        self.phase = Phase.SEEDING
+
+    def fail_seed(self) -> None:
+        """SEEDING -> UNSEEDED: the seed could not be used."""
+        assert self.phase is Phase.SEEDING
+        self.record, self.phase = empty_record(self.fragment.fragment_id), Phase.UNSEEDED
+
+    def seed(self, record: Record, values: Values, published: Published) -> None:
+        """SEEDING -> RESTING: version 0 is durable."""
+        assert self.phase is Phase.SEEDING
+        self.record, self.values, self.published = record.copy(), values, published
+        self.phase = Phase.RESTING
+
+    def open_round(self, live: Sequence[Member], now: float) -> Round:
+        """RESTING -> COLLECTING: every live learner is asked for a contribution to the next version."""
+        assert self.phase is Phase.RESTING
+        self.collected = Round(self.version + 1, now, {m.learner_id: m.generation for m in live})
+        self.rounds_opened += 1
+        self.base_steps = {m.learner_id: m.progress.inner_step for m in live}
+        self.base_tokens = {m.learner_id: m.progress.tokens for m in live}
+        self.phase = Phase.COLLECTING
+        return self.collected
+
+    def abandon_round(self) -> None:
+        """COLLECTING -> RESTING: nobody contributed, and nobody will. The same round opens again later."""
+        assert self.round is not None
+        assert self.round.is_void
+        self.collected, self.phase = None, Phase.RESTING
+
+    def close_round(self, now: float) -> Round:
+        """COLLECTING -> MERGING: what the round has collected goes to the compute thread."""
+        assert self.round is not None
+        assert self.round.contributions
+        self.round.closed_at = now
+        self.phase = Phase.MERGING
+        assert self.closed is not None
+        return self.closed
+
+    def advance(self, record: Record, published: Published) -> None:
+        """MERGING -> RESTING: the next version is durable."""
+        assert self.closed is not None
+        assert record.version == self.closed.round == self.version + 1
+        self.before = self.identity
+        self.record, self.published = record.copy(), published
+        self.collected, self.phase = None, Phase.RESTING
+        self.declined.clear()
+
+    # ------------------------------------------------------------ changes in every phase
+
+    def rename(self, epoch: int) -> None:
+        """The latest version gets a name of its own: its old one may also name bytes that were lost."""
+        self.record, self.before = replace(self.record, epoch=epoch), None
+
+    def decline(self, learner_id: str, header: PushHeader, answer: PushAnswer) -> None:
+        """Remember that a contribution was not taken, while its round may still open again."""
+        if header.round != self.version + 1:
+            return
+        answers = self.declined.setdefault(learner_id, {})
+        answers[header] = answer
+        if len(answers) > DECLINED_MAX:
+            del answers[next(iter(answers))]  # the oldest
+
+    def forget(self, learner_id: str) -> None:
+        """Drop what is known of a learner's merges. Whoever asks under its id hears that they are not known."""
+        merged = self.record.merged_versions.pop(learner_id, 0)
+        self.record.merged_by.pop(learner_id, None)
+        self.declined.pop(learner_id, None)
+        self.record = replace(self.record, forgotten_version=max(self.record.forgotten_version, merged))
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def version(self) -> int:
+        """Outer steps taken."""
+        return self.record.version
+
+    @property
+    def epoch(self) -> int:
+        """That the version was made in."""
+        return self.record.epoch
 
     @property
     def identity(self) -> tuple[int, int]:
         """Epoch and version."""
-        return self.epoch, self.version
+        return self.record.identity
 
-    def restore(self, restored: Restored, epoch: int) -> None:
-        """Go on from a version that was kept, in a life of the shard that has this epoch."""
-        self.take(restored.record)
-        self.recovered = self.identity
-        if restored.is_new_line:
-            self.epoch = epoch
-        self.values, self.published, self.seeded = restored.values, restored.published, True
+    @property
+    def tokens_merged(self) -> int:
+        return self.record.tokens_merged
 
-    def begin_seed(self, norm: float, tokens_merged: int) -> None:
-        """The bytes of version 0 go to the compute thread."""
-        self.computing = True
-        self.seed_norm, self.tokens_merged = norm, tokens_merged
+    @property
+    def seeded(self) -> bool:
+        """Whether there is a version."""
+        return self.phase not in (Phase.UNSEEDED, Phase.SEEDING)
 
-    def seed(self, values: Values, published: Published, epoch: int) -> None:
-        """Version 0 is there."""
-        self.values, self.published, self.epoch = values, published, epoch
-        self.computing, self.seeded = False, True
+    @property
+    def computing(self) -> bool:
+        """Whether a version is being made that is not announced yet."""
+        return self.phase in (Phase.SEEDING, Phase.MERGING)
 
-    def open_round(self, live: Sequence[Member], now: float) -> Round:
-        """Ask every live learner for a contribution to the next version."""
-        self.round = Round(self.version + 1, now, {m.learner_id: m.generation for m in live})
-        self.rounds_opened += 1
-        self.base_steps = {m.learner_id: m.progress.inner_step for m in live}
-        self.base_tokens = {m.learner_id: m.progress.tokens for m in live}
-        return self.round
+    @property
+    def round(self) -> Round | None:
+        """The open round."""
+        return self.collected if self.phase is Phase.COLLECTING else None
 
-    def close_round(self, now: float) -> None:
-        """What the open round has collected goes to the compute thread."""
-        assert self.round is not None
-        self.round.closed_at = now
-        self.round, self.closed, self.computing = None, self.round, True
+    @property
+    def closed(self) -> Round | None:
+        """The round that the next version is being made from."""
+        return self.collected if self.phase is Phase.MERGING else None
 
-    def advance(self, record: Record, published: Published) -> None:
-        """The next version is there."""
-        self.closed, self.computing = None, False
-        self.before = self.identity
-        self.take(record)
-        self.published = published
+    def announcement(self) -> Committed:
+        return Committed(self.fragment.fragment_id, self.version, self.epoch)
 
-    def lacks(self, theirs: Held) -> bool:
-        """Whether a learner holds a version that this life of the shard began without."""
-        epoch, version = self.recovered or (None, 0)  # nothing came back: it begins anew, at version 0
-        return theirs.version > version and (epoch is None or theirs.epoch >= epoch)
-
-    def record(self) -> Record:
-        """What is to be kept with the values."""
-        return Record(
-            self.fragment.fragment_id, self.epoch, self.version, dict(self.merged_versions), dict(self.merged_by),
-            self.tokens_merged, tuple(self.norms), self.seed_norm, self.forgotten_version,
-        )  # fmt: skip
-
-    def take(self, record: Record) -> None:
-        """Become what a record says."""
-        self.epoch, self.version = record.epoch, record.version
-        self.merged_versions, self.merged_by = dict(record.merged_versions), dict(record.merged_by)
-        self.tokens_merged, self.seed_norm = record.tokens_merged, record.seed_norm
-        self.norms = deque(record.norms, self.norms.maxlen)
-        self.forgotten_version = record.forgotten_version
-
-    def forget(self, learner_id: str) -> None:
-        """Nobody comes back under this id for what was merged; if somebody does, it hears that this is not known."""
-        self.forgotten_version = max(self.forgotten_version, self.merged_versions.pop(learner_id, 0))
-        self.merged_by.pop(learner_id, None)
+    def request(self) -> Collect:
+        """What the open round asks of a learner."""
+        return Collect(self.fragment.fragment_id, self.version + 1, self.epoch)
 
     def status(self, learner_id: str) -> FragmentStatus:
         """All that one learner is told of the fragment, at one moment."""
-        merged = self.merged_versions.get(learner_id)
+        merged = self.record.merged_versions.get(learner_id)
         return FragmentStatus(
             self.fragment.fragment_id, self.seeded, self.version, merged or 0, self.epoch,
-            self.forgotten_version if merged is None else 0,
+            self.record.forgotten_version if merged is None else 0,
         )  # fmt: skip
 
+    def lacks(self, theirs: Held) -> bool:
+        """Whether a learner holds a version that was lost before this epoch."""
+        epoch, version = self.recovered or (None, 0)  # nothing was restored: the fragment begins anew, at version 0
+        return theirs.version > version and (epoch is None or theirs.epoch >= epoch)
+
     def held(self, learner_id: str, round_number: int) -> Contribution | None:
-        """What the learner has contributed to this round, while that is open or being computed."""
-        for collected in (self.round, self.closed):
-            if collected is not None and collected.round == round_number:
-                return collected.contributions.get(learner_id)
+        """What the learner has contributed to this round, while that is open or being merged."""
+        if self.collected is not None and self.collected.round == round_number:
+            return self.collected.contributions.get(learner_id)
         return None
+
+    def answered(self, learner_id: str, header: PushHeader) -> PushAnswer | None:
+        """The answer that another copy of this contribution got, if that was not taken."""
+        return self.declined.get(learner_id, {}).get(header)
 
     def may_hold(self, learner_id: str, round_number: int) -> bool:
         """Whether what the learner contributed to this round is in a version, or may be."""
-        return self.merged_versions.get(learner_id, self.forgotten_version) >= round_number
+        return self.record.merged_versions.get(learner_id, self.record.forgotten_version) >= round_number
 
     def typical_norm(self) -> float:
         """Running median of merged norms, unless it is tiny; the norm of version 0 until there are enough of them."""
-        if len(self.norms) >= NORMS_MIN:
-            usual = median(self.norms)
-            return max(usual, NORM_QUIET * self.seed_norm) if usual else 0.0
-        return max(self.seed_norm, 0.01 * math.sqrt(self.fragment.num_elements))
+        norms, seed_norm = self.record.norms, self.record.seed_norm
+        if len(norms) >= NORMS_MIN:
+            usual = median(norms)
+            return max(usual, NORM_QUIET * seed_norm) if usual else 0.0
+        return max(seed_norm, 0.01 * math.sqrt(self.fragment.num_elements))

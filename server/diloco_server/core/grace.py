@@ -1,12 +1,11 @@
 """How long a round stays open after its quorum.
 
-Fixed seconds, or adaptive (Eq. 3 of the paper): a learner goes on for tau steps between its snapshot and the new
-version, so a round that is over within them costs nobody anything. What the quorum and the merge do not use of that
-slack may be spent on waiting:
+Fixed seconds, or adaptive (Eq. 3 of the paper). A learner goes on for tau steps between its snapshot and the new
+version, so a round that ends within them delays nobody. Waiting may use what the quorum and the merge leave of that:
 
     grace = gamma * (tau * step_time - time_to_quorum - time_to_merge_and_publish)
 
-clamped to [0, step_time], and to a minute
+It is clamped to [0, step_time], and to a minute.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LONGEST_S = 60.0
 
 @dataclass
 class MovingAverage:
-    """Exponential moving average in seconds; takes the first value as it is."""
+    """Exponential moving average in seconds; the first value counts in full."""
 
     alpha: float = 0.1
     value: float | None = None
@@ -39,7 +38,7 @@ class GraceWindow:
         self.to_publish = MovingAverage()
 
     def seconds(self, step_time_s: float) -> float:
-        """The window, given the median step time of the live learners: one straggler must not widen it for all."""
+        """The window in seconds. `step_time_s`: the median of the live learners, so that no straggler widens it."""
         settings = self._settings
         if settings.grace != "adaptive":
             return settings.grace

@@ -1,8 +1,7 @@
 """What a shard refuses before it can touch state. Each check raises a `Refusal` that says what to do.
 
-The order of the whole gauntlet: auth, run (the shell, from metadata), lease and generation (membership.py), manifest,
-epoch, round, sizes (here, from the header alone), sizes and checksum of the bytes, decoder limits (codec), finite, norm
-(here).
+The whole order: identity and run (the shell), lease and generation (membership.py); from the header alone manifest,
+epoch, round, sizes (here); of the bytes sizes, checksum, decoder limits (codec); finite values, norm (here).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
 
 
 def check_origin(header: PushHeader, manifest: Manifest) -> None:
-    """The contribution is for this model."""
+    """The contribution is for this model. Raises ManifestMismatch."""
     if header.manifest_digest != manifest.digest:
         raise ManifestMismatch(
             f"manifest {header.manifest_digest[:12]!r} is not this run's {manifest.digest[:12]!r}; join again"
@@ -37,9 +36,9 @@ def check_origin(header: PushHeader, manifest: Manifest) -> None:
 
 
 def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
-    """Whether the base version is one that the fragment's latest version came from, or itself.
+    """Whether the fragment's latest version is the base version, or came from it.
 
-    (epoch, version) of a version that was lost is never in line: its number was given again, in another epoch.
+    A version that was lost is never in line: its number was given again, in another epoch.
     """
     if header.is_seed or not state.seeded:
         return header.epoch == epoch
@@ -51,7 +50,7 @@ def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
 
 
 def check_epoch(header: PushHeader, state: FragmentState, epoch: int) -> None:
-    """Raises WrongEpoch where the contribution is relative to a version that did not become the latest one."""
+    """Raises WrongEpoch if the latest version did not come from the contribution's base version."""
     if not is_in_line(header, state, epoch):
         raise WrongEpoch(
             f"fragment {header.fragment_id}: version {header.base_version} of epoch {header.epoch} is over, "
@@ -60,7 +59,7 @@ def check_epoch(header: PushHeader, state: FragmentState, epoch: int) -> None:
 
 
 def check_round(header: PushHeader, state: FragmentState, learner_id: str, staleness_max: int) -> None:
-    """The round is open, asked this learner, and the base version is one that it can have."""
+    """The round is open and asked this learner, which can have the base version. Raises WrongRound or TooStale."""
     where = f"fragment {header.fragment_id}"
     if header.steps < 1 or header.tokens < 1:
         raise WrongRound(
@@ -85,7 +84,7 @@ def check_sizes(header: PushHeader, state: FragmentState, encodings: Collection[
 
 
 def check_norm(norms: Sequence[float], state: FragmentState, norm_factor: float) -> None:
-    """Every value is finite, and together they are not far above what is usual for this fragment."""
+    """Every value is finite, and the norm is not far above the usual one. Raises NotFinite or NormTooLarge."""
     norm = total_norm(norms)
     where = f"fragment {state.fragment.fragment_id}"
     if not math.isfinite(norm):

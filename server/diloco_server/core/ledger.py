@@ -25,13 +25,13 @@ class Ledger:
     tokens_accepted: int = 0
     tokens_merged: int = 0
     tokens_late: int = 0
-    """Of contributions that came too late; their learners carry them into the next round."""
+    """Of contributions that came too late. Their learners carry the work into the next round."""
     tokens_refused: Counter[str] = field(default_factory=Counter)
     tokens_fenced: int = 0
-    """Accepted, then dropped because the learner lost its lease before the round closed; carried if it lives."""
+    """Accepted, then dropped: the learner lost its lease before the round closed. It carries the work if it lives."""
 
     def answered(self, header: PushHeader, answer: PushAnswer) -> None:
-        """Count what a push was told. Of a seed only a refusal counts: it is no learner's work."""
+        """Count the answer to a push. Of seeds only refusals count: a seed is no learner's work."""
         if answer.outcome is Outcome.REJECTED:
             self.rejected[answer.code] += 1
             self.tokens_refused[answer.code] += header.tokens

@@ -1,7 +1,7 @@
 """Leases and generations: who is alive and may contribute.
 
-A lease ends when the learner was silent for `lease_s`. Every join, of any learner, gets the next generation, so an
-old one can never be current again; whoever speaks with it is fenced off.
+A lease ends when its learner has been silent for `lease_s`. Every join, of any learner, gets the next generation. So an
+old generation can never be current again, and whoever speaks with one is fenced off.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Member:
     last_heard: float
     last_step_at: float
     first_generation: int = 0
-    """Since when all generations were of this process: an older one tells that another process had joined."""
+    """The first generation of this process: an older one belongs to a process that was replaced."""
     replaced: tuple[str, ...] = ()
-    """Processes that joined under this id before. They may not come back: what they contributed is no longer known."""
+    """Processes that joined under this id before. They may not come back: their merges were forgotten."""
     state: State = State.ALIVE
     evicted_for: str = ""
     """Stable code of the eviction."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0))
     first_step: int | None = None
-    """Inner step of the first report of this generation; cadence counts from here."""
+    """Inner step of this generation's first report; the cadence counts from here."""
     asked: int = 0
     contributed: int = 0
     merged: int = 0
     tokens_merged: int = 0
     """Summed over fragments."""
     missed: Counter[str] = field(default_factory=Counter)
-    """Why contributions that were asked for are not in a version."""
+    """Why contributions that were asked for are in no version, by code."""
 
     @property
     def live(self) -> bool:
@@ -61,20 +61,20 @@ class Member:
 
 
 class Membership:
-    """All learners that this shard has met, at most `max_learners` with a lease and as many without."""
+    """The learners of one shard: at most `max_learners` with a lease, and as many without."""
 
     def __init__(self, settings: LeaseSettings, max_learners: int) -> None:
         self._settings = settings
         self._max_learners = max_learners
         self.max_gone = max_learners
-        """Of those without a lease, so many are remembered."""
+        """How many learners without a lease are remembered."""
         self._members: dict[str, Member] = {}
         self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
         self._generations = 0  # grows; never reset within an epoch
         self._expires_at = 0.0  # nothing can expire or stall before
 
     def welcome(self, learner_id: str, process_id: str) -> None:
-        """Look whether this process may join. Raises Superseded where another one has replaced it."""
+        """Check whether this process may join. Raises Superseded if another one has replaced it."""
         old = self._members.get(learner_id)
         if old is not None and process_id in old.replaced:
             raise superseded(learner_id)
@@ -98,14 +98,15 @@ class Membership:
         self._live = None
         return member
 
+    def replace(self, member: Member, processes: set[str]) -> None:
+        """These processes used the member's id before, perhaps before a restart of the shard."""
+        member.replaced = (*member.replaced, *sorted(processes - {*member.replaced}))
+
     def get(self, learner_id: str) -> Member | None:
         return self._members.get(learner_id)
 
     def check(self, learner_id: str, generation: int) -> Member:
-        """The member that speaks, if its lease is current.
-
-        Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled.
-        """
+        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
         member = self._members.get(learner_id)
         if member is None or generation > member.generation:
             raise NotJoined(f"{learner_id} has no lease here; join first")
@@ -128,7 +129,7 @@ class Membership:
         return LeaseExpired(f"{member.learner_id} was silent for more than {limit}; join again")
 
     def heard(self, member: Member, progress: Progress, now: float) -> None:
-        """Renew the lease, and note the progress."""
+        """Renew the lease and note the progress."""
         member.last_heard = now
         if member.first_step is None:
             member.first_step = progress.inner_step
@@ -142,7 +143,7 @@ class Membership:
         self._live = None
 
     def expire(self, now: float) -> list[Member]:
-        """End the leases that ran out; returns the members that lost theirs just now."""
+        """End the leases that ran out. Returns the members that lost theirs just now."""
         if now < self._expires_at:
             return []
         gone: list[Member] = []
@@ -170,7 +171,7 @@ class Membership:
         return gone
 
     def forget(self) -> list[str]:
-        """Drop the longest-gone members above the bound; returns their ids."""
+        """Drop the members above the bound, longest gone first. Returns their ids."""
         if len(self._members) - len(self.live()) <= self.max_gone:
             return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
@@ -180,7 +181,7 @@ class Membership:
         return dropped
 
     def live(self) -> tuple[Member, ...]:
-        """Members with a lease, by learner id. Asked for at every event, so it is kept."""
+        """Members with a lease, in the order of their ids. Asked for at every event, so it is kept."""
         if self._live is None:
             self._live = tuple(m for m in self.all() if m.live)
         return self._live
@@ -190,5 +191,5 @@ class Membership:
 
 
 def superseded(learner_id: str) -> Superseded:
-    """What a process is told when another one joined under its id."""
+    """What a process hears once another one has joined under its id."""
     return Superseded(f"another process joined as {learner_id}; give each worker its own learner id")

@@ -6,6 +6,7 @@ The simulator puts a disk of its own under the same store: one that loses what w
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -57,6 +58,9 @@ class FileSystem(Files, Protocol):
     def sync_names(self) -> None:
         """Return once all created, renamed and removed names outlive a crash of the machine."""
 
+    def free_bytes(self) -> int:
+        """Room that is left."""
+
 
 class Disk:
     """A folder of the machine. Made where there is none. Raises OSError."""
@@ -85,6 +89,9 @@ class Disk:
 
     def sync_names(self) -> None:
         _sync_folder(self.folder)
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
 
 
 class _NewDiskFile:

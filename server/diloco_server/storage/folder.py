@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from diloco_common.errors import DataError
 from diloco_common.settings import Settings
 from diloco_server.storage.filesystem import Disk
@@ -12,16 +10,19 @@ from diloco_server.storage.store import FileStore, MemoryStore, Store
 from diloco_server.storage.version import Origin
 
 
-def open_store(settings: Settings) -> tuple[Store, FolderLock | None]:
-    """The store, and what keeps others out of its folder. Raises InUse, and DataError where the disk refuses."""
+def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:
+    """The store, and what keeps others out of its folder. Raises InUse, and DataError where the disk refuses.
+
+    `epoch_in_memory` is for a shard without a folder, `first_epoch` for a folder that names none.
+    """
     folder = settings.shard.data_dir
     if folder is None:
-        return MemoryStore(), None
+        return MemoryStore(epoch_in_memory), None
     lock = None
     try:
         disk = Disk(folder)
         lock = FolderLock(folder)
-        return FileStore(disk, Origin.of(settings), epoch_unknown=int(time.time())), lock
+        return FileStore(disk, Origin.of(settings), first_epoch=first_epoch), lock
     except OSError as error:
         if lock is not None:
             lock.release()

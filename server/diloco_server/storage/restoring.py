@@ -2,7 +2,7 @@
 
 How a model is cut into fragments does not depend on the number of shards, only where fragments are placed does. So
 values, momentum and anchors are written as they were, bit for bit; what changes in a file is its header. No `epoch-`
-file is written: the shards take epochs that no life of the run can have had (docs/version-file.md).
+file is written: the shards take epochs that the run cannot have had before (docs/version-file.md).
 """
 
 from __future__ import annotations

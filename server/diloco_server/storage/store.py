@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
@@ -74,10 +73,10 @@ class Store(Protocol):
     """One shard's versions. `save` may be called from several threads, for different fragments."""
 
     epoch: int
-    """Of this life of the shard; no two lives have the same."""
+    """Of this start of the shard; no two have the same."""
 
     def recover(self) -> Recovered:
-        """What earlier lives left, once, before anything is saved. Raises DataError and OSError."""
+        """What earlier epochs left, once, before anything is saved. Raises DataError and OSError."""
 
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
         """Make a version durable, and return its bytes.
@@ -85,14 +84,17 @@ class Store(Protocol):
         Raises OSError; the version is then not announced, and `save` is tried again.
         """
 
+    def free_bytes(self) -> int | None:
+        """Room that is left where versions are kept; None where nothing runs full. May hang. Raises OSError."""
+
 
 class MemoryStore:
     """Keeps nothing beyond the process: a shard that restarts begins empty, in a new epoch, and is seeded again by the
     learners that are still there, from the version they applied last."""
 
-    def __init__(self) -> None:
-        self.epoch = 1 + secrets.randbelow(2**31)
-        """Random, so that a learner tells a restarted shard from the one it knew."""
+    def __init__(self, epoch: int) -> None:
+        """`epoch` is drawn at random, so that a learner tells a restarted shard from the one it knew."""
+        self.epoch = epoch
 
     def recover(self) -> Recovered:
         return Recovered(None)
@@ -101,15 +103,19 @@ class MemoryStore:
         """The values already live in memory."""
         return 0
 
+    def free_bytes(self) -> int | None:
+        return None
+
 
 class FileStore:
     """Versions in a folder that nobody else writes to."""
 
-    def __init__(self, fs: FileSystem, origin: Origin, *, epoch_unknown: int) -> None:
+    def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
         """Begins an epoch, durably.
 
-        `epoch_unknown` is at least what to take where there are versions but no epoch, as in a folder that was
-        restored: above every epoch that the run may have had. Seconds since 1970 are. Raises OSError.
+        `first_epoch` is for a folder that names none: it may be new, emptied, or restored from a checkpoint. It must be
+        above every epoch that the run may have had, or versions of two epochs would have one name. Seconds since 1970
+        are. Raises OSError.
         """
         self._fs = fs
         self._origin = origin
@@ -120,10 +126,7 @@ class FileStore:
             if name.endswith(TEMPORARY):
                 fs.remove(name)
         epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
-        if epochs:
-            self.epoch = epochs[-1] + 1
-        else:
-            self.epoch = epoch_unknown if any(map(parse_version_name, names)) else 1
+        self.epoch = epochs[-1] + 1 if epochs else first_epoch
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 
@@ -227,6 +230,9 @@ class FileStore:
         with contextlib.suppress(OSError):  # the version is durable; what is left over goes with the next one
             self._clear(record.fragment_id)
         return num_bytes
+
+    def free_bytes(self) -> int | None:
+        return self._fs.free_bytes()
 
     def _clear(self, fragment_id: int) -> None:
         """Keep the newest version and the one before."""

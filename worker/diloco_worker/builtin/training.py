@@ -82,7 +82,7 @@ class Saver:
         self._saved_at = self._clock()
 
 
-class Diary:
+class ProgressLog:
     """Logs how training goes, every `every_s` seconds: what a person watches in the log of a worker."""
 
     def __init__(

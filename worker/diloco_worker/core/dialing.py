@@ -1,18 +1,29 @@
-"""When a learner dials a shard again: after which refusals, after which silence, and how soon."""
+"""When a learner dials its shard again: after which refusals, after which silence, and how soon.
+
+join --lease--> attend --broken--> wait --> attend ...
+                  |---- lease over --> wait --> join
+                  |---- refused for good: raised
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from diloco_common.errors import (
     Busy,
+    DilocoError,
     Draining,
     LeaseExpired,
     NotJoined,
     NotSeeded,
+    Refusal,
     StaleGeneration,
     Stalled,
+    Superseded,
     TornUpload,
     WrongEpoch,
 )
+from diloco_common.protocol import SLOWEST_BYTES_PER_S
 
 JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
@@ -22,10 +33,19 @@ SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
 STEADY_S = 5.0
 """A connection that held for so long is dialed again without the wait that its predecessors earned."""
+ANNOUNCE_WAIT_S = 10.0
+"""How often a learner that cannot reach a shard says so."""
+CALL_S = 15.0
+"""Seconds for everything of a call but its bytes."""
 
 FIRST_S = 0.2
 GROWTH = 1.3
 LONGEST_S = 2.0
+
+
+def call_s(num_bytes: int) -> float:
+    """Seconds that a call with so many bytes may take."""
+    return CALL_S + num_bytes / SLOWEST_BYTES_PER_S
 
 
 def backoff_s(attempt: int, jitter: float) -> float:
@@ -39,3 +59,56 @@ def backoff_s(attempt: int, jitter: float) -> float:
     """
     longest = min(LONGEST_S, FIRST_S * GROWTH ** min(attempt, 32))
     return longest * (0.5 + 0.5 * jitter)
+
+
+@dataclass(frozen=True, slots=True)
+class Redial:
+    """The connection ended: dial again."""
+
+    after_s: float
+    is_lease_over: bool
+    """Join, rather than attend under the lease that there is."""
+    is_news: bool
+    """Whether to say so: at first, and then from time to time."""
+    why: str
+
+
+class Dialing:
+    """The attempts of one learner to reach one shard. Time is passed in, in seconds."""
+
+    def __init__(self) -> None:
+        self._attempt = 0  # since a connection was good
+        self._silent_s = 0.0  # waited since that was said
+        self._was_up = False
+        self._began = 0.0
+        self._had_lease = False
+
+    def begin(self, now: float, *, has_lease: bool) -> None:
+        """An attempt begins: to join if there is no lease, and to attend."""
+        self._began, self._had_lease = now, has_lease
+
+    def is_up(self) -> None:
+        """The shard speaks on the control stream."""
+        self._was_up = True
+
+    def ended(self, error: DilocoError | None, now: float, jitter: float) -> Redial:
+        """The attempt, or the connection that it led to, has ended. None: the shard ended the stream.
+
+        `jitter` is drawn evenly from [0, 1). Raises `error` where trying again would not change it.
+        """
+        why = "the stream ended" if error is None else str(error)
+        is_lease_over = isinstance(error, JOIN_AGAIN)
+        if isinstance(error, Refusal) and not isinstance(error, JOIN_AGAIN + TRY_AGAIN):
+            if not self._was_up or isinstance(error, Superseded):
+                raise error  # wrong from the start, or another process is this learner now
+            why = f"{error} [{error.code}]"  # a shard came back as another one: others need not stop for it
+        # A shard that ends a lease answers: a new one is to be had without the waits of its silence.
+        if (is_lease_over and self._had_lease) or now - self._began > STEADY_S:
+            self._attempt, self._silent_s = 0, 0.0
+        is_news = self._attempt == 0 or self._silent_s >= ANNOUNCE_WAIT_S
+        if is_news:
+            self._silent_s = 0.0
+        after_s = backoff_s(self._attempt, jitter)
+        self._attempt += 1
+        self._silent_s += after_s
+        return Redial(after_s, is_lease_over, is_news, why)

@@ -1,4 +1,4 @@
-"""What a learner's links hand to its training, and the bounded queue that it waits in."""
+"""What a learner's connections hand to its training, and the bounded queue that it waits in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diloco_common.errors import DilocoError
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
-from diloco_worker.core.fragment import Shift
+from diloco_worker.core.tensors import Difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Answered:
 class Arrived:
     """A version was pulled and decoded: float32 [num_elements] on the model's device.
 
-    Nobody writes to `values` any more: the learner keeps them as its anchor, the link adds the next change to them.
+    Nobody writes to `values` any more: the learner keeps them as its anchor, the next change is added to them.
     """
 
     fragment_id: int
@@ -54,7 +54,7 @@ class Arrived:
     epoch: int
     values: Tensor
     merged_version: int
-    shift: Shift | None = None
+    difference: Difference | None = None
     """What was computed ahead for applying it."""
     forgotten_version: int = 0
     """As in FragmentStatus."""

@@ -1,22 +1,32 @@
 """The learner: what it does at a step boundary. Owned by the training thread.
 
-The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`), and has the snapshots of
-what `snapshots` returns taken, encoded and sent. Versions are laid under the local progress between two steps;
-nothing here waits for anybody.
+The shell hands in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`), and has encoded and sent
+what `contribute` returns. Versions are applied between two steps. Nothing here waits for anybody.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from diloco_common.errors import WrongRound
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
-from diloco_worker.core.fragment import LearnerFragment, Pending, Shift, Wanted
+from diloco_worker.core.fragment import AskedRound, Contribution, Fate, LearnerFragment
 from diloco_worker.core.replica import Replica
+from diloco_worker.core.tensors import Difference, FragmentTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A version was applied."""
+
+    contribution: Contribution | None = None
+    """The one whose fate the version tells; None: it tells none."""
+    fate: Fate | None = None
 
 
 class LearnerCore:
@@ -28,18 +38,18 @@ class LearnerCore:
         self.inner_step = 0
         self.tokens = 0
         self.contributions: Counter[str] = Counter()
-        """Contributions by fate: taken, merged, carried (not merged; the work went on), forgotten (the shard no longer
-        knows; counted as merged, so that nothing counts twice), and refusals by code."""
+        """Contributions by what became of them: taken, the fates (`Fate`), and refusals by code."""
         self.tokens_carried = 0
         """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
+        self._carried: list[Contribution] = []
         self.fragments = {
-            f.fragment_id: LearnerFragment(f, replica, error_feedback=policy.error_feedback) for f in manifest.fragments
+            f.fragment_id: LearnerFragment(f, FragmentTensors(f, replica, policy)) for f in manifest.fragments
         }
 
     @property
     def unmerged(self) -> int:
         """Contributions under way whose fate is not known."""
-        return sum(f.pending is not None for f in self.fragments.values())
+        return sum(f.contribution is not None for f in self.fragments.values())
 
     # ------------------------------------------------------------ at a step boundary
 
@@ -48,26 +58,25 @@ class LearnerCore:
         self.inner_step += 1
         self.tokens += tokens
 
-    def snapshots(self) -> list[Pending]:
+    def contribute(self) -> list[Contribution]:
         """The contributions that rounds ask for, where there is something to contribute.
 
-        On a CPU their snapshots are still to be taken (`Pending.take_snapshot`), soon and in any thread: until then
-        `rebasable` says that no version can be applied to the fragment. A round that asks again for the contribution
-        that is under way gets the same one.
+        On a CPU their snapshots are still to be taken, soon and in any thread (`ContributionTensors.take_snapshot`).
+        Until then the fragment `is_being_read`. A round that asks again for the contribution that is under way gets the
+        same one.
         """
         taken = []
         for fragment in self.fragments.values():
-            wanted, pending = fragment.wanted, fragment.pending
-            if wanted is None or wanted.epoch != fragment.epoch:
+            asked, contribution = fragment.asked, fragment.contribution
+            if asked is None or asked.epoch != fragment.epoch:
                 continue
-            if pending is not None:
-                if (pending.round, pending.shard_epoch) == (wanted.round, wanted.shard_epoch):
-                    fragment.wanted = None
-                    pending.read_again()  # nobody had read it where no shard was there to push to
-                    taken.append(pending)
+            if contribution is not None:
+                if (contribution.round, contribution.shard_epoch) == (asked.round, asked.shard_epoch):
+                    fragment.asked = None
+                    taken.append(contribution)
                 continue  # of an earlier round: wait until its fate is known
             if fragment.tokens_since(self.tokens) > 0:
-                taken.append(fragment.take(self.tokens, self.inner_step))
+                taken.append(fragment.contribute(self.tokens, self.inner_step))
                 self.contributions["taken"] += 1
         return taken
 
@@ -78,103 +87,94 @@ class LearnerCore:
         in the epoch that the directive names."""
         fragment = self.fragments[directive.fragment_id]
         if directive.epoch != fragment.epoch or directive.round > fragment.version:
-            fragment.wanted = Wanted(directive.round, epoch, directive.epoch)
+            fragment.asked = AskedRound(directive.round, epoch, directive.epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
         """What holds for a contribution. LATE and REJECTED tell that it was not merged; that it was, only a version
         tells."""
         fragment = self.fragments[fragment_id]
-        pending = fragment.pending
-        if pending is None or pending.round != round_number:
+        contribution = fragment.contribution
+        if contribution is None or contribution.round != round_number:
             return
         if answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
             return
         if answer.outcome is Outcome.REJECTED and answer.code != WrongRound.code:
             self.contributions[answer.code] += 1
-        self._carried(fragment)
+        self._carry_on(fragment)
 
-    def rebasable(self, fragment_id: int) -> bool:
-        """Whether `arrived` may be called for this fragment: not while its snapshot is being taken. Try again later."""
-        return self.fragments[fragment_id].rebasable
-
-    def shift_to(self, fragment_id: int, values: Tensor, version: int, merged_version: int) -> Shift | None:
-        """Compute ahead what `arrived` will need of a version; None where it needs nothing.
-
-        May be called in any thread. Takes a tensor as large as the fragment.
-        """
-        if self.policy.on_commit != "carry":
-            return None
-        return self.fragments[fragment_id].shift_to(values, version, merged_version)
+    def is_being_read(self, fragment_id: int) -> bool:
+        """Whether `arrived` must wait for this fragment's snapshot. Ask again later."""
+        return self.fragments[fragment_id].tensors.is_being_read
 
     def arrived(
         self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
-        shift: Shift | None = None, forgotten_version: int = 0,
-    ) -> bool:  # fmt: skip
+        difference: Difference | None = None, forgotten_version: int = 0,
+    ) -> Applied | None:  # fmt: skip
         """Apply a version: float32 [num_elements] on the model's device, kept as the anchor.
 
-        `shift`: what `shift_to` gave for it. Returns False, and changes nothing, where the learner has this version or
-        a later one of the same epoch.
+        `difference`: what `FragmentTensors.difference_to` gave for it. Returns None, and changes nothing, where the
+        learner has this version or a later one of the same epoch.
         """
         fragment = self.fragments[fragment_id]
-        assert fragment.rebasable
-        if fragment.anchor is None:
+        assert not fragment.tensors.is_being_read
+        if fragment.tensors.anchor is None:
             fragment.adopt(values, version, epoch, self.tokens, self.inner_step)
-            return True
+            return Applied()
         if epoch == fragment.epoch and version <= fragment.version:
-            return False
-        merged = self._resolve(fragment, version, merged_version, forgotten_version)
+            return None
+        applied = self._resolve(fragment, version, merged_version, forgotten_version)
+        merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
         if self.policy.on_commit == "carry":
-            fragment.carry(values, version, epoch, merged=merged, shift=shift)
+            fragment.carry(values, version, epoch, merged=merged, difference=difference)
         else:
-            keep = self.policy.blend_alpha if self.policy.on_commit == "blend" else 0.0
-            fragment.overwrite(
-                values, version, epoch, merged=merged, keep=keep, tokens=self.tokens, steps=self.inner_step
-            )
-        if fragment.wanted is not None and fragment.wanted.epoch == epoch and fragment.wanted.round <= version:
-            fragment.wanted = None  # that round is over
-        return True
+            fragment.overwrite(values, version, epoch, merged=merged, tokens=self.tokens, steps=self.inner_step)
+        if fragment.asked is not None and fragment.asked.epoch == epoch and fragment.asked.round <= version:
+            fragment.asked = None  # that round is over
+        return applied
 
     def begin_without(self) -> None:
         """Train on from the model's own values where no version has come: its shard is away."""
         for fragment in self.fragments.values():
-            if not fragment.adopted:
+            if not fragment.is_adopted:
                 fragment.begin_with_own(self.tokens, self.inner_step)
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
-        """A shard in that epoch answered Join. What an earlier one had not made a version of is gone, and must be sent
-        again."""
+        """A shard in that epoch answered Join. What an earlier epoch had not made a version of is gone, and must be
+        sent again."""
         for status in statuses:
             fragment = self.fragments[status.fragment_id]
-            pending = fragment.pending
-            if fragment.wanted is not None and fragment.wanted.shard_epoch != epoch:
-                fragment.wanted = None
-            if pending is None or pending.shard_epoch == epoch:
+            contribution = fragment.contribution
+            if fragment.asked is not None and fragment.asked.shard_epoch != epoch:
+                fragment.asked = None
+            if contribution is None or contribution.shard_epoch == epoch:
                 continue
-            merged = pending.merged_in(status.version, status.merged_version)
-            if not (status.seeded and (merged or pending.forgotten_in(status.version, status.forgotten_version))):
-                self._carried(fragment)
+            fate = contribution.fate_in(status.version, status.merged_version, status.forgotten_version)
+            if not status.seeded or fate is Fate.CARRIED:
+                self._carry_on(fragment)
+
+    def take_carried(self) -> list[Contribution]:
+        """The contributions that turned out not to be merged since the last call."""
+        carried, self._carried = self._carried, []
+        return carried
 
     # ------------------------------------------------------------ helpers
 
-    def _resolve(self, fragment: LearnerFragment, version: int, merged_version: int, forgotten_version: int) -> bool:
-        """Whether the pending contribution counts as merged in this version; gives it back if it never will be.
+    def _resolve(self, fragment: LearnerFragment, version: int, merged_version: int, forgotten_version: int) -> Applied:
+        """What this version tells of the contribution under way; gives it back if it never will be merged."""
+        contribution = fragment.contribution
+        if contribution is None or (version < contribution.round and contribution.tensors.snapshot is not None):
+            return Applied()
+        fate = contribution.fate_in(version, merged_version, forgotten_version)
+        if fate is Fate.CARRIED:
+            self._carry_on(fragment)
+        else:
+            self.contributions[fate.value] += 1
+        return Applied(contribution, fate)
 
-        One that the shard has forgotten does: work that is not in is lost, rather than counted twice.
-        """
-        pending = fragment.pending
-        if pending is None or (version < pending.round and pending.snapshot is not None):
-            return False
-        if pending.merged_in(version, merged_version):
-            self.contributions["merged"] += 1
-            return True
-        if pending.forgotten_in(version, forgotten_version):
-            self.contributions["forgotten"] += 1
-            return True
-        self._carried(fragment)
-        return False
-
-    def _carried(self, fragment: LearnerFragment) -> None:
-        assert fragment.pending is not None
-        self.contributions["carried"] += 1
-        self.tokens_carried += fragment.pending.tokens
+    def _carry_on(self, fragment: LearnerFragment) -> None:
+        """The contribution was not merged: its work goes on into the next one."""
+        assert fragment.contribution is not None
+        self.contributions[Fate.CARRIED.value] += 1
+        self.tokens_carried += fragment.contribution.tokens
+        self._carried.append(fragment.contribution)
         fragment.give_back()

@@ -17,7 +17,7 @@ class Lease(NamedTuple):
     """Of one learner with one shard."""
 
     epoch: int
-    """The life of the shard that gave it."""
+    """Of the shard that gave it."""
     generation: int
     """Counts anew in each epoch; 0: no lease."""
 
@@ -26,6 +26,8 @@ class Pushes:
     """Owned by whoever sends."""
 
     def __init__(self) -> None:
+        self.has_begun = False
+        """Whether the contribution was ever pushed: a shard may have it. Never reset."""
         self._under_way: set[Lease] = set()
         self._is_refused = False
 
@@ -33,6 +35,7 @@ class Pushes:
         """Whether to push now: not while a push under this lease is under way, and not what was refused."""
         if self._is_refused or lease in self._under_way:
             return False
+        self.has_begun = True
         self._under_way.add(lease)
         return True
 

@@ -59,5 +59,5 @@ class Shards:
             )
 
     def stop(self, shard_index: int) -> None:
-        """It has reached the token budget; another life of it may not have."""
+        """It has reached the token budget; in another epoch it may not have."""
         self._stopped.add(shard_index)

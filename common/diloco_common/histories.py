@@ -1,0 +1,173 @@
+"""Histories as a model: the processes of a run, what learners contributed, and where it was merged.
+
+Lines come from files or from memory (`history.py`); everything here is a pure function of them. Which version was made
+from which is in `lineage.py`. The lines, in the order in which each process writes them:
+
+    shard     born      role="shard", epoch
+              joined    learner, generation
+              gone      learner, generation, code
+              opened    fragment, round, asked
+              accepted  learner, generation, fragment, round, epoch, base, tokens, steps
+              declined  the same, outcome, code
+              merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps]
+              announced fragment, epoch, version, checksum, state, tokens_merged
+              restored  the same, stored_epoch
+    learner   born      role="learner", step, tokens
+              stepped   step, tokens
+              pushed    shard_epoch, generation, fragment, round, epoch, base, tokens, steps, since
+              answered  fragment, round, outcome, code
+              carried   shard_epoch, fragment, round, tokens
+              applied   fragment, epoch, version, checksum, merged, forgotten, since
+              ended
+
+Every line has `t`, in seconds. Of a contribution, `epoch` and `base` name the version that it was trained from. A shard
+writes `merging` before it computes a version. It writes `announced` when that is durable, and before anybody hears of
+it. A later epoch of the shard writes `restored` for the version that it begins with; `stored_epoch` is the epoch in the
+name on the disk. `state` is a checksum of what the shard goes on from, `checksum` one of the values that learners get.
+
+`since` is a learner's own count of tokens: the work before it is merged, as far as the learner knows. From `applied` on
+it counts a contribution to round `merged` as merged because the version holds it, or to round `forgotten` because its
+shard no longer knows. From `carried` on it counts a contribution as not merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from diloco_common.lineage import Lineage, Merge
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Process:
+    """What one process wrote, from its start to its end. One process of a shard is one epoch."""
+
+    name: str
+    """Of the learner or of the shard."""
+    number: int
+    """Among the processes of this name, counted from 0."""
+    lines: tuple[Line, ...]
+    """At least one: "born"."""
+
+    @property
+    def began(self) -> float:
+        return float(self.lines[0]["t"])
+
+    @property
+    def epoch(self) -> int:
+        """Of a shard."""
+        return int(self.lines[0]["epoch"])
+
+    def of(self, *what: str) -> Iterator[Line]:
+        """Its lines of these kinds, in order."""
+        return (line for line in self.lines if line["what"] in what)
+
+
+@dataclass(frozen=True, eq=False)
+class Push:
+    """A contribution as its learner sent it: the tokens [since, end) of its process."""
+
+    process: Process
+    fragment: int
+    shard_epoch: int
+    """Of the shard that asked for it."""
+    round: int
+    since: int
+    tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.since + self.tokens
+
+
+PushName = tuple[str, int, int, int, int, int]
+"""Learner, epoch of the shard, generation, fragment, round, tokens: what both sides say of one push."""
+
+
+@dataclass(frozen=True, eq=False)
+class Histories:
+    """Everything that was recorded: name -> the processes that had it, one after the other."""
+
+    shards: Mapping[str, Sequence[Process]]
+    learners: Mapping[str, Sequence[Process]]
+
+    def shard_processes(self) -> Iterator[Process]:
+        return (process for processes in self.shards.values() for process in processes)
+
+    def learner_processes(self) -> Iterator[Process]:
+        return (process for processes in self.learners.values() for process in processes)
+
+    @property
+    def num_fragments(self) -> int:
+        return len(self.owners)
+
+    @cached_property
+    def owners(self) -> dict[int, str]:
+        """Fragment -> name of its shard."""
+        return {
+            line["fragment"]: process.name
+            for process in self.shard_processes()
+            for line in process.of("announced", "restored")
+        }
+
+    @cached_property
+    def pushes(self) -> dict[PushName, Push]:
+        """What learners sent. A contribution that was sent under two generations has two names."""
+        found: dict[PushName, Push] = {}
+        for process in self.learner_processes():
+            for line, push in self.pushes_of[process]:
+                found[process.name, push.shard_epoch, line["generation"], push.fragment, push.round, push.tokens] = push
+        return found
+
+    @cached_property
+    def pushes_of(self) -> dict[Process, list[tuple[Line, Push]]]:
+        """Process of a learner -> its lines "pushed", each with the contribution that it is about."""
+        return {process: list(_pushes(process)) for process in self.learner_processes()}
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        """Which versions there were, and whose contributions each one holds."""
+        return Lineage(self.shards, self.pushes)
+
+    def merges(self) -> list[Merge]:
+        """Contributions that are in the model at the end, each in the version that merged it."""
+        return [merge for version in self.lineage.versions if version.survives for merge in version.merges]
+
+
+def gather(histories: Iterable[tuple[str, Sequence[Line]]]) -> Histories:
+    """Histories from pairs of a name and lines, in the order in which the processes were started.
+
+    The lines may be those of one process, or of several that followed each other.
+    """
+    lines_of: dict[str, list[tuple[Line, ...]]] = {}
+    for name, lines in histories:
+        lines_of.setdefault(name, []).extend(_split(lines))
+    shards: dict[str, Sequence[Process]] = {}
+    learners: dict[str, Sequence[Process]] = {}
+    for name, parts in lines_of.items():
+        if parts:
+            processes = [Process(name, number, part) for number, part in enumerate(parts)]
+            (shards if parts[0][0]["role"] == "shard" else learners)[name] = processes
+    return Histories(shards, learners)
+
+
+def _split(lines: Sequence[Line]) -> Iterator[tuple[Line, ...]]:
+    """Cut lines where a process was born."""
+    births = [i for i, line in enumerate(lines) if line["what"] == "born"]
+    for begin, end in pairwise([*births, len(lines)]):
+        yield tuple(lines[begin:end])
+
+
+def _pushes(process: Process) -> Iterator[tuple[Line, Push]]:
+    last: dict[int, Push] = {}
+    for line in process.of("pushed"):
+        push = last.get(line["fragment"])
+        facts = line["fragment"], line["shard_epoch"], line["round"], line["since"], line["tokens"]
+        if push is None or (push.fragment, push.shard_epoch, push.round, push.since, push.tokens) != facts:
+            last[line["fragment"]] = push = Push(process, *facts)
+        yield line, push

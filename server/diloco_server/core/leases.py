@@ -1,0 +1,67 @@
+"""Leases: who may speak, and what follows for rounds and versions when somebody comes or goes.
+
+`membership.py` holds the leases themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco_common.errors import StaleGeneration, Superseded
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Evicted, Held
+from diloco_server.core.collecting import Rounds
+from diloco_server.core.effects import LearnerForgotten, LearnerGone, LearnerJoined, Outbox
+from diloco_server.core.membership import Member, Membership, superseded
+from diloco_server.core.versions import Versions
+
+
+class Leases:
+    """The learners of one shard, coming and going."""
+
+    def __init__(self, membership: Membership, rounds: Rounds, versions: Versions, outbox: Outbox) -> None:
+        self._membership = membership
+        self._rounds = rounds
+        self._versions = versions
+        self._outbox = outbox
+
+    def join(
+        self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held]
+    ) -> Member:
+        """Grant a lease; the one before it ends. Raises Superseded, ManifestMismatch or Busy."""
+        self._membership.welcome(learner_id, process_id)
+        self._versions.adopt_or_check(tensors)
+        old = self._membership.get(learner_id)
+        if old is not None and old.live:
+            if old.process_id == process_id:
+                self._end(old, StaleGeneration.code, f"{learner_id} has joined again")
+            else:
+                self._end(old, Superseded.code, str(superseded(learner_id)))
+        member = self._membership.join(learner_id, process_id, now)
+        self._membership.replace(member, self._versions.forget_others(learner_id, process_id))
+        self._outbox.add(LearnerJoined(learner_id, member.generation, returned=old is not None))
+        for state in self._versions.look_for_losses(learner_id, held):
+            self._rounds.ask_missing(state)
+        return member
+
+    def leave(self, member: Member) -> None:
+        """A learner says goodbye."""
+        self._membership.leave(member)
+        self._outbox.add(LearnerGone(member.learner_id, member.generation, "LEFT"))
+        self._rounds.leave(member)
+
+    def expire(self, now: float) -> None:
+        """End the leases that ran out, and forget learners that have been gone for too long."""
+        for member in self._membership.expire(now):
+            self._rounds.ledger.evictions[member.evicted_for] += 1
+            refusal = self._membership.eviction(member)
+            self._end(member, refusal.code, str(refusal))
+        for learner_id in self._membership.forget():
+            self._versions.forget(learner_id)
+            self._outbox.add(LearnerForgotten(learner_id))
+
+    def _end(self, member: Member, code: str, words: str) -> None:
+        """A generation is over: tell it, and fence it off."""
+        self._outbox.tell(member, Evicted(code, words))
+        self._outbox.add(LearnerGone(member.learner_id, member.generation, code))
+        self._rounds.lose(member, code)

@@ -1,0 +1,178 @@
+"""Versions: how a fragment gets its first one and its next one, what is announced, and what was lost.
+
+Owns the manifest, the fragments that the shard owns, and the end of the run. Which contributions go into a version is
+decided in `collecting.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diloco_common.errors import ManifestMismatch, UnknownFragment
+from diloco_common.manifest import Manifest, TensorSpec, cut
+from diloco_common.messages import Held, Stop
+from diloco_common.settings import Settings
+from diloco_server.core import guards
+from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.budget import Budget
+from diloco_server.core.effects import BudgetReached, Outbox, VersionsLost
+from diloco_server.core.fragment import FragmentState, Restored
+from diloco_server.core.membership import Membership
+from diloco_server.core.record import Record, next_record
+
+
+class Versions:
+    """All versions of one shard in one epoch."""
+
+    def __init__(self, settings: Settings, epoch: int, membership: Membership, outbox: Outbox) -> None:
+        self.epoch = epoch
+        self.manifest: Manifest | None = None
+        self.fragments: dict[int, FragmentState] = {}
+        self.budget = Budget(settings.run.tokens)
+        self.done = False
+        """The token budget is reached. Stays so."""
+        self._settings = settings
+        self._membership = membership
+        self._outbox = outbox
+
+    # ------------------------------------------------------------ the model
+
+    def adopt_or_check(self, tensors: Sequence[TensorSpec]) -> None:
+        """The first learner brings the model. It may be replaced while nothing is seeded and nobody has a lease.
+
+        Raises ManifestMismatch.
+        """
+        in_use = any(s.seeded or s.computing for s in self.fragments.values()) or self._membership.live()
+        if self.manifest is not None and in_use:
+            guards.check_model(self.manifest, tensors)
+            return
+        try:
+            self._adopt(cut(tensors, self._settings.sync.fragments, self._settings.shard.count))
+        except ValueError as error:
+            raise ManifestMismatch(f"the model cannot be cut: {error}") from error
+
+    def owned(self, fragment_id: int) -> FragmentState:
+        """Raises UnknownFragment."""
+        state = self.fragments.get(fragment_id)
+        if state is None:
+            mine = ", ".join(map(str, sorted(self.fragments))) or "none yet"
+            raise UnknownFragment(f"shard {self._settings.shard.index} owns fragments {mine}, not {fragment_id}")
+        return state
+
+    # ------------------------------------------------------------ making versions
+
+    def restore(self, manifest: Manifest, fragments: Sequence[Restored]) -> None:
+        """Go on from versions that were kept, before anybody joins."""
+        assert self.manifest is None, "a shard that has a model cannot be restored"
+        self._adopt(manifest)
+        for restored in fragments:
+            self.fragments[restored.record.fragment_id].restore(restored, self.epoch)
+        self._check_budget()
+
+    def seed_record(self, fragment_id: int) -> Record:
+        """The record of version 0."""
+        return replace(self.fragments[fragment_id].record.copy(), epoch=self.epoch)
+
+    def seeded(self, record: Record, values: Values, published: Published) -> None:
+        """Version 0 is durable with this record: announce it."""
+        state = self.fragments[record.fragment_id]
+        state.seed(record, values, published)
+        self._announce(state)
+
+    def next_record(self, fragment_id: int) -> Record:
+        """The record of the version that is being made."""
+        state = self.fragments[fragment_id]
+        assert state.closed is not None
+        return next_record(
+            state.record, state.closed, self.epoch, self._membership,
+            norm_window=self._settings.guard.norm_window, strangers_max=2 * self._settings.shard.max_learners,
+        )  # fmt: skip
+
+    def committed(self, record: Record, published: Published) -> None:
+        """The next version is durable with this record: announce it."""
+        state = self.fragments[record.fragment_id]
+        state.advance(record, published)
+        self._forget_replaced(state)
+        self._announce(state)
+
+    # ------------------------------------------------------------ who is in a version
+
+    def forget(self, learner_id: str) -> None:
+        """Drop what is known of a learner's merges."""
+        for state in self.fragments.values():
+            state.forget(learner_id)
+
+    def forget_others(self, learner_id: str, process_id: str) -> set[str]:
+        """Drop the merges of other processes under this id: the one that joins now has nothing to do with them.
+
+        Returns those processes.
+        """
+        others = set()
+        for state in self.fragments.values():
+            merged_by = state.record.merged_by.get(learner_id, process_id)
+            if merged_by != process_id:
+                state.forget(learner_id)
+                others.add(merged_by)
+        return others
+
+    # ------------------------------------------------------------ losses
+
+    def look_for_losses(self, learner_id: str, held: Sequence[Held]) -> list[FragmentState]:
+        """Compare with what a learner holds: it may be a later version than the one that was restored.
+
+        A lost version of the same epoch as the restored one is the hard case: its number will be given to another
+        version. Then the restored version gets a name of its own, so that this learner pulls it. Returns the fragments
+        that were renamed.
+        """
+        renamed = []
+        for theirs in held:
+            state = self.fragments.get(theirs.fragment_id)
+            if state is None or theirs.epoch == self.epoch or not state.lacks(theirs):
+                continue
+            epoch, version = state.recovered or (None, 0)
+            if theirs.version > state.seen_lost:
+                state.seen_lost = theirs.version
+                self._outbox.add(VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id))
+            if theirs.epoch == epoch == state.epoch:
+                state.rename(self.epoch)
+                self._outbox.tell_live(state.announcement())
+                renamed.append(state)
+        return renamed
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def tokens_merged(self) -> int:
+        """Merged tokens, averaged over the fragments."""
+        states = self.fragments.values()
+        return sum(s.tokens_merged for s in states) // len(states) if states else 0
+
+    @property
+    def all_seeded(self) -> bool:
+        return bool(self.fragments) and all(s.seeded for s in self.fragments.values())
+
+    # ------------------------------------------------------------ helpers
+
+    def _forget_replaced(self, state: FragmentState) -> None:
+        """The record was made before the version was written. Processes may have been replaced since."""
+        for learner_id, process_id in list(state.record.merged_by.items()):
+            member = self._membership.get(learner_id)
+            if member is not None and member.process_id != process_id:
+                state.forget(learner_id)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        owned = manifest.owned_by(self._settings.shard.index)
+        self.fragments = {f.fragment_id: FragmentState.unseeded(f) for f in owned}
+
+    def _announce(self, state: FragmentState) -> None:
+        self._outbox.tell_live(state.announcement())
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        if self.done or not self.all_seeded or not all(map(self.budget.is_reached, self.fragments.values())):
+            return
+        self.done = True
+        self._outbox.add(BudgetReached(self.tokens_merged))
+        self._outbox.tell_live(Stop())

@@ -1,0 +1,137 @@
+"""The one interpreter of what a shard asks for: tell, seed, merge, and note everything else.
+
+It turns a seed or a closed round into a version: compute, make durable, announce. How that is carried out is the
+business of a `Shell`: the host has threads and a disk, the lockstep drivers of tests and benchmarks do it on the spot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from diloco_common.codec.change import VALUES
+from diloco_common.metrics import ComputePhase
+from diloco_common.ports import Clock
+from diloco_server.core import arithmetic
+from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.record import Record
+from diloco_server.core.shard import Shard
+from diloco_server.storage.version import StoredVersion
+
+T = TypeVar("T")
+Job: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+"""Makes a version and hands it to the core; may raise."""
+
+
+class Shell(Protocol):
+    """What carries out effects."""
+
+    clock: Clock
+    """The shard's time."""
+    stopwatch: Clock
+    """Measures work, in the thread that does it."""
+
+    def tell(self, tell: Tell) -> None: ...
+
+    def start(self, job: Job, name: str) -> None:
+        """Run a job, soon or at once."""
+
+    async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
+        """Run arithmetic, in the order of the calls."""
+
+    def changing(self, merge: MergeRound) -> AbstractAsyncContextManager[None]:
+        """Held while the values of a fragment change and until they are durable. What it raises ends the shard."""
+
+    async def keep(self, version: StoredVersion) -> None:
+        """Make a version durable. It may be announced when this returns."""
+
+
+class Witness(Protocol):
+    """What is told of what happens. Changes nothing."""
+
+    def note(self, event: Fact) -> None: ...
+
+    def merging(self, merge: MergeRound) -> None:
+        """A closed round is about to become a version."""
+
+    def merged(self, seconds: float) -> None:
+        """It took so long to merge it and to take the outer step."""
+
+    def announcing(self, state: FragmentState) -> None:
+        """A version is durable, the core has it, and nobody has heard of it yet."""
+
+
+class EffectDriver:
+    """Carries out the effects of one shard."""
+
+    def __init__(self, shard: Shard, shell: Shell, witness: Witness) -> None:
+        self.optimizer = make_outer_optimizer(shard.settings.outer)
+        self._shard, self._shell, self._witness = shard, shell, witness
+        self._sync = shard.settings.sync
+
+    def carry_out_all(self) -> None:
+        """Everything that the shard asks for, and what it asks for meanwhile."""
+        while effects := self._shard.take_effects():
+            for effect in effects:
+                self.carry_out(effect)
+
+    def carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Tell():
+                self._shell.tell(effect)
+            case SeedFragment():
+                self._shell.start(partial(self._seed, effect), f"seed-{effect.fragment_id}")
+            case MergeRound():
+                self._witness.merging(effect)
+                self._shell.start(partial(self._merge, effect), f"merge-{effect.fragment_id}")
+            case _:
+                self._witness.note(effect)
+
+    async def _seed(self, effect: SeedFragment) -> None:
+        """Make version 0 of a fragment."""
+
+        def work() -> tuple[Values, Published]:
+            values = arithmetic.seed(effect.payload, self.optimizer)
+            return values, arithmetic.publish(values, self._sync.pull)
+
+        try:
+            values, published = await self._shell.compute("seed", work)
+            record = self._shard.seed_record(effect.fragment_id)
+            await self._shell.keep(self._version(record, values, published))
+        except Exception:
+            self._shard.seed_failed(effect.fragment_id)
+            raise
+        self._shard.seeded(record, values, published)
+        self._witness.announcing(self._shard.fragments[effect.fragment_id])
+
+    async def _merge(self, effect: MergeRound) -> None:
+        """Make the next version of a fragment from a closed round."""
+        state = self._shard.fragments[effect.fragment_id]
+        values, before, stopwatch = state.values, state.published, self._shell.stopwatch
+        assert values is not None
+
+        def work() -> tuple[Published, float]:
+            began = stopwatch()
+            arithmetic.step(
+                values, state.fragment, effect.contributions,
+                outer_step=effect.version, rule=self._sync.merge, optimizer=self.optimizer,
+            )  # fmt: skip
+            merged_s = stopwatch() - began
+            return arithmetic.publish(values, self._sync.pull, before), merged_s
+
+        async with self._shell.changing(effect):
+            published, merged_s = await self._shell.compute("merge", work)
+            self._witness.merged(merged_s)
+            record = self._shard.next_record(effect.fragment_id)
+            await self._shell.keep(self._version(record, values, published))
+        self._shard.committed(record, published, self._shell.clock())
+        self._witness.announcing(state)
+
+    def _version(self, record: Record, values: Values, published: Published) -> StoredVersion:
+        anchor = None if self._sync.pull in VALUES else published.values
+        return StoredVersion(record, values, anchor)

@@ -1,0 +1,279 @@
+"""One learner of the product in a simulated process, and the training loop around it.
+
+The loop trains the model whose values count tokens, so what the product does to the values can be followed from the
+outside: by the acts of its step boundaries, by what it pushes, and by the values themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Payload, decode_payload
+from diloco_common.errors import DilocoError
+from diloco_common.messages import PushHeader
+from diloco_simulator import invariants
+from diloco_simulator.model import Counting, TornReplica, part_of
+from diloco_simulator.process import Process
+from diloco_simulator.silence import QuietLog, Silence
+from diloco_simulator.transport import MemoryTransport
+from diloco_worker.connections import Connections
+from diloco_worker.core.acts import Act, PushContribution, VersionApplied
+from diloco_worker.core.connection import Caller
+from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
+from diloco_worker.learner import make_learner
+from diloco_worker.telemetry import LearnerTelemetry
+
+if TYPE_CHECKING:
+    from diloco_simulator.cluster import Cluster
+
+LOOK_S = 0.2
+"""How often a learner that is joining looks whether it can train."""
+SETTLE_S = 5.0
+SAVES = 0.5
+"""How often a step ends with a checkpoint."""
+TORN = 0.3
+"""How often an optimizer step falls into the middle of a snapshot."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What a learner process has saved, as a training loop does."""
+
+    flat: Tensor
+    inner_step: int
+    tokens: int
+
+
+@dataclass(eq=False)
+class Account:
+    """What one process has trained of one fragment, and what of it is in versions. float32 [num_elements] each."""
+
+    base: Tensor
+    """Trained before it had a version."""
+    merged: Tensor
+    """Trained, and merged as far as the learner knows."""
+    lost: Tensor | None = None
+    """What encoders lost of the contributions that are merged."""
+
+
+@dataclass(eq=False)
+class Taken:
+    """A contribution that was taken."""
+
+    low: Tensor
+    """What it holds at least: trained until the step boundary, and not merged."""
+    lost: Tensor | None = None
+    """What the encoding lost of it, once it was pushed."""
+
+
+class LearnerProcess:
+    """A process that trains. `state`: "joining", "training", "leaving", "done" or "failed"."""
+
+    def __init__(self, cluster: Cluster, learner_id: str, resumed_from: Checkpoint | None) -> None:
+        number = cluster.starts[learner_id]
+        self.learner_id = learner_id
+        self.name = f"{learner_id}.{number}"
+        self.state = "joining"
+        self.error: DilocoError | None = None
+        self.hung_until = 0.0
+        """The training loop does nothing until then, while its connections go on."""
+        self.not_finite = 0
+        """So many snapshots to come hold a value that is NaN."""
+        self._cluster = cluster
+        self._options = options = cluster.options
+        self.process = Process(
+            cluster.timeline, self.name, cluster.seed_of(learner_id), lambda _: options.codec_s,
+            stutters=options.stutters,
+        )  # fmt: skip
+        self._random = self.process.random
+        index = cluster.learner_ids.index(learner_id)
+        flat = cluster.pattern * (10.0 + index) if resumed_from is None else resumed_from.flat
+        self.model = Counting(flat)
+        self._step_s = options.step_s[index]
+        self._tokens = 0  # of the step that is under way
+        self._ahead = 0  # of these, the optimizer has put so many into the model already
+        self._thawed_at = 0.0
+        self._accounts: dict[int, Account] = {}
+        self._taken: dict[Contribution, Taken] = {}
+        self.unresolved: dict[int, Contribution] = {}
+        """Fragment -> contribution whose fate is not known."""
+        caller = Caller("local", learner_id, self.name)
+        telemetry = LearnerTelemetry(
+            caller, self.process.clock, Silence(), QuietLog(self.name, self._hear_error),
+            cluster.history_of(learner_id),
+        )  # fmt: skip
+        self.learner = make_learner(
+            TornReplica(self.model, self._during_a_read), [str(i) for i in range(options.shards)], caller, self._dial,
+            self.process.world(), self, telemetry, inner_step=resumed_from.inner_step if resumed_from else 0,
+            tokens=resumed_from.tokens if resumed_from else 0, resumed=resumed_from is not None,
+        )  # fmt: skip
+        self._connections: Connections | None = None
+        self.process.start(self._live(), self.name)
+
+    # ------------------------------------------------------------ the product's background
+
+    def start(self, connections: Connections) -> None:
+        self._connections = connections
+        self.process.start(connections.run(), "connections")
+
+    def post(self, acts: Sequence[Act]) -> None:
+        """The training thread hands over its acts: they are looked at here, and performed a moment later."""
+        for act in acts:
+            self._watch(act)
+        assert self._connections is not None
+        self.process.loop.call_soon(self._connections.perform, acts)
+
+    def stop(self) -> None:
+        """Its end is that of the process."""
+
+    def _dial(self, address: str) -> MemoryTransport:
+        return MemoryTransport(self._cluster.network, self.process, (self.learner_id, int(address)), self._pushing)
+
+    # ------------------------------------------------------------ the training loop
+
+    async def _live(self) -> None:
+        try:
+            self.learner.start()
+            while not self._begins():
+                await asyncio.sleep(LOOK_S)
+            self.state = "training"
+            while not self.learner.done:
+                await self._step()
+            self.state = "leaving"
+            await self.learner.connections.leave(SETTLE_S)
+            self.state = "done"
+        except DilocoError as error:
+            self.error, self.state = error, "failed"
+
+    def _begins(self) -> bool:
+        begins = self.learner.begin()
+        for fragment in self._fragments():
+            if fragment.tensors.anchor is not None:  # the model's own values, where the shard is away
+                self._account(fragment)
+        return begins
+
+    async def _step(self) -> None:
+        """One inner step, and its boundary."""
+        takes_s = self._step_s * self._random.uniform(0.8, 1.2)
+        due = self._cluster.timeline.now + takes_s
+        self._tokens, self._ahead = self._random.randint(1, 4), 0
+        await asyncio.sleep(takes_s)
+        while (hangs_s := self.hung_until - self._cluster.timeline.now) > 0:
+            due = self.hung_until
+            await asyncio.sleep(hangs_s)
+        invariants.steps_keep_their_pace(self._cluster.timeline.now, max(due, self._thawed_at))
+        self.model.train_on(self._tokens - self._ahead)
+        tokens, self._tokens, self._ahead = self._tokens, 0, 0
+        self.learner.step(tokens)
+        self._check()
+        core = self.learner.core
+        assert core is not None
+        if self._random.random() < SAVES:
+            saved = Checkpoint(self.model.flat.clone(), core.inner_step, core.tokens)
+            self._cluster.checkpoints[self.learner_id].append(saved)
+
+    def _during_a_read(self, read: Tensor) -> None:
+        """Values are being read. The codec thread takes a snapshot, while the training goes on."""
+        if self.process.in_thread != "diloco-codec":
+            return
+        if self._tokens and not self._ahead and self._random.random() < TORN:
+            self.model.train_on(self._tokens)
+            self._ahead = self._tokens
+        if self.not_finite:
+            self.not_finite -= 1
+            read[0] = float("nan")
+
+    # ------------------------------------------------------------ what must hold
+
+    def _watch(self, act: Act) -> None:
+        """What the product says that it did to a fragment."""
+        match act:
+            case PushContribution():
+                contribution = act.contribution
+                self.unresolved[contribution.fragment_id] = contribution
+                if contribution not in self._taken:
+                    fragment = self.learner.core.fragments[contribution.fragment_id]  # type: ignore[union-attr]
+                    self._taken[contribution] = Taken(self._unmerged(fragment))
+            case VersionApplied():
+                fragment = self.learner.core.fragments[act.fragment_id]  # type: ignore[union-attr]
+                account = self._account(fragment)
+                if self._options.on_commit != "carry":  # what was trained is gone
+                    account.base = part_of(self.model.trained, fragment.fragment)
+                if act.contribution is not None and act.fate is not Fate.CARRIED:
+                    self._merged(act.fragment_id, act.contribution)
+
+    def _merged(self, fragment_id: int, contribution: Contribution) -> None:
+        account, tensors = self._accounts[fragment_id], contribution.tensors
+        if self._options.on_commit == "carry" and tensors.snapshot is not None:
+            account.merged = account.merged + (tensors.snapshot - tensors.anchor)
+        account.lost = self._taken[contribution].lost
+
+    def _pushing(self, header: PushHeader, payload: Payload) -> None:
+        """A contribution leaves the process: is it what was trained?"""
+        contribution = self.unresolved.get(header.fragment_id)
+        if header.is_seed or header.not_finite or contribution is None or contribution.round != header.round:
+            return
+        fragment_id, tensors, taken = header.fragment_id, contribution.tensors, self._taken[contribution]
+        assert tensors.snapshot is not None
+        meant = tensors.anchor - tensors.snapshot
+        if self._options.on_commit == "carry":
+            fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]
+            high = self._unmerged(fragment) if fragment.contribution is contribution else None
+            if high is not None:
+                invariants.contribution_is_what_was_trained(self.name, fragment_id, meant, taken.low, high)
+        account = self._accounts[fragment_id]
+        if self._options.error_feedback:
+            residual = tensors.residual if tensors.residual is not None else torch.zeros_like(meant)
+            if taken.lost is None:
+                lost_before = account.lost if account.lost is not None else torch.zeros_like(meant)
+                invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before)
+                decoded = torch.empty_like(meant)
+                decode_payload(payload, decoded)
+                taken.lost = meant + residual - decoded
+
+    def _check(self) -> None:
+        """After a step boundary."""
+        core = self.learner.core
+        assert core is not None
+        for fragment in core.fragments.values():
+            pending = self.unresolved.get(fragment.fragment.fragment_id)
+            if pending is not None and fragment.contribution is not pending:
+                del self.unresolved[fragment.fragment.fragment_id]
+                self._taken.pop(pending, None)
+            if fragment.tensors.anchor is not None and self._options.on_commit != "blend":
+                theta = part_of(self.model.flat, fragment.fragment)
+                invariants.progress_is_kept(
+                    self.name, fragment.fragment.fragment_id, theta, fragment.tensors.anchor, self._unmerged(fragment)
+                )
+
+    def _unmerged(self, fragment: LearnerFragment) -> Tensor:
+        """What was trained and is in no version, as far as the learner knows."""
+        account = self._account(fragment)
+        return part_of(self.model.trained, fragment.fragment) - account.base - account.merged
+
+    def _account(self, fragment: LearnerFragment) -> Account:
+        fragment_id = fragment.fragment.fragment_id
+        if fragment_id not in self._accounts:
+            base = part_of(self.model.trained, fragment.fragment)
+            self._accounts[fragment_id] = Account(base, torch.zeros_like(base))
+        return self._accounts[fragment_id]
+
+    # ------------------------------------------------------------ for the cluster
+
+    def thaw(self) -> None:
+        self._thawed_at = self._cluster.timeline.now
+        self.process.thaw()
+
+    def _fragments(self) -> list[LearnerFragment]:
+        return list(self.learner.core.fragments.values()) if self.learner.core is not None else []
+
+    def _hear_error(self, what: str, facts: dict[str, object]) -> None:
+        error = facts.get("trace")
+        if isinstance(error, BaseException) and self.process.alive:
+            self._cluster.timeline.fail(error)

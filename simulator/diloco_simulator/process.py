@@ -1,0 +1,225 @@
+"""One simulated process: an asyncio event loop in virtual time, and threads. It can be frozen, and killed at any await.
+
+Production code runs in it as it is. Its coroutines wait with asyncio, and its executors come from `threads`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from asyncio import AbstractEventLoop, Future, Handle, Task, TimerHandle
+from asyncio.events import _set_running_loop
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from concurrent.futures import Future as ThreadFuture
+from contextvars import Context
+from typing import Any, TypeVar
+
+from diloco_common.ports import World
+from diloco_simulator.timeline import Act, Timeline
+
+T = TypeVar("T")
+Takes = Callable[[str], float]
+"""Name of an executor -> the mean of what one of its jobs takes, in seconds."""
+STUTTER_S = 0.01
+"""By so much a process's clock may jump within a moment: some code is slow."""
+
+
+class Process:
+    """Runs until it is killed. While it is frozen, what should have happened in it waits for the thaw."""
+
+    def __init__(self, timeline: Timeline, name: str, seed: str, takes_s: Takes, *, stutters: float = 0.0) -> None:
+        """`stutters`: how often two looks at the clock within a moment are `STUTTER_S` apart."""
+        self.timeline = timeline
+        self.name = name
+        self.alive = True
+        self.frozen = False
+        self.turns = 0
+        """Callbacks that it has run."""
+        self.kill_at: tuple[int, Callable[[], None]] | None = None
+        """Once it has run so many, this is called in place of the next one."""
+        self.random = random.Random(f"process {seed}")
+        self.loop = VirtualLoop(self)
+        self.threads: list[VirtualThreads] = []
+        self.in_thread = ""
+        """Name of the threads of which one does its work just now; nothing: the event loop does."""
+        self.tasks: set[Task[Any]] = set()
+        self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
+        self._takes_s = takes_s
+        self._stutters = stutters
+        self._looked_at = 0.0
+
+    def world(self) -> World:
+        """What the product gets for clock, chance and threads."""
+        return World(self.clock, self.clock, self.random, self._make_threads)
+
+    def clock(self) -> float:
+        now = max(self.timeline.now, self._looked_at)
+        if self._stutters and self.random.random() < self._stutters:
+            now += STUTTER_S
+        self._looked_at = now
+        return now
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> Task[Any]:
+        """Run a coroutine in this process."""
+        return self.loop.create_task(work, name=name)
+
+    def do(self, act: Act, args: tuple[Any, ...]) -> None:
+        """Something happens in this process: a message came, a timer rang, a thread has ended its work."""
+        if self.frozen:
+            self._backlog.append((act, args))
+        elif self.alive:
+            self.turns += 1
+            if self.kill_at is not None and self.turns >= self.kill_at[0]:
+                _, kill = self.kill_at
+                self.kill_at = None
+                kill()
+                return
+            _set_running_loop(self.loop)
+            try:
+                act(*args)
+            except BaseException as error:
+                self.timeline.fail(error)
+            finally:
+                _set_running_loop(None)
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for act, args in backlog:
+            self.timeline.soon(self, act, *args)
+
+    def kill(self) -> None:
+        """As SIGKILL: nothing of it runs any more, not even what it would do at its end."""
+        self.alive = self.frozen = False
+        self._backlog.clear()
+
+    def _make_threads(self, count: int, name: str) -> Executor:
+        threads = VirtualThreads(self, count, name, self._takes_s(name))
+        self.threads.append(threads)
+        return threads
+
+
+class VirtualThreads(Executor):
+    """Threads of one process. A job takes a random time; it looks at the world once, somewhere within it."""
+
+    def __init__(self, process: Process, count: int, name: str, takes_s: float) -> None:
+        self.name = name
+        self.under_way: list[Callable[[], Any]] = []
+        """Jobs that have begun and have not done their work yet."""
+        self._process = process
+        self._free = count
+        self._takes_s = takes_s
+        self._waiting: deque[tuple[Callable[[], Any], ThreadFuture[Any]]] = deque()
+        self._is_shut = False
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> ThreadFuture[T]:
+        if self._is_shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future: ThreadFuture[T] = ThreadFuture()
+        self._waiting.append((lambda: fn(*args, **kwargs), future))
+        self._begin()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._is_shut = True
+        if cancel_futures:
+            for _, future in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+
+    def _begin(self) -> None:
+        timeline, drawn = self._process.timeline, self._process.random
+        while self._free and self._waiting:
+            self._free -= 1
+            job, future = self._waiting.popleft()
+            self.under_way.append(job)
+            works_at = timeline.now + self._takes_s * drawn.random()
+            timeline.at(works_at, self._work, job, future, process=self._process)
+
+    def _work(self, job: Callable[[], Any], future: ThreadFuture[Any]) -> None:
+        self.under_way.remove(job)
+        outcome: Any = None
+        error: Exception | None = None
+        self._process.in_thread = self.name
+        try:
+            outcome = job()
+        except Exception as raised:
+            error = raised
+        finally:
+            self._process.in_thread = ""
+        timeline = self._process.timeline
+        ends_at = timeline.now + self._takes_s * self._process.random.random()
+        timeline.at(ends_at, self._end, future, outcome, error, process=self._process)
+
+    def _end(self, future: ThreadFuture[Any], outcome: Any, error: Exception | None) -> None:
+        self._free += 1
+        if not future.cancelled():
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(outcome)
+        self._begin()
+
+
+class VirtualLoop(AbstractEventLoop):
+    """asyncio in virtual time, for one process."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._timeline = process.timeline
+        self.get_debug = bool  # False, and no Python frame: asked at every handle
+
+    def time(self) -> float:
+        return self._timeline.now
+
+    def call_soon(self, callback: Act, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+        handle = Handle(callback, args, self, context)
+        self._timeline.soon(self._process, self._run, handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(self, delay: float, callback: Act, *args: Any, context: Context | None = None) -> TimerHandle:  # type: ignore[override]
+        return self.call_at(self._timeline.now + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Act, *args: Any, context: Context | None = None) -> TimerHandle:  # type: ignore[override]
+        handle = TimerHandle(when, callback, args, self, context)
+        self._timeline.at(max(when, self._timeline.now), self._run, handle, process=self._process)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
+        """It stays where it is, and does nothing."""
+
+    def _run(self, handle: Handle) -> None:
+        if not handle.cancelled():
+            handle._run()
+
+    def create_future(self) -> Future[Any]:
+        return Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task[Any]:  # type: ignore[override]
+        task: Task[Any] = Task(coro, loop=self, name=name)
+        self._process.tasks.add(task)  # a killed process's tasks are kept: what they would do at their end must not run
+        task.add_done_callback(self._process.tasks.discard)
+        return task
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> Future[T]:  # type: ignore[override]
+        assert executor is not None
+        return asyncio.wrap_future(executor.submit(func, *args), loop=self)
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An error that nobody has caught is one of the product's, or a violation."""
+        error = context.get("exception")
+        if error is not None and self._process.alive:
+            self._timeline.fail(error)

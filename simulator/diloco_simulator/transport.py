@@ -1,0 +1,119 @@
+"""`diloco_common.ports.Transport` over the simulated network: the five calls, without gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from diloco_common.codec import Payload
+from diloco_common.identity import Identity
+from diloco_common.messages import (
+    Directive,
+    JoinAnswer,
+    JoinRequest,
+    Progress,
+    PullHeader,
+    PullRequest,
+    PushAnswer,
+    PushHeader,
+)
+from diloco_common.ports import ShardService, Unavailable
+from diloco_simulator.network import Answer, Call, End, Network, Path
+from diloco_simulator.process import Process
+
+Pushing = Callable[[PushHeader, Payload], None]
+
+
+class MemoryTransport:
+    """The way from one learner's process to one shard."""
+
+    def __init__(self, network: Network, process: Process, path: Path, pushing: Pushing) -> None:
+        """`pushing` is told of everything that is pushed."""
+        self._network = network
+        self._process = process
+        self._path = path
+        self._pushing = pushing
+
+    async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
+        async def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            yield await service.join(caller, request)
+
+        return await self._ask(answer, timeout_s)  # type: ignore[no-any-return]
+
+    def attend(self, caller: Identity) -> MemoryStream:
+        def answer(service: ShardService, reports: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            return service.attend(caller, reports)
+
+        return MemoryStream(self._open(answer, is_short=False))
+
+    async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
+        async def answer(service: ShardService, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            yield await service.push(caller, parts)
+
+        self._pushing(header, payload)
+        return await self._ask(answer, timeout_s, header, *payload.chunks)  # type: ignore[no-any-return]
+
+    async def pull(
+        self, caller: Identity, request: PullRequest, timeout_s: float
+    ) -> AsyncGenerator[PullHeader | bytes, None]:
+        def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            return service.pull(caller, request)
+
+        call = self._open(answer, is_short=True)
+        deadline = self._process.loop.time() + timeout_s
+        try:
+            call.send(End)
+            while (item := await _receive(call, deadline)) is not End:
+                yield item
+        finally:
+            call.cancel()
+
+    async def leave(self, caller: Identity, timeout_s: float) -> None:
+        async def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            yield await service.leave(caller)
+
+        await self._ask(answer, timeout_s)
+
+    async def close(self, grace_s: float) -> None:
+        """Its calls end with whoever waits for them."""
+
+    async def _ask(self, answer: Answer, timeout_s: float, *parts: Any) -> Any:
+        """A call that is answered once."""
+        call = self._open(answer, is_short=True)
+        deadline = self._process.loop.time() + timeout_s
+        try:
+            for part in parts:
+                call.send(part)
+            call.send(End)
+            return await _receive(call, deadline)
+        finally:
+            call.cancel()
+
+    def _open(self, answer: Answer, *, is_short: bool) -> Call:
+        return self._network.open(self._process, self._path, answer, is_short=is_short)
+
+
+class MemoryStream:
+    """One Attend, at the learner's end."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def report(self, progress: Progress) -> None:
+        self._call.send(progress)
+
+    async def hear(self) -> Directive | None:
+        item = await self._call.receive()
+        return None if item is End else item
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+async def _receive(call: Call, deadline: float) -> Any:
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await call.receive()
+    except TimeoutError:
+        raise Unavailable("no answer came in time") from None

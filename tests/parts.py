@@ -1,0 +1,94 @@
+"""Parts of a learner without threads, sockets and clocks: what is handed to others waits until the test looks at it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from torch import nn
+
+from diloco_common.logs import Log
+from diloco_common.metrics import WorkerMetrics
+from diloco_common.ports import World
+from diloco_worker.connections import Connections
+from diloco_worker.core.acts import Act
+from diloco_worker.core.connection import Caller
+from diloco_worker.core.replica import Replica
+from diloco_worker.learner import Learner, make_learner
+from diloco_worker.telemetry import LearnerTelemetry
+
+CALLER = Caller("local", "cat", "process of cat")
+
+
+class Clock:
+    """Time that passes when the test says so, or by `tick` with every look, in seconds."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now = 1000.0
+        self.tick = tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+class Jobs(Executor):
+    """Runs what was submitted when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def submit(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(job(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.waiting.append(run)
+        return future
+
+    def run(self) -> None:
+        """All of them, in order."""
+        waiting, self.waiting = self.waiting, []
+        for run in waiting:
+            run()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.waiting.clear()
+
+
+class Posted:
+    """A background that keeps the acts, step boundary by step boundary, and performs none."""
+
+    def __init__(self) -> None:
+        self.acts: list[Sequence[Act]] = []
+
+    def start(self, connections: Connections) -> None:
+        pass
+
+    def post(self, acts: Sequence[Act]) -> None:
+        self.acts.append(acts)
+
+    def stop(self) -> None:
+        pass
+
+
+class Parts:
+    """What a learner is made of here."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.jobs = Jobs()
+        self.posted = Posted()
+        self.world = World(self.clock, self.clock, random.Random(0), lambda count, name: self.jobs)
+        self.telemetry = LearnerTelemetry(CALLER, self.clock, WorkerMetrics(), Log("cat"))
+
+    def learner(self, model: nn.Module, addresses: Sequence[str] = ("shard:1",)) -> Learner:
+        """It dials nobody."""
+        dial: Any = lambda address: None  # noqa: E731
+        return make_learner(Replica(model), addresses, CALLER, dial, self.world, self.posted, self.telemetry)

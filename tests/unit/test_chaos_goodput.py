@@ -1,0 +1,158 @@
+"""What `diloco chaos` makes of histories: goodput, gaps between steps, losses, and the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from recorded import EPOCH, accepted, announced, clean, find, histories, merging, push, sent
+
+from diloco_common.histories import Histories, gather
+from diloco_common.judge import stood_still
+from diloco_deploy.chaos.goodput import longest_gaps, work_of
+from diloco_deploy.chaos.losses import LOSSES, losses
+from diloco_deploy.chaos.plan import Fault, FaultKind
+from diloco_deploy.chaos.result import CHECKS, make_baseline, make_result, summary
+from diloco_deploy.chaos.run import ChaosRun
+from diloco_deploy.chaos.run import InjectedFault as Hit
+
+
+def stepping(*times: float, born: float = 0.0) -> list[dict[str, Any]]:
+    steps = ({"t": t, "what": "stepped", "tokens": 100 * n} for n, t in enumerate(times, 1))
+    return [{"t": born, "what": "born", "role": "learner", "tokens": 0}, *steps]
+
+
+def worker(*processes: list[dict[str, Any]]) -> Histories:
+    return gather(("ann", lines) for lines in processes)
+
+
+def injected(*faults: Hit) -> ChaosRun:
+    return ChaosRun(0.0, 10.0, list(faults))
+
+
+@pytest.mark.parametrize(
+    ("times", "faults", "longest"),
+    [
+        ((1, 2, 3, 6, 7, 9), [], 3.0),
+        ((1, 2, 3), [], 7.0),  # it lived to the end and stood still
+        ((1, 2, 3), [Hit("kill", "ann", 3.5, 4.0)], 1.0),
+        ((1, 2, 8, 9), [Hit("freeze", "ann", 2.5, 7.5)], 1.0),  # frozen is not standing still
+        ((1, 2, 8, 9), [Hit("freeze", "ben", 2.5, 7.5)], 6.0),
+        ((1, 2, 9), [Hit("freeze", "ann", 2.5, 4.5)], 5.0),
+    ],
+)
+def test_the_longest_gap_is_that_of_a_worker_that_could_have_stepped(times: Any, faults: list[Hit], longest: float):
+    gaps = longest_gaps(worker(stepping(*times)), injected(*faults))
+    assert gaps == [(pytest.approx(longest), "ann")]
+    assert [violation.check for violation in stood_still(gaps, 2.9)] == (["stood_still"] if longest > 2.9 else [])
+
+
+@pytest.mark.parametrize(
+    ("processes", "faults", "alive_s"),
+    [
+        ([stepping(1, 9)], [], 10.0),
+        ([stepping(1, 4)], [Hit("kill", "ann", 4.0, 5.0)], 4.0),
+        ([stepping(1, 4), stepping(8, born=7.0)], [Hit("kill", "ann", 4.0, 5.0)], 7.0),
+        ([stepping(1, 4)], [Hit("freeze", "ann", 4.0, 6.0)], 8.0),
+        ([stepping(1, 4)], [Hit("freeze", "ann", 4.0, 6.0), Hit("kill", "ann", 8.0, 9.0)], 6.0),
+        ([stepping(1, 4)], [Hit("freeze", "ann", 9.0, 12.0)], 9.0),
+    ],
+)
+def test_a_worker_is_alive_from_when_it_asks_to_join_until_it_is_killed(
+    processes: list[list[dict[str, Any]]], faults: list[Hit], alive_s: float
+):
+    assert work_of(worker(*processes), injected(*faults)).alive_s == pytest.approx(alive_s)
+
+
+def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last():
+    lines = clean()
+    work = work_of(histories(lines), ChaosRun(2.0, 6.0))
+    assert work.tokens == 200, "steps 2 and 3; the version of the latter came after a crash, and would count if later"
+    assert work.tokens_accepted == 300
+
+    find(lines["shard-0"], "restored").update(version=2)
+    assert work_of(histories(lines), ChaosRun(2.0, 6.0)).tokens == 100, "version 3 did not survive"
+
+
+def test_a_second_without_a_new_version_is_one_without_progress():
+    assert work_of(histories(clean()), ChaosRun(0.0, 10.0)).progress == pytest.approx(0.4)
+
+
+KILLED = Hit("kill", "ann", 7.5, 9.5)
+AWAY = Hit("freeze", "shard-0", 5.5, 5.8)
+
+
+@pytest.mark.parametrize(
+    ("faults", "lost"),
+    [
+        ([], {"joining": 1.0, "never_merged": 2.0, "slower": 3.0}),
+        ([KILLED], {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5}),
+        ([KILLED, AWAY], {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5}),
+        (
+            [KILLED, Hit("cut", "ann to shard-0", 5.5, 9.0)],
+            {"joining": 1.0, "died_shard_away": 2.0, "cut_short": 0.5},
+        ),
+        (
+            [KILLED, Hit("cut", "ben to shard-0", 5.5, 9.0)],
+            {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5},
+        ),
+        (
+            [KILLED, Hit("freeze", "shard-0", 0.0, 0.5)],
+            {"joining": 1.0, "died_unmerged": 2.0, "cut_short": 0.5},
+        ),
+        ([Hit("kill", "ann", 2.5, 9.5)], {"joining": 0.5}),
+    ],
+)
+def test_every_lost_second_has_its_cause(faults: list[Hit], lost: dict[str, float]):
+    """Ann asks to join at 2, takes a step of a second from 3 on, and of four steps two are merged."""
+    killed_at = min((fault.began for fault in faults if fault.kind == "kill"), default=10.0)
+    ann = [
+        {"t": 2.0, "what": "born", "role": "learner", "tokens": 0},
+        *({"t": 3.0 + n, "what": "stepped", "tokens": 100 * n} for n in range(1, 5)),
+        push(5.1, 1, since=0, tokens=200),
+    ]
+    ann = sorted((line for line in ann if line["t"] < killed_at), key=lambda line: line["t"])
+    shard = [
+        {"t": 0.0, "what": "born", "role": "shard", "epoch": EPOCH},
+        {"t": 0.1, "what": "joined", "learner": "ann", "generation": 1},
+        announced(0.9, 0),
+        *([accepted(5.1, 1, 200), merging(5.2, 1, 200), announced(5.3, 1)] if killed_at > 5.0 else []),
+    ]
+    found = histories({"ann": ann, "shard-0": shard})
+    work = work_of(found, injected(*faults))
+
+    found_losses = losses(found, injected(*faults), work, {"tokens_per_alive_s": 100.0, "step_s": 1.0})
+
+    assert found_losses == pytest.approx({**dict.fromkeys(LOSSES, 0.0), **lost})
+    assert sum(found_losses.values()) == pytest.approx(work.alive_s - work.tokens / 100.0), "what goodput lacks"
+
+
+def test_the_result_says_everything_that_the_picture_and_the_table_need():
+    calm = make_baseline(histories(clean()), ChaosRun(0.0, 8.0), {})
+    plan = [Fault(4.5, FaultKind.KILL, "shard-0", 0.5)]
+    result = make_result(histories(clean()), ChaosRun(0.0, 8.0), plan, calm, seed=3, gap_max_s=3.1)
+    assert {key: result[key] for key in ("violations", "faults", "goodput_per_alive", "goodput_absolute")} == {
+        "violations": 0, "faults": 1, "goodput_per_alive": 1.0, "goodput_absolute": 1.0,
+    }  # fmt: skip
+    assert result.keys() >= CHECKS.keys()
+    assert "no violations" in summary(result)
+    assert "1 x kill shard" in summary(result)
+    assert all(words in summary(result) for words in LOSSES.values())
+
+
+def test_without_a_fault_free_run_there_is_no_goodput():
+    result = make_result(histories(clean()), ChaosRun(0.0, 8.0), [], None, seed=3, gap_max_s=3.1)
+    assert (result["goodput_per_alive"], result["goodput_absolute"], result["lost_s"]) == (None, None, None)
+    assert "no violations" in summary(result)
+    assert "goodput" not in summary(result)
+
+
+def test_every_violation_is_in_the_result():
+    lines = clean()
+    sent(lines, 2, since=0, tokens=200)
+    calm = make_baseline(histories(clean()), ChaosRun(0.0, 8.0), {})
+    ended = ChaosRun(0.0, 8.0, exits=["ann ended by itself"])
+    result = make_result(histories(lines), ended, [], calm, seed=3, gap_max_s=3.1)
+    assert (result["violations"], result["double_counted"], result["unplanned"]) == (2, 1, 1)
+    assert "2 violations" in summary(result)
+    assert "double_counted: 100 tokens of ann are in version 1 of fragment 0 (shard-0)" in summary(result)

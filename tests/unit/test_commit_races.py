@@ -1,0 +1,206 @@
+"""What happens while a version is being written: its record is made, and the version is not announced yet.
+
+Learners come and go meanwhile. Afterwards the shard in memory must be right about who is in the version, and so must a
+shard that restarts from the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+
+from builders import make_settings
+from diloco_common.codec import encode_payload
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Outcome, Progress, PushHeader
+from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.fragment import Phase, Restored
+from diloco_server.core.record import Record
+from diloco_server.core.shard import Shard
+
+SIZE = 8
+MODEL = [TensorSpec("w", (SIZE,))]
+PAYLOAD = encode_payload(torch.ones(SIZE), "float32")
+VALUES = Values(torch.zeros(SIZE), [])
+PUBLISHED = Published(encode_payload(torch.zeros(SIZE), "float32"))
+
+
+def make_shard(epoch: int = 1) -> Shard:
+    """K = 1, H = 1, and two learners that are gone are remembered."""
+    sync = {"sync_every": 1, "quorum": 1}
+    return Shard(make_settings(sync=sync, shard={"max_learners": 2}), epoch)
+
+
+class Writing:
+    """A shard whose version 1 is being written. Process 1 of ann contributed to it."""
+
+    def __init__(self) -> None:
+        self.shard = make_shard()
+        self.now = 0.0
+        self.join("ann", "process 1")
+        self.push(0)
+        self.shard.seeded(self.shard.seed_record(0), VALUES, PUBLISHED)
+        self.contribute(1)
+        self.begin_writing()
+
+    def begin_writing(self) -> None:
+        assert self.shard.fragments[0].phase is Phase.MERGING
+        self.record = self.shard.next_record(0)
+        self.on_disk = deepcopy(self.record)
+
+    def join(self, learner_id: str, process_id: str) -> None:
+        self.now += 1.0
+        self.member = self.shard.join(learner_id, process_id, MODEL, self.now)
+        self.shard.tick(self.now)
+
+    def leave(self) -> None:
+        self.shard.leave(self.member)
+        self.shard.tick(self.now)
+
+    def contribute(self, round_number: int) -> None:
+        """ann takes a step, is asked, and contributes."""
+        for step in (0, 1):
+            self.shard.progress(self.member, Progress(step + round_number, 10), self.now)
+        self.shard.tick(self.now)
+        self.push(round_number)
+
+    def push(self, round_number: int) -> None:
+        assert self.shard.manifest is not None
+        base = max(0, round_number - 1)
+        header = PushHeader(0, round_number, 1, base, 10, 1, PAYLOAD.header, self.shard.manifest.digest)
+        assert self.shard.contribute(self.member, header, PAYLOAD, (1.0,), self.now).outcome is Outcome.ACCEPTED
+        self.shard.tick(self.now)
+
+    def forget_ann(self) -> None:
+        """She leaves, and so many learners come and go that nobody remembers her."""
+        self.leave()
+        for other in ("ben", "cat"):
+            self.join(other, f"process of {other}")
+            self.leave()
+        assert self.shard.membership.get("ann") is None
+
+    def committed(self) -> Shard:
+        self.shard.committed(self.record, PUBLISHED, self.now)
+        return self.shard
+
+    def restarted(self) -> Shard:
+        """A shard that begins from the file."""
+        assert self.shard.manifest is not None
+        shard = make_shard(epoch=2)
+        shard.restore(self.shard.manifest, [Restored(self.on_disk, VALUES, PUBLISHED, is_new_line=False)])
+        return shard
+
+
+def known(shard: Shard) -> tuple[int, int]:
+    """What is said under ann's id: the version that she is in, and up to which one that is not known."""
+    (status,) = shard.fragment_statuses("ann")
+    return status.merged_version, status.forgotten_version
+
+
+def nothing(writing: Writing) -> None:
+    """She goes on."""
+
+
+def leaves(writing: Writing) -> None:
+    writing.leave()
+
+
+def is_forgotten(writing: Writing) -> None:
+    writing.forget_ann()
+
+
+def joins_again(writing: Writing) -> None:
+    writing.join("ann", "process 1")
+
+
+def is_replaced(writing: Writing) -> None:
+    writing.join("ann", "process 2")
+
+
+def is_replaced_by_one_that_leaves(writing: Writing) -> None:
+    writing.join("ann", "process 2")
+    writing.leave()
+
+
+def is_forgotten_and_comes_back(writing: Writing) -> None:
+    writing.forget_ann()
+    writing.join("ann", "process 1")
+
+
+def is_forgotten_and_replaced(writing: Writing) -> None:
+    writing.forget_ann()
+    writing.join("ann", "process 2")
+
+
+MERGED, NOT_KNOWN = (1, 0), (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("happens", "told"),
+    [
+        (nothing, MERGED),
+        (leaves, MERGED),
+        (is_forgotten, MERGED),  # the record knows her, and no other process has her id
+        (joins_again, MERGED),
+        (is_replaced, NOT_KNOWN),
+        (is_replaced_by_one_that_leaves, NOT_KNOWN),
+        (is_forgotten_and_comes_back, MERGED),
+        (is_forgotten_and_replaced, NOT_KNOWN),
+    ],
+)
+def test_who_is_in_a_version_is_right_whatever_happens_while_it_is_written(
+    happens: Callable[[Writing], None], told: tuple[int, int]
+) -> None:
+    """What process 1 contributed is in the version. Another process under the same id has nothing in it."""
+    writing = Writing()
+    happens(writing)
+    assert known(writing.committed()) == told
+    assert writing.record == writing.on_disk, "what is being written must not change"
+
+    again = writing.restarted()
+    assert known(again) == MERGED
+    again.join("ann", "process 2", MODEL, 0.0)
+    assert known(again) == NOT_KNOWN
+
+
+def test_what_happens_after_a_version_changes_nothing_of_its_record() -> None:
+    """With durability "interval" it is written later than it is announced."""
+    writing = Writing()
+    shard = writing.committed()
+    writing.join("ann", "process 2")
+    assert known(shard) == NOT_KNOWN
+    assert writing.record == writing.on_disk
+
+
+@pytest.mark.parametrize(("process_id", "told"), [("process 1", (1, 0)), ("process 2", (0, 1))])
+def test_an_earlier_merge_is_right_too_while_the_next_version_is_written(
+    process_id: str, told: tuple[int, int]
+) -> None:
+    """ann is in version 1 and has no part in version 2."""
+    writing = Writing()
+    writing.committed()
+    writing.leave()
+    writing.join("ben", "process of ben")
+    writing.contribute(2)
+    writing.begin_writing()
+    writing.join("ann", process_id)
+    assert known(writing.shard) == told
+
+    assert known(writing.committed()) == told
+    assert known(writing.restarted()) == (1, 0)
+
+
+def test_a_seed_has_one_record_too() -> None:
+    shard = make_shard()
+    member = shard.join("ann", "process 1", MODEL, 0.0)
+    assert shard.manifest is not None
+    header = PushHeader(0, 0, 1, 0, 0, 0, PAYLOAD.header, shard.manifest.digest, tokens_merged=70)
+    shard.contribute(member, header, PAYLOAD, (3.0,), 0.0)
+    record = shard.seed_record(0)
+    shard.join("ann", "process 2", MODEL, 1.0)
+    shard.seeded(record, VALUES, PUBLISHED)
+    assert record == Record(0, 1, 0, {}, {}, 70, (), 3.0)
+    assert shard.fragments[0].record == record

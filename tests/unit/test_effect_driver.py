@@ -1,0 +1,92 @@
+"""What becomes of a shard's effects: one record per version, and a job that fails says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from builders import make_settings
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Outcome, Progress, PushHeader
+from diloco_server.core.arithmetic import Published
+from diloco_server.core.membership import Member
+from diloco_server.core.record import Record
+from diloco_server.lockstep import LockstepShard, run_to_end
+from diloco_server.storage.version import StoredVersion
+
+MODEL = [TensorSpec("w", (4,))]
+
+
+class Watched(LockstepShard):
+    """Writes down what happens to each version. Its disk may refuse."""
+
+    def __init__(self) -> None:
+        settings = make_settings(sync={"sync_every": 1, "quorum": "all"}, outer={"optimizer": "sgd", "momentum": 0.0})
+        super().__init__(settings, 7, lambda: 0.0)
+        self.kept: list[StoredVersion] = []
+        self.announced: list[Record] = []
+        self.refuses = False
+
+    async def keep(self, version: StoredVersion) -> None:
+        if self.refuses:
+            raise OSError("no space left on device")
+        self.kept.append(version)
+
+    def announcing(self, record: Record, published: Published) -> None:
+        assert self.kept[-1].record is record, "durable first"
+        self.announced.append(record)
+
+    def joined(self) -> Member:
+        member = self.shard.join("ann", "process", MODEL, 0.0)
+        self.shard.progress(member, Progress(0, 0), 0.0)
+        return member
+
+    def bring(self, member: Member, round_number: int) -> Outcome:
+        """A seed, or a contribution to round 1."""
+        payload: Payload = encode_payload(torch.full((4,), 1.0 + round_number), "float32")
+        assert self.shard.manifest is not None
+        tokens = round_number and 10
+        header = PushHeader(0, round_number, 7, 0, tokens, tokens, payload.header, self.shard.manifest.digest)
+        return self.push(member, header, payload).outcome
+
+
+def test_disk_core_and_history_get_the_same_record_of_a_version() -> None:
+    shard = Watched()
+    member = shard.joined()
+    assert shard.bring(member, 0) is Outcome.ACCEPTED
+    shard.shard.progress(member, Progress(1, 10), 0.0)
+    shard.advance()
+    assert shard.bring(member, 1) is Outcome.ACCEPTED
+
+    assert [(v.record.epoch, v.record.version, v.record.tokens_merged) for v in shard.kept] == [(7, 0, 0), (7, 1, 10)]
+    assert shard.announced == [v.record for v in shard.kept]
+    state = shard.shard.fragments[0]
+    assert (state.identity, state.tokens_merged) == ((7, 1), 10)
+    assert state.status("ann").merged_version == shard.kept[-1].record.merged_versions["ann"] == 1
+
+
+def test_a_seed_that_cannot_be_kept_is_not_announced_and_another_may_follow() -> None:
+    shard = Watched()
+    member = shard.joined()
+    shard.refuses = True
+    with pytest.raises(OSError, match="no space left"):
+        shard.bring(member, 0)
+    assert shard.announced == []
+    assert not shard.shard.all_seeded
+
+    shard.refuses = False
+    assert shard.bring(member, 0) is Outcome.ACCEPTED
+    assert shard.shard.all_seeded
+
+
+def test_a_job_that_waits_cannot_be_done_at_once() -> None:
+    class Waits:
+        def __await__(self):  # type: ignore[no-untyped-def]
+            yield
+
+    async def job() -> None:
+        await Waits()
+
+    with pytest.raises(AssertionError, match="waits for something"):
+        run_to_end(job)

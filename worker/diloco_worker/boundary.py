@@ -1,0 +1,201 @@
+"""The step boundary: events in, acts out. Owned by the training thread.
+
+Takes events from the inbox into the core, in their order. Returns what is to be done about them, as plain values.
+Waits for nothing and sends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from diloco_common.errors import DilocoError
+from diloco_common.manifest import cut
+from diloco_common.ports import World
+from diloco_worker.core.acts import (
+    Act,
+    Figures,
+    GiveUp,
+    ModelCut,
+    PushAnswered,
+    PushContribution,
+    SeedFragment,
+    VersionApplied,
+    WorkCarried,
+)
+from diloco_worker.core.events import Answered, Arrived, Asked, Event, Failed, Joined, Stopped
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+from diloco_worker.core.shards import Shards
+from diloco_worker.inbox import Inbox
+
+SEED_HOLD_S = 10.0
+"""Where a run is under way, a learner that has nothing of a fragment yet lets those seed it that have trained on it.
+
+So does one that was resumed where there is no run: a model that begins anew is that of a new learner, and not some
+fragments of the one and some of the other. If nobody comes, its values are the best that there are."""
+
+
+class StepBoundary:
+    """The core of one learner, what has joined, and the inbox that both are fed from."""
+
+    def __init__(
+        self, replica: Replica, addresses: Sequence[str], inbox: Inbox, world: World, *,
+        inner_step: int = 0, tokens: int = 0, resumed: bool = False,
+    ) -> None:  # fmt: skip
+        """`inner_step`, `tokens`: where the counts go on. `resumed`: the model holds values of this run."""
+        self.core: LearnerCore | None = None
+        """None until the first shard tells how the model is cut."""
+        self.shards = Shards(len(addresses))
+        self.is_resumed = resumed
+        self._replica = replica
+        self._addresses = addresses
+        self._inbox = inbox
+        self._clock = world.clock
+        self._cpu_clock = world.cpu_clock
+        self._first = inner_step, tokens
+        self._acts: list[Act] = []
+
+    def stepped(self, tokens: int) -> None:
+        """An inner step on so many tokens has ended."""
+        self._core.stepped(tokens)
+
+    def take_part(self, *, tokens_merged: int, apply_s: float = math.inf) -> list[Act]:
+        """Take in what came, in order; and what to do, contributions included.
+
+        Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
+        an event may decide over those after it, so none overtakes another. `tokens_merged`: by the run, over all
+        learners.
+        """
+        began, self._acts = self._clock(), []
+        try:
+            while (event := self._inbox.pop()) is not None:
+                if isinstance(event, Arrived) and self._core.is_being_read(event.fragment_id):
+                    self._inbox.put_back(event)
+                    break
+                self._take(event, tokens_merged)
+                if self.core is not None:
+                    self._acts += map(WorkCarried, self.core.take_carried())
+                if isinstance(event, Arrived) and self._clock() - began > apply_s:
+                    break
+        except DilocoError as error:
+            self._acts.append(GiveUp(error))
+        else:
+            self._contribute()
+        acts, self._acts = self._acts, []
+        return acts
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether the learner has joined every shard and holds every fragment, and what is missing."""
+        there = {joined.address for joined in self.shards.joined}
+        away = [address for address in self._addresses if address not in there]
+        if away:
+            return False, f"no answer from {', '.join(away)}"
+        if self.core is None:
+            return False, "the model is not cut yet"
+        missing = sum(not f.is_adopted for f in self.core.fragments.values())
+        if missing:
+            return False, f"{missing} of {len(self.core.fragments)} fragments are not there yet"
+        return True, "joined"
+
+    def has_what_can_be_had(self, shards_up: set[int]) -> bool:
+        """Whether there is a fragment from a shard, and all that are missing are of shards that are away."""
+        if self.core is None:
+            return False
+        missing = [f.fragment for f in self.core.fragments.values() if not f.is_adopted]
+        return len(missing) < len(self.core.fragments) and not any(f.shard_index in shards_up for f in missing)
+
+    def begin_without(self) -> None:
+        """Train on from the model's own values where no version has come."""
+        self._core.begin_without()
+
+    def figures(self) -> Figures:
+        """How far the learner is."""
+        if self.core is None:
+            return Figures(*self._first)
+        core = self.core
+        return Figures(
+            core.inner_step, core.tokens, dict(core.contributions), core.tokens_carried / len(core.fragments),
+            core.unmerged,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ events
+
+    def _take(self, event: Event, tokens_merged: int) -> None:
+        """Raises the DilocoError that ends the learner."""
+        match event:
+            case Joined():
+                self._joined(event, tokens_merged)
+            case Asked():
+                self._core.collect(event.directive, event.epoch)
+            case Answered():
+                self._core.answered(event.fragment_id, event.round, event.answer)
+                self._acts.append(PushAnswered(event.fragment_id, event.round, event.answer))
+            case Arrived():
+                self._apply(event)
+            case Stopped():
+                self.shards.stop(event.shard_index)
+            case Failed():
+                raise event.error
+
+    @property
+    def _core(self) -> LearnerCore:
+        assert self.core is not None
+        return self.core
+
+    def _joined(self, joined: Joined, tokens_merged: int) -> None:
+        """A shard gave a lease: the first one tells how the model is cut; once all did, seed what is empty."""
+        is_new = self.shards.join(joined)
+        if self.core is None:
+            self._cut(joined)
+        if is_new:
+            self.shards.check(joined, self._core.manifest.digest, self._core.policy)
+        self._core.rejoined(joined.fragments, joined.epoch)
+        if self.shards.are_complete:
+            for shard in self.shards.joined if is_new else (joined,):
+                self._seed(shard, tokens_merged)
+
+    def _cut(self, first: Joined) -> None:
+        """Cut the model as a shard says that all do."""
+        manifest = cut(self._replica.specs, first.num_fragments, first.num_shards)
+        self.core = LearnerCore(self._replica, manifest, first.policy)
+        self.core.inner_step, self.core.tokens = self._first
+        self._acts.append(ModelCut(manifest, {i: f.tensors for i, f in self.core.fragments.items()}))
+
+    def _seed(self, joined: Joined, tokens_merged: int) -> None:
+        """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
+        others_may_know_more = tokens_merged > 0 or self.is_resumed
+        for status in joined.fragments:
+            if not status.seeded:
+                fragment = self._core.fragments[status.fragment_id]
+                hold_s = SEED_HOLD_S if others_may_know_more and not fragment.is_adopted else 0.0
+                values = fragment.tensors.values()
+                self._acts.append(SeedFragment(status.fragment_id, joined.shard_index, values, hold_s))
+
+    @torch.no_grad()
+    def _apply(self, event: Arrived) -> None:
+        began, cpu_began = self._clock(), self._cpu_clock()
+        fragment = self._core.fragments[event.fragment_id]
+        replaced = fragment.tensors.anchor, fragment.contribution, event.difference
+        applied = self._core.arrived(
+            event.fragment_id, event.version, event.epoch, event.values, event.merged_version, event.difference,
+            event.forgotten_version,
+        )  # fmt: skip
+        if applied is not None:
+            seconds, cpu_seconds = self._clock() - began, self._cpu_clock() - cpu_began
+            self._acts.append(
+                VersionApplied(
+                    event.fragment_id, event.version, event.epoch, event.values, applied.contribution, applied.fate,
+                    self._core.tokens - fragment.tokens_since(self._core.tokens), seconds, cpu_seconds, replaced,
+                )
+            )  # fmt: skip
+
+    def _contribute(self) -> None:
+        if self.core is None:
+            return
+        for contribution in self.core.contribute():
+            fragment = self.core.fragments[contribution.fragment_id]
+            since = self.core.tokens - fragment.tokens_since(self.core.tokens)
+            self._acts.append(PushContribution(contribution, fragment.fragment.shard_index, since))

@@ -1,0 +1,160 @@
+"""The codec side of a learner: what is encoded, what is held, and the one thread that encodes and decodes.
+
+Snapshot and encoding are one job, and so are decoding and what applying a version can have computed ahead. Neither the
+training thread nor the event loop waits for a job. A contribution's job begins at the step boundary (`begin`). The
+payload stays here until the contribution's fate is known, and the version pulled last stays until the next one comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec.change import decode_version
+from diloco_common.messages import Held, PullHeader
+from diloco_common.ports import World
+from diloco_worker.core.events import Arrived
+from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.replica import wait_for_device
+from diloco_worker.core.tensors import FragmentTensors
+from diloco_worker.telemetry import LearnerTelemetry
+
+SEED_ENCODING = "float32"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """The version of a fragment that was pulled last."""
+
+    epoch: int
+    version: int
+    tokens_merged: int
+    """Tokens merged into it, in whichever epoch of the shard."""
+    values: Tensor | None
+    """float32 [num_elements], the base of the next change; only read. None: a change to it came damaged, so the next
+    version is asked for as values."""
+
+
+class CodecThread:
+    """One per learner. Its methods return at once; what they give is ready later."""
+
+    def __init__(self, device: torch.device, world: World, telemetry: LearnerTelemetry) -> None:
+        self._device = device
+        self._clock = world.clock
+        self._cpu_clock = world.cpu_clock
+        self._telemetry = telemetry
+        self._executor: Executor = world.threads(1, "diloco-codec")
+        self._tensors: Mapping[int, FragmentTensors] = {}
+        self._payloads: dict[Contribution, Future[Payload]] = {}  # the training thread adds, the network thread drops
+        self._held: dict[int, HeldVersion] = {}
+
+    def close(self) -> None:
+        """End the thread; jobs that have not begun are given up. Repeating it is fine."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ in the training thread
+
+    def begin(self, contribution: Contribution, encoding: str) -> None:
+        """Take the snapshot of a contribution and encode it, unless that is done or under way."""
+        if contribution not in self._payloads:
+            self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)
+
+    # ------------------------------------------------------------ in the network thread: what goes out
+
+    async def payload(self, contribution: Contribution) -> Payload | None:
+        """The encoded contribution; None: its fate is known. Raises NotFinite."""
+        job = self._payloads.get(contribution)
+        if job is None:
+            return None
+        return await asyncio.wrap_future(job)
+
+    async def encode_seed(self, values: Tensor) -> Payload:
+        """Values of version 0. Raises NotFinite."""
+        return await self._run(lambda: self._encode(lambda: encode_payload(values, SEED_ENCODING)))
+
+    def drop(self, is_over: Callable[[Contribution], bool]) -> None:
+        """The fate of these contributions is known: they are not pushed again."""
+        for contribution in list(self._payloads):
+            if is_over(contribution):
+                self._payloads.pop(contribution, None)
+
+    # ------------------------------------------------------------ in the network thread: what comes in
+
+    def own(self, tensors: Mapping[int, FragmentTensors]) -> None:
+        """The model is cut: these are the tensors of its fragments."""
+        self._tensors = tensors
+
+    def held(self, fragment_ids: Collection[int]) -> tuple[Held, ...]:
+        """Which of these fragments were pulled, and the version of each that was pulled last."""
+        held = ((i, self._held[i]) for i in fragment_ids if i in self._held)
+        return tuple(Held(i, h.epoch, h.version) for i, h in held)
+
+    def base(self, fragment_id: int) -> tuple[int, int] | None:
+        """Epoch and version that a change may be relative to; None: there is none."""
+        held = self._held.get(fragment_id)
+        return None if held is None or held.values is None else (held.epoch, held.version)
+
+    def tokens_merged(self, fragment_id: int) -> int:
+        """Tokens merged into the version that is held; 0 if none is."""
+        held = self._held.get(fragment_id)
+        return 0 if held is None else held.tokens_merged
+
+    async def decode(self, header: PullHeader, payload: Payload) -> Arrived:
+        """A version that was pulled. Raises a Refusal of the bytes."""
+        held = self._held.get(header.fragment_id)
+        base = held.values if held is not None and header.base_version is not None else None
+        return await self._run(lambda: self._version(header, payload, base))
+
+    def hold(self, arrived: Arrived, tokens_merged: int) -> None:
+        """This version goes to the training. What was pushed for it, or for versions before it, is not needed again."""
+        fragment_id, version = arrived.fragment_id, arrived.version
+        self._held[fragment_id] = HeldVersion(arrived.epoch, version, tokens_merged, arrived.values)
+        self.drop(lambda c: c.fragment_id == fragment_id and c.round <= version)
+
+    def lose_base(self, fragment_id: int) -> None:
+        """The bytes of a version were of no use: ask for the values themselves."""
+        held = self._held.get(fragment_id)
+        if held is not None:
+            self._held[fragment_id] = HeldVersion(held.epoch, held.version, held.tokens_merged, None)
+
+    # ------------------------------------------------------------ jobs
+
+    @torch.no_grad()
+    def _contribution(self, contribution: Contribution, encoding: str) -> Payload:
+        began = self._cpu_clock()
+        contribution.tensors.take_snapshot()
+        self._telemetry.computed("snapshot", self._cpu_clock() - began)
+        return self._encode(lambda: contribution.tensors.encode(encoding))
+
+    def _encode(self, encode: Callable[[], Payload]) -> Payload:
+        began, cpu_began = self._clock(), self._cpu_clock()
+        payload = encode()
+        self._telemetry.encoded(self._clock() - began)
+        self._telemetry.computed("encode", self._cpu_clock() - cpu_began)
+        return payload
+
+    @torch.no_grad()
+    def _version(self, header: PullHeader, payload: Payload, base: Tensor | None) -> Arrived:
+        began = self._cpu_clock()
+        values = torch.empty(payload.header.num_elements, device=self._device)
+        decode_version(payload, base, values)
+        tensors = self._tensors[header.fragment_id]
+        difference = tensors.difference_to(values, header.version, header.merged_version)
+        wait_for_device(values)
+        self._telemetry.computed("decode", self._cpu_clock() - began)
+        return Arrived(
+            header.fragment_id, header.version, header.epoch, values, header.merged_version, difference,
+            header.forgotten_version,
+        )  # fmt: skip
+
+    async def _run(self, job: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, job)

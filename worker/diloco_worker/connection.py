@@ -1,0 +1,205 @@
+"""The connection of a learner to one shard: join, attend, report, hear, and keep at it.
+
+It runs inside an event loop. Pushes (pusher.py) and pulls (puller.py) are its own. When to dial again is decided in
+core/dialing.py. Control streams come and go: the training only sees what the inbox brings it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from diloco_common.codec import encoding_names
+from diloco_common.errors import DilocoError, Refusal, refusal_from
+from diloco_common.manifest import Manifest
+from diloco_common.messages import (
+    Collect,
+    Committed,
+    Directive,
+    Drain,
+    Evicted,
+    JoinRequest,
+    Progress,
+    Pulse,
+    Stop,
+)
+from diloco_common.ports import ControlStream, Unavailable
+from diloco_common.protocol import PROTOCOL
+from diloco_worker.context import ConnectionContext
+from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.dialing import CALL_S, SILENCE_HEARTBEATS, Dialing
+from diloco_worker.core.events import Asked, Failed, Joined, Stopped
+from diloco_worker.puller import Puller
+from diloco_worker.pusher import Pusher
+
+GOODBYE_S = 1.0
+REPORT_EVERY_S = 0.02
+"""Reports of inner steps that follow faster are drawn together."""
+
+
+class Connection:
+    """All that a learner keeps with one shard."""
+
+    def __init__(self, address: str, progress: Progress, context: ConnectionContext) -> None:
+        self.state = ConnectionState(context.caller, address)
+        self.is_up = False
+        """Whether the shard speaks on the control stream."""
+        self.times_up = 0
+        self._c = context
+        self._transport = context.dial(address)
+        self.pusher = Pusher(self.state, self._transport, context)
+        self._puller = Puller(self.state, self._transport, context)
+        self._dialing = Dialing()
+        self._is_leaving = False
+        self._progress = progress
+        self._has_progress = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        return self.state.address
+
+    async def run(self) -> None:
+        """Keep the connection up until cancelled, or until the shard refuses for good."""
+        pulling = asyncio.create_task(self._puller.run(), name=f"pull {self.address}")
+        log = self._c.telemetry.log
+        try:
+            await self._stay_connected()
+        except Refusal as refusal:
+            log.error("refused", shard=self.address, code=refusal.code, why=refusal)
+            self._c.inbox.put(Failed(refusal))
+        except Exception as error:  # ours: say so, rather than leave a learner that hears nothing
+            log.error("connection failed", trace=error, shard=self.address)
+            self._c.inbox.put(Failed(DilocoError(f"the connection to {self.address} failed: {error!r}")))
+        finally:
+            pulling.cancel()
+            self.pusher.cancel()
+            await self._transport.close(GOODBYE_S)  # the stream may end before Leave is answered
+
+    def model_is_cut(self, manifest: Manifest) -> None:
+        """Fragments can be pulled now."""
+        self.state.manifest = manifest
+        self._puller.wake()
+
+    def report(self, progress: Progress) -> None:
+        """Tell the shard, soon."""
+        self._progress = progress
+        self._has_progress.set()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Give pushes that are under way time to be answered."""
+        if self.is_up:
+            await self.pusher.settle(timeout_s)
+
+    async def leave(self) -> None:
+        """Say goodbye, if anybody is there."""
+        self._is_leaving = True
+        if self.is_up:
+            try:
+                await self._transport.leave(self.state.identity, GOODBYE_S)
+            except (Refusal, Unavailable) as error:
+                self._c.telemetry.log.debug("goodbye not heard", shard=self.address, why=error)
+
+    # ------------------------------------------------------------ control
+
+    async def _stay_connected(self) -> None:
+        """Raises the Refusal that trying again would not change."""
+        world, telemetry = self._c.world, self._c.telemetry
+        while True:
+            self._dialing.begin(world.clock(), has_lease=self.state.has_lease)
+            error: DilocoError | None = None
+            try:
+                if not self.state.has_lease:
+                    await self._join()
+                await self._attend()
+            except (Refusal, Unavailable) as caught:
+                error = caught
+            finally:
+                self.is_up = False
+                telemetry.disconnected(self.address)
+            redial = self._dialing.ended(error, world.clock(), world.random.random())
+            if redial.is_lease_over:
+                self.state.lost_lease()
+            if self._is_leaving:
+                return
+            if redial.is_news:
+                telemetry.log.warning("no connection, trying again", shard=self.address, why=redial.why)
+            await asyncio.sleep(redial.after_s)
+
+    async def _join(self) -> None:
+        """Get a lease. Raises a Refusal or Unavailable."""
+        state, codec = self.state, self._c.codec
+        mine = state.fragment_ids
+        request = JoinRequest(
+            PROTOCOL, self._c.caller.process_id, self._c.tensors, encoding_names(),
+            held=codec.held(mine),
+        )  # fmt: skip
+        answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
+        if state.joined(answer):
+            codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != answer.epoch)
+        self._c.inbox.put(
+            Joined(
+                self.address, answer.shard_index, answer.num_shards, answer.num_fragments, answer.manifest_digest,
+                answer.policy, answer.epoch, answer.fragments,
+            )
+        )  # fmt: skip
+        self._c.telemetry.log.event(
+            "joined", shard=self.address, index=answer.shard_index, generation=answer.generation
+        )
+
+    async def _attend(self) -> None:
+        """Hold the control stream until it ends. Raises the Refusal or Unavailable that ended it."""
+        stream = self._transport.attend(self.state.identity)
+        reporting: asyncio.Task[None] | None = None
+        silence_s = SILENCE_HEARTBEATS * self.state.heartbeat_s
+        try:
+            while True:
+                async with asyncio.timeout(silence_s):  # wait_for can swallow a cancellation before 3.12
+                    directive = await stream.hear()
+                if directive is None:
+                    return
+                if reporting is None:
+                    # Not sooner: where the shard refuses while a report is being sent, grpc.aio drops the refusal and
+                    # raises INTERNAL (grpc/grpc#36066). The shard speaks first, so this costs nothing.
+                    reporting = asyncio.create_task(self._report_all(stream), name=f"report {self.address}")
+                    self._came_up()
+                self._hear(directive)
+        except TimeoutError:
+            raise Unavailable(f"silent for {silence_s:.1f} s") from None
+        finally:
+            if reporting is not None:
+                reporting.cancel()
+            stream.cancel()
+
+    async def _report_all(self, stream: ControlStream) -> None:
+        """Send progress after inner steps, and as a heartbeat when there is none."""
+        with contextlib.suppress(Unavailable):  # the reader sees the same and says why
+            while True:
+                self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
+                await stream.report(self._progress)
+                await asyncio.sleep(REPORT_EVERY_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.state.heartbeat_s - REPORT_EVERY_S):
+                        await self._has_progress.wait()
+
+    def _hear(self, directive: Directive) -> None:
+        match directive:
+            case Collect():
+                self._c.inbox.put(Asked(directive, self.state.epoch))
+            case Committed():
+                self.state.announced[directive.fragment_id] = (directive.epoch, directive.version)
+                self._puller.wake()
+            case Pulse():
+                self.state.pulse = directive
+            case Stop():
+                assert self.state.shard_index is not None
+                self._c.inbox.put(Stopped(self.state.shard_index))
+            case Drain():
+                self._c.telemetry.log.event("shard is shutting down", shard=self.address)
+            case Evicted():
+                raise refusal_from(directive.code, directive.message)
+
+    def _came_up(self) -> None:
+        self.is_up = True
+        self.times_up += 1
+        self._dialing.is_up()
+        self._c.telemetry.connected(self.address, self.times_up)

@@ -1,0 +1,94 @@
+"""The connections of one learner, one per shard. They run inside an event loop and carry out its acts.
+
+From `learner.step` to a shard and back, the bytes change threads five times on the learner's side:
+
+    1  training -> codec      the step boundary begins the snapshot and the encoding (`CodecThread.begin`)
+    2  codec -> event loop    the payload is pushed (`Pusher`)
+       ... the shard ...
+    3  event loop -> codec    the version that was pulled is decoded (`CodecThread.decode`)
+    4  codec -> event loop    the version is held, for the next change (`Puller`)
+    5  event loop -> training the version waits in the inbox for the next step boundary (`Inbox`)
+
+Beside 1 and 2, in production the waker thread brings the acts of the boundary to the event loop (network_thread.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from diloco_common.messages import Progress, Pulse
+from diloco_worker.connection import Connection
+from diloco_worker.context import ConnectionContext
+from diloco_worker.core.acts import Act, ModelCut, PushContribution, SeedFragment, StepEnded
+
+
+class Connections:
+    """Made anywhere; from then on `perform`, `run` and `leave` belong to one event loop."""
+
+    def __init__(self, addresses: Sequence[str], progress: Progress, context: ConnectionContext) -> None:
+        self._c = context
+        self._connections = [Connection(address, progress, context) for address in addresses]
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._connections)
+
+    @property
+    def pulse(self) -> Pulse:
+        """The state of the run, as the shard says that is furthest."""
+        pulses = [connection.state.pulse for connection in self._connections]
+        return Pulse(max(p.tokens_merged for p in pulses), max(p.tokens_budget for p in pulses))
+
+    @property
+    def shards_up(self) -> set[int]:
+        """Indices of the shards that speak on their control streams."""
+        return {c.state.shard_index for c in self._connections if c.is_up and c.state.shard_index is not None}
+
+    def figures(self) -> list[dict[str, Any]]:
+        """JSON of each connection."""
+        return [
+            {
+                "address": c.address,
+                "index": c.state.shard_index,
+                "connected": c.is_up,
+                "generation": c.state.lease.generation,
+                "epoch": c.state.epoch,
+                "reconnects": max(0, c.times_up - 1),
+            }
+            for c in self._connections
+        ]
+
+    def perform(self, acts: Sequence[Act]) -> None:
+        """Carry out the acts of one step boundary, in their order."""
+        for act in acts:
+            match act:
+                case ModelCut():
+                    self._c.codec.own(act.tensors)
+                    for connection in self._connections:
+                        connection.model_is_cut(act.manifest)
+                case PushContribution():
+                    if (owner := self._to(act.shard_index)) is not None:
+                        owner.pusher.push(act)
+                case SeedFragment():
+                    if (owner := self._to(act.shard_index)) is not None:
+                        owner.pusher.seed(act)
+                case StepEnded():
+                    for connection in self._connections:
+                        connection.report(act.progress)
+            self._c.telemetry.count(act)
+
+    async def run(self) -> None:
+        """Keep all connections up until cancelled."""
+        async with asyncio.TaskGroup() as group:  # `gather` would not wait for what is being cancelled
+            for connection in self._connections:
+                group.create_task(connection.run(), name=f"connection {connection.address}")
+
+    async def leave(self, settle_s: float) -> None:
+        """Give pushes that are under way so many seconds to be answered; then say goodbye. `run` goes on."""
+        await asyncio.gather(*(connection.settle(settle_s) for connection in self._connections))
+        await asyncio.gather(*(connection.leave() for connection in self._connections))
+
+    def _to(self, shard_index: int) -> Connection | None:
+        """The one to a shard that was joined; None: it came back as another one."""
+        return next((c for c in self._connections if c.state.shard_index == shard_index), None)

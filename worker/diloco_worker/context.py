@@ -1,0 +1,28 @@
+"""What all connections of one learner share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco_common.manifest import TensorSpec
+from diloco_common.ports import Transport, World
+from diloco_worker.codec_thread import CodecThread
+from diloco_worker.core.connection import Caller
+from diloco_worker.inbox import Inbox
+from diloco_worker.telemetry import LearnerTelemetry
+
+
+@dataclass(frozen=True)
+class ConnectionContext:
+    """One per learner."""
+
+    caller: Caller
+    tensors: tuple[TensorSpec, ...]
+    """Of the model, as Join describes it."""
+    dial: Callable[[str], Transport]
+    """The way to the shard at an address. Nothing is sent before the first call."""
+    world: World
+    inbox: Inbox
+    codec: CodecThread
+    telemetry: LearnerTelemetry

@@ -1,0 +1,122 @@
+"""What a step boundary asks for: plain values, from the training thread to the network thread.
+
+`StepBoundary` makes them in order. The connections carry out the first three (`Connections.perform`). The telemetry
+writes all of them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from diloco_common.errors import DilocoError
+from diloco_common.manifest import Manifest
+from diloco_common.messages import Progress, PushAnswer
+from diloco_worker.core.fragment import Contribution, Fate
+from diloco_worker.core.tensors import FragmentTensors
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCut:
+    """The model is cut: fragments can be pulled and pushed now."""
+
+    manifest: Manifest
+    tensors: Mapping[int, FragmentTensors]
+    """By fragment, for the codec thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushContribution:
+    """A round asks for this contribution."""
+
+    contribution: Contribution
+    shard_index: int
+    since: int
+    """The learner's count of tokens where the work in it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeedFragment:
+    """The shard has nothing of this fragment: offer it these values."""
+
+    fragment_id: int
+    shard_index: int
+    values: Tensor
+    """float32 [num_elements]. Only read."""
+    hold_s: float
+    """Others may know better: offer them after so many seconds, if nobody else has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushAnswered:
+    """A push has its outcome."""
+
+    fragment_id: int
+    round: int
+    answer: PushAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class VersionApplied:
+    """A version is in the model."""
+
+    fragment_id: int
+    version: int
+    epoch: int
+    values: Tensor
+    """float32 [num_elements]: the new anchor."""
+    contribution: Contribution | None
+    """The one whose fate the version tells."""
+    fate: Fate | None
+    since: int
+    """The learner's count of tokens where the work begins that no version holds, as far as it knows."""
+    seconds: float
+    cpu_seconds: float
+    replaced: object
+    """Freed with the act, in the network thread: giving so much memory back can take longer than the apply did."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCarried:
+    """A contribution was not merged: its work goes into the next one."""
+
+    contribution: Contribution
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """An inner step is over, and what it meant for the training loop."""
+
+    progress: Progress
+    tokens: int
+    """Of this step."""
+    step_s: float
+    """From the end of the step before."""
+    stall_s: float
+    """So long `step` held the training loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The learner cannot go on. Always the last act."""
+
+    error: DilocoError
+
+
+Act = ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | WorkCarried | StepEnded | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How far a learner is."""
+
+    inner_step: int = 0
+    tokens: int = 0
+    contributions: Mapping[str, int] | None = None
+    """As in `LearnerCore`; None: the model is not cut yet."""
+    tokens_carried: float = 0.0
+    """Averaged over fragments."""
+    unmerged: int = 0
+    """Contributions under way whose fate is not known."""

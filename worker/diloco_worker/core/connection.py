@@ -1,0 +1,86 @@
+"""What a learner knows of one shard: its lease, how the run is cut, and the versions that the shard announced.
+
+Changed by `Connection` alone, in the network thread. Pusher and puller read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from diloco_common.identity import Identity
+from diloco_common.manifest import Manifest
+from diloco_common.messages import JoinAnswer, LearnerPolicy, Pulse
+from diloco_worker.core.pushes import Lease
+
+NO_LEASE = Lease(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who joins: one process of one learner."""
+
+    run_id: str
+    learner_id: str
+    process_id: str
+
+    @property
+    def identity(self) -> Identity:
+        """Without a lease, for Join."""
+        return Identity(self.run_id, self.learner_id)
+
+    def under(self, lease: Lease) -> Identity:
+        """For the calls that need a lease."""
+        return replace(self.identity, generation=lease.generation, epoch=lease.epoch)
+
+
+class ConnectionState:
+    """Of one learner with one shard."""
+
+    def __init__(self, caller: Caller, address: str) -> None:
+        self.caller = caller
+        self.address = address
+        self.lease = NO_LEASE
+        """The last one, until it is over."""
+        self.epoch = 0
+        """Of the shard, as it joined last."""
+        self.shard_index: int | None = None
+        self.policy: LearnerPolicy | None = None
+        self.manifest: Manifest | None = None
+        """Known once a shard was joined."""
+        self.heartbeat_s = 1.0
+        self.pulse = Pulse(0, 0)
+        self.announced: dict[int, tuple[int, int]] = {}
+        """Fragment -> epoch and version to pull; forgotten with the shard's epoch."""
+
+    @property
+    def fragment_ids(self) -> tuple[int, ...]:
+        """Of the fragments that the shard owns; none as long as that is not known."""
+        if self.manifest is None or self.shard_index is None:
+            return ()
+        return tuple(fragment.fragment_id for fragment in self.manifest.owned_by(self.shard_index))
+
+    @property
+    def has_lease(self) -> bool:
+        return self.lease.generation > 0
+
+    @property
+    def identity(self) -> Identity:
+        """Under the current lease."""
+        return self.caller.under(self.lease)
+
+    def joined(self, answer: JoinAnswer) -> bool:
+        """The shard gave a lease. Says whether it is in another epoch: what it announced before is gone."""
+        is_another = answer.epoch != self.epoch
+        if is_another:
+            self.announced.clear()
+        self.lease = Lease(answer.epoch, answer.generation)
+        self.epoch = answer.epoch
+        self.shard_index = answer.shard_index
+        self.heartbeat_s = answer.heartbeat_s
+        self.policy = answer.policy
+        self.pulse = answer.pulse
+        return is_another
+
+    def lost_lease(self) -> None:
+        """The lease is over."""
+        self.lease = NO_LEASE

@@ -1,0 +1,209 @@
+"""All of one fragment that is as large as the fragment: float32 tensors [num_elements] on the model's device.
+
+    anchor      decoded value of the version applied last
+    snapshot    theta after the contribution was taken
+    residual    what encoders lost of contributions that were merged (error feedback)
+    loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way
+
+Which contribution is taken, and what becomes of it, is decided in fragment.py. The codec thread encodes and decodes
+with these tensors, and computes ahead what applying a version adds. The training thread puts values into the model.
+
+On a CPU the codec thread copies the snapshot while the training goes on. Each element is then a value that the
+parameter had (aligned reads of 2 and 4 bytes are whole). Some are from before an optimizer step, some from after it.
+Any such mixture is right: what is not in the snapshot stays in  theta - snapshot  and goes into the next contribution.
+A version must not be applied to the fragment meanwhile, though: that would move elements by what no training did.
+So versions wait while the fragment is read (`is_being_read`). The training never waits. On an accelerator the copy is
+queued at the step boundary. That takes no time, and the copy runs before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Payload, encode_payload
+from diloco_common.manifest import Fragment
+from diloco_common.messages import LearnerPolicy
+from diloco_worker.core.replica import Replica, queued_until, wait_for_device
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """new - reference, computed before the version is applied: applying it is one addition then."""
+
+    reference: Tensor
+    """Local progress must still be counted from this very tensor, or the difference is of no use."""
+    values: Tensor
+
+
+class ContributionTensors:
+    """The tensors of one contribution, from the step boundary that takes it until its fate is known."""
+
+    def __init__(
+        self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
+        error_feedback: bool,
+    ) -> None:  # fmt: skip
+        """`read` copies theta to a tensor."""
+        self.round = round_number
+        """Names the contribution, within its fragment."""
+        self.anchor = anchor
+        """Of the base version."""
+        self.residual = residual
+        self.snapshot: Tensor | None = None
+        """None until it is taken."""
+        self.loss: Tensor | None = None
+        """Set by `encode`, where there is error feedback."""
+        self.is_being_read = True
+        """Whether the snapshot is still to be taken, or being taken."""
+        self.read = read
+        self._moved: Tensor | None = None
+        self._wait_until_copied: Callable[[], None] | None = None
+        self._error_feedback = error_feedback
+
+    @property
+    def reference(self) -> Tensor | None:
+        """What local progress since the snapshot is counted from: the snapshot, moved along with the versions that were
+        applied since. None: it is not taken."""
+        return self.snapshot if self._moved is None else self._moved
+
+    def take_snapshot(self) -> Tensor:
+        """Copy theta, or have the device do it, unless that is done. In any thread, but one at a time."""
+        if self.snapshot is None:
+            try:
+                snapshot = torch.empty_like(self.anchor)
+                self.read(snapshot)
+                self._wait_until_copied = queued_until(snapshot)
+                self.snapshot = snapshot
+            finally:
+                self.is_being_read = False
+        return self.snapshot
+
+    def encode(self, encoding: str) -> Payload:
+        """The pseudo-gradient, with what error feedback adds. Leaves in `loss` what the encoding lost of it.
+
+        Takes the snapshot. Raises NotFinite.
+        """
+        snapshot = self._whole_snapshot()
+        if self._error_feedback and self.loss is None:
+            self.loss = torch.empty_like(self.anchor)
+        return encode_payload(self.anchor, encoding, minus=snapshot, plus=self.residual, loss=self.loss)
+
+    def delta(self) -> Tensor:
+        """What is meant to be sent: anchor - snapshot + residual. Takes the snapshot."""
+        delta = torch.sub(self.anchor, self._whole_snapshot())
+        return delta if self.residual is None else delta.add_(self.residual)
+
+    def move(self, difference: Tensor) -> None:
+        """A version of an earlier round was applied: the reference moves along."""
+        assert self.reference is not None
+        self._moved = torch.add(self.reference, difference)
+        wait_for_device(self._moved)  # others compute with it
+
+    def _whole_snapshot(self) -> Tensor:
+        """For other threads and streams than the one that has taken it."""
+        snapshot = self.take_snapshot()
+        if self._wait_until_copied is not None:
+            self._wait_until_copied()
+        return snapshot
+
+
+class FragmentTensors:
+    """The tensors of one fragment, and how a version gets into the model."""
+
+    def __init__(self, fragment: Fragment, replica: Replica, policy: LearnerPolicy) -> None:
+        self.anchor: Tensor | None = None
+        """Nobody writes to it."""
+        self.contribution: ContributionTensors | None = None
+        self._residual: Tensor | None = None
+        self._fragment = fragment
+        self._replica = replica
+        self._policy = policy
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether a snapshot is being taken: no version may be applied meanwhile."""
+        return self.contribution is not None and self.contribution.is_being_read
+
+    def values(self) -> Tensor:
+        """What this learner believes the global values are: the anchor, else its own. Do not write to it."""
+        if self.anchor is not None:
+            return self.anchor
+        out = torch.empty(self._fragment.num_elements, device=self._replica.device)
+        self._replica.read(self._fragment, out)
+        wait_for_device(out)
+        return out
+
+    def difference_to(self, values: Tensor, version: int, merged_version: int) -> Difference | None:
+        """What theta moves by if this version is applied now; None where that is not an addition. In any thread.
+
+        Takes a tensor as large as the fragment.
+        """
+        if self._policy.on_commit != "carry":
+            return None
+        contribution = self.contribution
+        merged = contribution is not None and contribution.round == merged_version <= version
+        reference = contribution.reference if contribution is not None and merged else self.anchor
+        return None if reference is None else Difference(reference, torch.sub(values, reference))
+
+    # ------------------------------------------------------------ at a step boundary, in the training thread
+
+    def contribute(self, round_number: int) -> ContributionTensors:
+        """Those of a new contribution. On a CPU its snapshot is still to be taken, soon, by whoever encodes."""
+        assert self.anchor is not None
+        assert self.contribution is None
+        self.contribution = ContributionTensors(
+            round_number, self.anchor, self._residual, partial(self._replica.read, self._fragment),
+            error_feedback=self._policy.error_feedback,
+        )  # fmt: skip
+        if self._replica.device.type != "cpu":
+            self.contribution.take_snapshot()
+        return self.contribution
+
+    def give_back(self) -> None:
+        """The contribution was not merged: as if it had not been taken. Who still reads it, does so in vain."""
+        self.contribution = None
+
+    def begin_with_own(self) -> None:
+        """The anchor is what the model holds: no version is there yet."""
+        self.anchor = self.values()
+
+    def adopt(self, values: Tensor) -> None:
+        """theta <- values: the first version that this learner gets."""
+        self._replica.write(self._fragment, values)
+        self.anchor = values
+
+    def carry(self, values: Tensor, *, merged: bool, difference: Difference | None = None) -> None:
+        """Put a version under the local progress.
+
+        theta <- theta + (new - snapshot) if the contribution is merged in it, else theta + (new - anchor).
+        `difference`: what was computed ahead. It is computed here where it was from another reference.
+        """
+        contribution = self.contribution
+        reference = contribution.reference if contribution is not None and merged else self.anchor
+        assert reference is not None
+        if difference is None or difference.reference is not reference:
+            difference = Difference(reference, torch.sub(values, reference))
+        self._replica.add(self._fragment, difference.values)
+        if contribution is not None and not merged:  # of a later round
+            contribution.move(difference.values)
+        self._settle(values, merged=merged)
+
+    def overwrite(self, values: Tensor, *, merged: bool) -> None:
+        """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
+        if self._policy.on_commit == "blend" and self._policy.blend_alpha:
+            self._replica.blend(self._fragment, values, self._policy.blend_alpha)
+        else:
+            self._replica.write(self._fragment, values)
+        self._settle(values, merged=merged)
+
+    def _settle(self, values: Tensor, *, merged: bool) -> None:
+        """The new anchor; and what was lost of a contribution that is in it."""
+        if merged:
+            assert self.contribution is not None
+            self._residual = self.contribution.loss
+            self.contribution = None
+        self.anchor = values

@@ -1,0 +1,101 @@
+"""Look at the global model without joining: pull every fragment from every shard, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import decode_payload
+from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
+from diloco_common.identity import Identity
+from diloco_common.manifest import Fragment, Manifest, cut
+from diloco_common.messages import JoinAnswer, JoinRequest, PullRequest
+from diloco_common.ports import Transport, Unavailable
+from diloco_common.protocol import PROTOCOL
+from diloco_worker.export import lay_out
+from diloco_worker.grpc_transport import GrpcTransport
+from diloco_worker.puller import read_version
+
+CALL_S = 120.0
+
+
+@dataclass(frozen=True)
+class GlobalModel:
+    """The latest announced version of every fragment. Each is whole; they may be of different ages."""
+
+    tensors: dict[str, Tensor]
+    """By the user's own parameter names, float32."""
+    versions: dict[int, int]
+    """Fragment -> version."""
+    tokens_merged: int
+
+
+def pull_global_model(
+    shards: Sequence[str], *, run: str = "local", token: str | None = None, wait_s: float = 5.0
+) -> GlobalModel:
+    """Pull the global model.
+
+    Raises CannotConnect if a shard does not answer within `wait_s`, ConfigError or ManifestMismatch if the shards do
+    not make up one run, and the Refusal that a shard answers.
+    """
+    transports = {address: GrpcTransport(address, token, waits_for_shard=True) for address in shards}
+    return asyncio.run(_pull_all(transports, Identity(run), wait_s))
+
+
+async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wait_s: float) -> GlobalModel:
+    try:
+        answers: dict[str, JoinAnswer] = {}
+        for address, transport in transports.items():
+            request = JoinRequest(PROTOCOL, "", observe=True)
+            try:
+                answers[address] = await transport.join(observer, request, wait_s)
+            except Unavailable as error:
+                raise _unreachable(address, error) from None
+        manifest = _manifest(answers)
+        tensors = {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
+        versions: dict[int, int] = {}
+        for address, answer in answers.items():
+            for fragment in manifest.owned_by(answer.shard_index):
+                try:
+                    version = await _pull(transports[address], fragment, observer, tensors)
+                except Unavailable as error:
+                    raise _unreachable(address, error) from None
+                versions[fragment.fragment_id] = version
+        return GlobalModel(tensors, versions, max(answer.pulse.tokens_merged for answer in answers.values()))
+    finally:
+        for transport in transports.values():
+            await transport.close(0.0)
+
+
+async def _pull(transport: Transport, fragment: Fragment, observer: Identity, tensors: dict[str, Tensor]) -> int:
+    """Lay the fragment's latest version into the tensors; returns its number."""
+    request = PullRequest(fragment.fragment_id, ("float32",))
+    async with aclosing(transport.pull(observer, request, CALL_S)) as parts:
+        header, payload = await read_version(parts, request, fragment.num_elements)
+    assert payload is not None, "an observer has no version yet"
+    values = torch.empty(fragment.num_elements)
+    decode_payload(payload, values)
+    lay_out(values, fragment, tensors)
+    return header.version
+
+
+def _manifest(answers: Mapping[str, JoinAnswer]) -> Manifest:
+    """The manifest that all shards agree on."""
+    first_address, first = next(iter(answers.items()))
+    found = sorted(answer.shard_index for answer in answers.values())
+    if found != list(range(first.num_shards)):
+        raise ConfigError(f"the run has {first.num_shards} shards, the addresses given are those of {found}; name all")
+    manifest = cut(first.tensors, first.num_fragments, first.num_shards)
+    for address, answer in answers.items():
+        if answer.manifest_digest != manifest.digest:
+            raise ManifestMismatch(f"{address} holds another model than {first_address}; are they of one run?")
+    return manifest
+
+
+def _unreachable(address: str, error: Unavailable) -> CannotConnect:
+    return CannotConnect(f"no shard answers at {address} ({error})")

@@ -1,0 +1,93 @@
+"""The network thread of a learner: one event loop that runs its connections, and the HTTP server.
+
+The loop is woken through a socket. Writing to it lets go of the interpreter lock, and whoever does so gets it back once
+the network thread, just woken, has done its work: up to 5 ms. So a thread of its own does the waking, not the training
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from diloco_common.http import HttpServer
+from diloco_worker.connections import Connections
+from diloco_worker.core.acts import Act
+
+SETTLE_S = 5.0
+"""Seconds that pushes under way have to be answered when the learner ends."""
+STOP_S = 15.0
+
+T = TypeVar("T")
+
+
+class NetworkThread:
+    """A `Background`. Started once, stopped once. Its methods may be called from any thread."""
+
+    def __init__(self, make_http: Callable[[Connections], HttpServer] | None = None) -> None:
+        """`make_http`: the HTTP server, if there is one."""
+        self.http_address = ""
+        """Known once it is started."""
+        self._make_http = make_http
+        self._http: HttpServer | None = None
+        self._thread = threading.Thread(target=self._run, name="diloco-network", daemon=True)
+        self._posted: SimpleQueue[Sequence[Act]] = SimpleQueue()  # its `put` keeps the interpreter lock
+        self._waker = threading.Thread(target=self._wake, name="diloco-waker", daemon=True)
+        self._is_stopping = False
+
+    def start(self, connections: Connections) -> None:
+        """Start dialing, and the HTTP server. Raises ConfigError or InUse."""
+        self._connections = connections
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+        self._waker.start()
+        self._wait_for(self._start())
+
+    def post(self, acts: Sequence[Act]) -> None:
+        """Have the connections perform these acts, after those that were posted before. Never waits."""
+        if acts and not self._is_stopping:
+            self._posted.put(acts)
+
+    def stop(self) -> None:
+        """Let pushes settle, say goodbye, end the thread."""
+        if self._is_stopping or not self._thread.is_alive():
+            return
+        self._is_stopping = True
+        self._posted.put(())
+        self._waker.join(STOP_S)
+        try:
+            self._wait_for(self._stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_S)
+
+    def _wake(self) -> None:
+        while acts := self._posted.get():
+            self._loop.call_soon_threadsafe(self._connections.perform, acts)
+            del acts  # what they hold is freed once they are done, not with the next ones
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    async def _start(self) -> None:
+        if self._make_http is not None:
+            self._http = self._make_http(self._connections)
+            self.http_address = await self._http.start()
+        self._running = asyncio.create_task(self._connections.run(), name="connections")
+
+    async def _stop(self) -> None:
+        await self._connections.leave(SETTLE_S)
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        if self._http is not None:
+            await self._http.stop()
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SETTLE_S + STOP_S)

@@ -1,0 +1,209 @@
+"""What a learner tells about itself: metrics, log lines, its history, and the figures of /status.
+
+Nothing is decided here, and nothing that metrics, log or history return is looked at. Each method belongs to the thread
+that its section names. /status is read in any thread: every value is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco_common.history import fingerprint
+from diloco_common.logs import Log
+from diloco_common.messages import Pulse
+from diloco_common.metrics import WorkerMetrics
+from diloco_common.metrics.worker import PushOutcome, SyncPhase
+from diloco_common.ports import Clock, History
+from diloco_worker.core.acts import (
+    Act,
+    Figures,
+    PushAnswered,
+    PushContribution,
+    StepEnded,
+    VersionApplied,
+    WorkCarried,
+)
+from diloco_worker.core.connection import Caller
+from diloco_worker.core.fragment import Fate
+from diloco_worker.core.pushes import Lease
+
+
+class LearnerTelemetry:
+    """Of one learner in one process."""
+
+    def __init__(
+        self, caller: Caller, clock: Clock, metrics: WorkerMetrics, log: Log, history: History | None = None
+    ) -> None:
+        self.metrics = metrics
+        self.log = log
+        self.state = "joining"
+        """"joining", "training", "done" or "stopped"."""
+        self.readiness = False, "the model is not cut yet"
+        """Whether the learner has joined every shard and holds every fragment, and what is missing."""
+        self.figures = Figures()
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
+        self.caller = caller
+        self._clock = clock
+        self._history = history
+        self._began = clock()
+        self._loss: float | None = None
+        self._step_time_s = 0.0
+        self._stall_s = 0.0
+        """Seconds that `step` held the training loop, in total."""
+        self._stall_max_s = 0.0
+        self._tokens_carried = 0.0
+        self._connected: set[str] = set()
+        metrics.training.begun(caller.learner_id)
+
+    def status(self, pulse: Pulse, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """JSON of one learner: counts, bytes, and seconds. Holds no secret. `shards`: how each connection is."""
+        figures, step_time_s = self.figures, self._step_time_s
+        fates = figures.contributions or {}
+        rejected = sum(n for fate, n in fates.items() if fate not in ("taken", *(f.value for f in Fate)))
+        tokens_per_step = figures.tokens / figures.inner_step if figures.inner_step else 0.0
+        return {
+            "role": "worker",
+            "name": self.caller.learner_id,
+            "run": self.caller.run_id,
+            "learner_id": self.caller.learner_id,
+            "state": self.state,
+            "inner_step": figures.inner_step,
+            "tokens": figures.tokens,
+            "loss": self._loss,
+            "tokens_per_s": tokens_per_step / step_time_s if step_time_s else 0.0,
+            "step_time_s": step_time_s,
+            "sync_stall_s": self._stall_s,
+            "sync_stall_max_s": self._stall_max_s,
+            "uptime_s": round(self._clock() - self._began, 3),
+            "tokens_merged": pulse.tokens_merged,
+            "tokens_budget": pulse.tokens_budget,
+            "shards": shards,
+            "contributions": {
+                "sent": fates.get("taken", 0),
+                "merged": fates.get("merged", 0),
+                "carried": fates.get("carried", 0),
+                "forgotten": fates.get("forgotten", 0),
+                "late": max(0, fates.get("carried", 0) - rejected),
+                "rejected": rejected,
+                "unmerged": figures.unmerged,
+            },
+            "tokens_carried": int(figures.tokens_carried),
+            "bytes_pushed": self.bytes_pushed,
+            "bytes_pulled": self.bytes_pulled,
+        }
+
+    # ------------------------------------------------------------ in the training thread
+
+    def born(self, inner_step: int, tokens: int) -> None:
+        """The counters of this process begin there."""
+        self._write("born", role="learner", step=inner_step, tokens=tokens)
+
+    def stepped(self, inner_step: int, tokens: int) -> None:
+        """An inner step has ended."""
+        self._write("stepped", step=inner_step, tokens=tokens)
+
+    def record(self, acts: Sequence[Act]) -> None:
+        """Write down what happened at a step boundary."""
+        for act in acts:
+            match act:
+                case PushAnswered():
+                    answer = act.answer
+                    self._write(
+                        "answered", fragment=act.fragment_id, round=act.round, outcome=answer.outcome.value,
+                        code=answer.code,
+                    )  # fmt: skip
+                case VersionApplied():
+                    self._applied(act)
+                case WorkCarried():
+                    c = act.contribution
+                    self._write(
+                        "carried", shard_epoch=c.shard_epoch, fragment=c.fragment_id, round=c.round, tokens=c.tokens
+                    )
+
+    def ended(self) -> None:
+        """The learner is leaving the run."""
+        self._write("ended")
+
+    # ------------------------------------------------------------ in the network thread
+
+    def count(self, act: Act) -> None:
+        """Count an act in the metrics."""
+        match act:
+            case StepEnded():
+                self._loss, self._step_time_s = act.progress.loss, act.progress.step_time_s
+                self._stall_s += act.stall_s
+                self._stall_max_s = max(self._stall_max_s, act.stall_s)
+                self.metrics.training.stepped(tokens=act.tokens, seconds=act.step_s, loss=act.progress.loss)
+                self.metrics.training.stalled(act.stall_s)
+                self.metrics.exchange.contributions_unmerged(self.figures.unmerged)
+            case VersionApplied():
+                self.metrics.exchange.applied(act.fragment_id, act.version, act.seconds)
+                self.metrics.training.computed("apply", act.cpu_seconds)
+        tokens_carried = self.figures.tokens_carried
+        if tokens_carried > self._tokens_carried:
+            self.metrics.exchange.carried(tokens_carried - self._tokens_carried)
+            self._tokens_carried = tokens_carried
+
+    def pushing(self, act: PushContribution, lease: Lease) -> None:
+        """A push of this contribution begins, under this lease."""
+        c = act.contribution
+        self._write(
+            "pushed", shard_epoch=lease.epoch, generation=lease.generation, fragment=c.fragment_id, round=c.round,
+            epoch=c.epoch, base=c.base_version, tokens=c.tokens, steps=c.steps, since=act.since,
+        )  # fmt: skip
+
+    def pushed(self, outcome: PushOutcome, num_bytes: int) -> None:
+        """A push was answered; "failed": it was not."""
+        self.bytes_pushed += num_bytes
+        self.metrics.exchange.pushed(outcome, num_bytes)
+
+    def pulled(self, num_bytes: int) -> None:
+        """A version has come."""
+        self.bytes_pulled += num_bytes
+        self.metrics.exchange.pulled(num_bytes)
+
+    def connected(self, address: str, times: int) -> None:
+        """A control stream is up, for so many times."""
+        self._connected.add(address)
+        self.metrics.exchange.connected(len(self._connected))
+        if times > 1:
+            self.metrics.exchange.reconnected()
+
+    def disconnected(self, address: str) -> None:
+        """A control stream is down. Repeating it is fine."""
+        self._connected.discard(address)
+        self.metrics.exchange.connected(len(self._connected))
+
+    # ------------------------------------------------------------ in the codec thread
+
+    def computed(self, phase: SyncPhase, cpu_seconds: float) -> None:
+        """CPU time that went into synchronisation."""
+        self.metrics.training.computed(phase, cpu_seconds)
+
+    def encoded(self, seconds: float) -> None:
+        """A contribution, or a seed, was encoded."""
+        self.metrics.exchange.encoded(seconds)
+
+    # ------------------------------------------------------------ helpers
+
+    def _applied(self, act: VersionApplied) -> None:
+        contribution = act.contribution
+        if self._history is not None:
+            number = contribution.round if contribution is not None else None
+            checksum = fingerprint(act.values.cpu().numpy().tobytes())
+            self._write(
+                "applied", fragment=act.fragment_id, epoch=act.epoch, version=act.version, checksum=checksum,
+                merged=number if act.fate is Fate.MERGED else None,
+                forgotten=number if act.fate is Fate.FORGOTTEN else None, since=act.since,
+            )  # fmt: skip
+        if contribution is not None and act.fate is Fate.FORGOTTEN:
+            self.log.warning(
+                "the shard has forgotten whether a contribution was merged: it is not pushed again",
+                fragment=act.fragment_id, round=contribution.round, tokens=contribution.tokens,
+            )  # fmt: skip
+
+    def _write(self, what: str, **facts: Any) -> None:
+        if self._history is not None:
+            self._history.write(what, **facts)
