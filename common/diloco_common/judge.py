@@ -393,7 +393,7 @@ def _one_after_the_other(histories: Histories, process: Process) -> Iterator[Vio
     """Of one process of a learner."""
     pushes = iter(histories.pushes_of[process])
     under_way: dict[int, Push] = {}
-    trained = 0
+    born = trained = int(process.lines[0]["tokens"])
     for line in process.of("born", "stepped", "pushed", "carried", "applied"):
         match line["what"]:
             case "born" | "stepped":
@@ -408,6 +408,10 @@ def _one_after_the_other(histories: Histories, process: Process) -> Iterator[Vio
                 where = f"{process.name} contributed to round {push.round} of fragment {push.fragment}"
                 if push.end > trained:
                     yield Violation("accounting", f"{where} tokens up to {push.end}, and had trained {trained}")
+                if push.since < born:
+                    yield Violation(
+                        "accounting", f"{where} tokens from {push.since} on, and was resumed with {born} trained before"
+                    )
                 before = under_way.setdefault(push.fragment, push)
                 if before is not push:
                     yield Violation("accounting", f"{where} before it knew of that to round {before.round}")

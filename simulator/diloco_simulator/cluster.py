@@ -230,8 +230,8 @@ class Cluster:
             lost = set(disk.hurt)
         self._excused |= {(epoch, fragment_id) for fragment_id in lost}
         for fragment_id, state in shard.host.shard.fragments.items():
-            if disk is not None and state.seeded:
-                disk.hurt.pop(fragment_id, None)
+            if disk is not None and state.seeded and (how := disk.hurt.pop(fragment_id, None)) is not None:
+                invariants.lost_versions_are_noticed(fragment_id, how, is_renamed=state.epoch == epoch)
 
     def start_learner(self, learner_id: str) -> None:
         saved = self.checkpoints[learner_id]

@@ -112,7 +112,10 @@ class FakeDisk:
         """A file is gone."""
         del self._names[name]
         self._synced_names.pop(name, None)
-        self._changes = [change for change in self._changes if name not in change[:2]]  # a crash brings it back no more
+
+    def wipe(self) -> None:
+        """All files are gone, and a crash brings none of them back."""
+        self._names, self._synced_names, self._changes = {}, {}, []
 
     # ------------------------------------------------------------ helpers
 

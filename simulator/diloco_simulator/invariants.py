@@ -66,6 +66,13 @@ def announced_versions_are_there(announced: Collection[Name], name: Name) -> Non
         raise Violation("announced_versions_are_there", f"version {name} is told of early")
 
 
+def lost_versions_are_noticed(fragment_id: int, damage: str, *, is_renamed: bool) -> None:
+    """P3: where damage shows that a version is lost, the one before it gets a name of its own. A file that is gone
+    leaves no trace: then those notice that hold its version."""
+    if damage in ("rot", "truncate") and not is_renamed:
+        raise Violation("lost_versions_are_noticed", f"fragment {fragment_id} ({damage}) comes back under its old name")
+
+
 def damage_has_a_cause(words: str, *, was_hurt: bool) -> None:
     """A crash alone damages no version file: none has its name before it is durable."""
     if not was_hurt:

@@ -68,8 +68,7 @@ class ShardDisk:
 
     def wipe(self, fragments: Iterable[int]) -> None:
         """Somebody empties the folder."""
-        for name in self.fake.names():
-            self.fake.lose(name)
+        self.fake.wipe()
         self.hurt.update(dict.fromkeys(fragments, "wipe"))
         self.was_hurt = True
 

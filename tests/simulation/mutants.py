@@ -10,11 +10,10 @@ from typing import Any
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.identity import Identity
 from diloco_common.messages import PushAnswer, PushHeader
-from diloco_common.ports import Unavailable
-from diloco_server.core.admission import DUPLICATE
+from diloco_server.core.admission import DUPLICATE, LATE
 from diloco_server.core.collecting import Rounds
 from diloco_server.core.effects import MergeRound
-from diloco_server.core.fragment import FragmentState
+from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
 from diloco_server.core.rounds import Round
 from diloco_server.core.shard import Shard
@@ -357,17 +356,18 @@ def count_open_pushes_for_ever(original: Any) -> Any:
     return place
 
 
-def hold_the_place_of_a_seed(original: Any) -> Any:
-    """A seed that was torn on its way keeps its place: nobody else may bring the fragment."""
+def take_seeds_of_two_learners(original: Any) -> Any:
+    """A fragment that has versions is seeded again by whoever comes late."""
 
-    @contextmanager
-    def place(self: Service, header: PushHeader) -> Iterator[None]:
-        with original(self, header):
-            yield
-        if header.is_seed:
-            self._seeding.add(header.fragment_id)
+    def admit(self: Rounds, member: Any, header: Any) -> Any:
+        answer = original(self, member, header)
+        state = self._versions.fragments.get(header.fragment_id)
+        if header.is_seed and answer is DUPLICATE and state is not None and state.phase is Phase.RESTING:
+            state.phase = Phase.UNSEEDED
+            return None
+        return answer
 
-    return place
+    return admit
 
 
 def take_torn_uploads(original: Any) -> Any:
@@ -395,13 +395,11 @@ def keep_quiet_about_values_that_are_not_finite(original: Any) -> Any:
 
 
 def believe_answers_under_an_earlier_lease(original: Any) -> Any:
-    """An answer counts although the lease that it was given under is over."""
+    """An answer counts although the lease that it was given under is over, and the work was asked for again since."""
 
     async def push(self: Pusher, header: PushHeader, payload: Any, lease: Any) -> PushAnswer | None:
-        try:
-            return await self._push_once(header, payload, lease)
-        except (Refusal, Unavailable):
-            return await original(self, header, payload, lease)  # type: ignore[no-any-return]
+        answer = await original(self, header, payload, lease)
+        return LATE if answer is None else answer  # type: ignore[no-any-return]
 
     return push
 
@@ -431,32 +429,13 @@ def compute_the_record_again(original: Any) -> Any:
     return committed
 
 
-def trust_who_was_replaced(original: Any) -> Any:
-    """A process that replaces another one is told that its predecessor's contributions are its own."""
-    return lambda self, learner_id, process_id: set()
+def contribute_the_checkpoint_again(original: Any) -> Any:
+    """A learner that was resumed counts what its checkpoint had trained as its own work."""
 
+    def adopt(self: LearnerFragment, values: Any, version: int, epoch: int, tokens: int, steps: int) -> None:
+        original(self, values, version, epoch, 0, 0)
 
-def forget_refusals(original: Any) -> Any:
-    """A slow copy of what a round has declined is taken after all."""
-    return lambda self, learner_id, header, answer: None
-
-
-def close_rounds_without_their_quorum(original: Any) -> Any:
-    """A round closes on its first contribution whatever the quorum is, and then again."""
-
-    def is_due(self: Rounds, state: FragmentState, live: Any) -> bool:
-        return state.phase.value == "resting" and bool(live)
-
-    return is_due
-
-
-def resume_with_work_of_the_checkpoint(original: Any) -> Any:
-    """A learner that trains on without its shard contributes what it had trained before its checkpoint as well."""
-
-    def begin(self: LearnerFragment, tokens: int, steps: int) -> None:
-        original(self, 0, 0)
-
-    return begin
+    return adopt
 
 
 def decode_onto_any_base(original: Any) -> Any:
@@ -505,16 +484,13 @@ MUTANTS: dict[str, Mutant] = {
         (Keeper, "_write", announce_what_the_disk_refused),
         (FragmentTensors, "is_being_read", apply_while_a_snapshot_is_read),
         (Service, "_push_place", count_open_pushes_for_ever),
-        (Service, "_seed_place", hold_the_place_of_a_seed),
+        (Rounds, "_admit", take_seeds_of_two_learners),
         (Service, "push", take_torn_uploads),
         (CodecThread, "payload", keep_quiet_about_values_that_are_not_finite),
         (Pusher, "_push_until_answered", believe_answers_under_an_earlier_lease),
         (ConnectionState, "joined", take_any_epoch_for_the_same),
         (Versions, "committed", compute_the_record_again),
-        (Versions, "forget_others", trust_who_was_replaced),
-        (FragmentState, "decline", forget_refusals),
-        (Rounds, "_is_due", close_rounds_without_their_quorum),
-        (LearnerFragment, "begin_with_own", resume_with_work_of_the_checkpoint),
+        (LearnerFragment, "adopt", contribute_the_checkpoint_again),
         (CodecThread, "base", decode_onto_any_base),
     )
 }

@@ -57,22 +57,12 @@ def replacing(seed: int, **changes: object) -> Options:
     return replace(draw_short(seed), **(settings | changes))
 
 
-def replacing_over_restarts(seed: int) -> Options:
-    """The same while shards restart, and with them forget whom they have replaced."""
-    return replacing(seed, faults=("replace frozen learner", "crash shard"), disks=(True,) * 3, save_s=0.1)
-
-
-def alone(seed: int) -> Options:
-    """One or two learners whose contributions are refused, and slow copies of them."""
-    return replace(
-        draw_short(seed), learners=1 + seed % 2, step_s=(0.3, 0.4)[: 1 + seed % 2], faults=("not finite", "break calls"),
-        duplicates=0.5, long_delays=0.2, fault_every_s=0.1, faults_s=4.0, budget=0, quorum=1, disks=(),
-    )  # fmt: skip
-
-
 def evicting(seed: int) -> Options:
     """Learners lose their leases while answers are on their way."""
-    return lossy(seed, faults=("freeze learner", "cut one way", "break calls"), long_delays=0.2, quorum="all")
+    return lossy(
+        seed, faults=("freeze learner", "cut one way", "break calls"), long_delays=0.2, quorum=1, sync_every=1,
+        disks=(True,) * 3, save_s=0.4,
+    )  # fmt: skip
 
 
 def resuming(seed: int) -> Options:

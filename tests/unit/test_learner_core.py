@@ -69,6 +69,7 @@ class Rig:
         for contribution in taken:
             contribution.tensors.take_snapshot()
             contribution.pushes.begin(Lease(epoch, 1))
+            contribution.pushes.sending_values()
         return taken
 
     def answered(self, round_number: int, answer: PushAnswer) -> None:
@@ -619,15 +620,14 @@ def test_what_a_shard_has_forgotten_stays_pending_through_its_restart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forgotten", "version", "pushed"), [(3, 6, True), (5, 3, True), (4, 6, False)],
-    ids=["an earlier one is forgotten", "the version is before it", "never pushed"],
+    ("forgotten", "version", "sent"), [(3, 6, True), (5, 3, True), (4, 6, False)],
+    ids=["an earlier one is forgotten", "the version is before it", "never sent"],
 )  # fmt: skip
-def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: int, pushed: bool) -> None:
+def test_what_cannot_have_been_forgotten_is_given_back(forgotten: int, version: int, sent: bool) -> None:
     rig = Rig(version=3)
     rig.trains(by=2.0)
     (contribution,) = rig.asked(4)
-    if not pushed:
-        contribution.pushes.has_begun = False
+    contribution.pushes.may_have_arrived = sent
     rig.core.rejoined([FragmentStatus(0, True, version, 0, EPOCH, forgotten)], EPOCH + 1)
     assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +18,7 @@ from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer, 
 from diloco_common.protocol import PUSHES_AT_ONCE
 from diloco_worker.core.acts import PushContribution, SeedFragment
 from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.pusher import Pusher
@@ -58,15 +61,18 @@ class Rig:
     def joins(self, epoch: int, generation: int = 1) -> None:
         self.state.joined(joined(epoch, POLICY, generation=generation, num_fragments=FRAGMENTS))
 
-    def pushes(self) -> None:
-        """A contribution to each fragment."""
+    def pushes(self, value: float = 0.0) -> list[Contribution]:
+        """A contribution to each fragment; `value` is in each of them."""
         for i in self.core.fragments:
             self.core.arrived(i, 0, EPOCH, torch.zeros(2), 0)
             self.core.collect(Collect(i, 1, EPOCH), EPOCH)
         self.core.stepped(1)
-        for contribution in self.core.contribute():
+        taken = self.core.contribute()
+        for contribution in taken:
+            contribution.tensors.take_snapshot().add_(value)
             self.context.codec.begin(contribution, "float32")
             self.pusher.push(PushContribution(contribution, 0, 0))
+        return taken
 
     def seeds(self) -> None:
         """Every fragment."""
@@ -103,6 +109,20 @@ def test_all_that_wait_are_pushed_in_the_end() -> None:
         rig.shard.may_answer.set()
         await rig.pusher.settle(10.0)
         assert [header.fragment_id for _, header in rig.shard.pushed] == list(range(FRAGMENTS))
+
+    run(test)
+
+
+@pytest.mark.parametrize(("value", "may_have_arrived"), [(1.0, True), (math.nan, False)])
+def test_a_shard_cannot_have_forgotten_values_that_were_never_sent(value: float, may_have_arrived: bool) -> None:
+    """Else what is not finite would be taken for merged, and be in the model with the next version."""
+
+    async def test(rig: Rig) -> None:
+        taken = rig.pushes(value)
+        rig.shard.may_answer.set()
+        await rig.pusher.settle(10.0)
+        assert len(rig.shard.pushed) == FRAGMENTS
+        assert {contribution.pushes.may_have_arrived for contribution in taken} == {may_have_arrived}
 
     run(test)
 

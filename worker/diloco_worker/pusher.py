@@ -68,6 +68,8 @@ class Pusher:
             payload, not_finite = await self._payload(contribution)
             if payload is not None:
                 header = self._contribution_header(contribution, payload, not_finite=not_finite)
+                if not not_finite:
+                    contribution.pushes.sending_values()
                 answer = await self._push_until_answered(header, payload, lease)
         finally:
             contribution.pushes.ended(lease, answer)

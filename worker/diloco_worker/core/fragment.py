@@ -56,7 +56,7 @@ class Contribution:
         """What this version, made after its round, says about it."""
         if self.round <= version and self.round == merged_version:
             return Fate.MERGED
-        if self.round <= min(version, forgotten_version) and self.pushes.has_begun:
+        if self.round <= min(version, forgotten_version) and self.pushes.may_have_arrived:
             return Fate.FORGOTTEN
         return Fate.CARRIED
 

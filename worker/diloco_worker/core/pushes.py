@@ -26,8 +26,8 @@ class Pushes:
     """Owned by whoever sends."""
 
     def __init__(self) -> None:
-        self.has_begun = False
-        """Whether the contribution was ever pushed: a shard may have it. Never reset."""
+        self.may_have_arrived = False
+        """Whether values of the contribution were ever sent: a shard may have them. Never reset."""
         self._under_way: set[Lease] = set()
         self._is_refused = False
 
@@ -35,9 +35,12 @@ class Pushes:
         """Whether to push now: not while a push under this lease is under way, and not what was refused."""
         if self._is_refused or lease in self._under_way:
             return False
-        self.has_begun = True
         self._under_way.add(lease)
         return True
+
+    def sending_values(self) -> None:
+        """Values are about to leave. Word that they are not finite is no value: no version can hold it."""
+        self.may_have_arrived = True
 
     def ended(self, lease: Lease, answer: PushAnswer | None) -> None:
         """The push under this lease has its answer; None: it will never have one, or not under the current lease."""
