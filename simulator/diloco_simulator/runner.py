@@ -1,7 +1,7 @@
 """Many schedules over several processes.
 
-Each process runs a chunk of seeds and ends. What schedules leave behind goes with the process. Collecting it would take a
-tenth of the time.
+Each process runs a chunk of seeds and ends. What schedules leave behind goes with the process: to collect it would take
+a tenth of the time.
 """
 
 from __future__ import annotations

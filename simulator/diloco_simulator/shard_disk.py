@@ -1,4 +1,4 @@
-"""The disk of one shard over all its epochs: what goes wrong with it, and what a person does if nothing on it is intact.
+"""The disk of one shard over all its epochs: what goes wrong with it, and what a person does if nothing is intact.
 
 The store on it is the product's `FileStore`. If a shard is killed during a write, the write is cut off at a random
 call; if the machine loses its power, the disk decides what is left of what was not synced.
