@@ -20,6 +20,8 @@ DEMO ?= --fresh --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs
 UP ?= --shards 2 --workers 3
 CHAOS ?= --minutes 1 --every 5s --shards 2 --workers 8 --seed 1 --json runs/chaos/result.json --timeline runs/chaos/timeline.png
 TESTS ?=
+# How tests share the cores (tests/conftest.py has their order); one after the other: make test PARALLEL=
+PARALLEL ?= -n logical --dist loadgroup --no-loadscope-reorder
 # The interpreter that .venv is made with; without it, the first of these that is new enough.
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
@@ -53,7 +55,7 @@ demo: $(INSTALLED) ## Train a small GPT on 2 shards and 3 workers; ends by itsel
 
 .PHONY: test
 test: $(INSTALLED) ## Run all tests; some of them: make test TESTS="tests/unit -k round"
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 # -m wins over the one in pyproject.toml, which leaves these out of `make test`.
 .PHONY: e2e-compose
@@ -93,13 +95,13 @@ check-metrics: $(INSTALLED)
 	@command -v promtool >/dev/null || printf '%s\n' '' \
 	  '  NOT CHECKED: promtool is not on PATH, so nobody looks at metrics and alerts as Prometheus would.' \
 	  '  It comes with Prometheus (Debian and Ubuntu: apt install prometheus).' '' >&2
-	$(BIN)/python -m pytest -q tests/unit/test_metrics.py tests/unit/test_alerts.py
+	$(BIN)/python -m pytest -q tests/unit/test_metrics.py tests/artifacts/test_metrics_page.py tests/artifacts/test_alerts.py
 
 check-layers: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/unit/test_layering.py
 
 check-wheel: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/unit/test_packaging.py
+	$(BIN)/python -m pytest -q tests/artifacts/test_packaging.py
 
 # The oldest supported generator, on its own: generated code refuses runtimes older than its generator.
 $(PROTO_INSTALLED): Makefile $(INSTALLED)

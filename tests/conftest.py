@@ -22,3 +22,24 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def repository() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+FIRST = ("test_e2e_chaos", "test_e2e_up", "test_e2e_benchmarks", "e2e", "faults", "simulation", "unit")
+"""Files and folders in this order, then the others: what takes long begins first, so that all workers end together."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several workers (`make test`): the order, and tests that share a fixture of their module stay together."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+
+    def place(item: pytest.Item) -> int:
+        names = (item.path.stem, item.path.parent.name)
+        return next((index for index, first in enumerate(FIRST) if first in names), len(FIRST))
+
+    items.sort(key=place)
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - pytest has no public name
+        if any(fixture.scope in ("class", "module") for found in fixtures for fixture in found):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))

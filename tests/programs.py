@@ -18,9 +18,14 @@ _UNPACKED = {
 """Where .ci/run puts what the machine lacks."""
 
 
+def find(program: str) -> str | None:
+    """The path of a program, if it is there."""
+    return shutil.which(program) or shutil.which(_UNPACKED.get(program, program))
+
+
 def need(program: str, package: str) -> str:
     """The path of a program; skips the test without it. `package` says where it comes from."""
-    found = shutil.which(program) or shutil.which(_UNPACKED.get(program, program))
+    found = find(program)
     if found is None:
         warnings.warn(f"NOT CHECKED: {program} is not installed ({package})", stacklevel=2)
         pytest.skip(f"{program} is not installed ({package})")

@@ -247,13 +247,14 @@ class Cluster:
     # ------------------------------------------------------------ faults
 
     def crash_learner(self, learner_id: str, *, noticed: bool, back_after_s: float, at_await: bool = False) -> None:
-        for learner in self.running(learner_id)[:1]:
+        running = self.running(learner_id)
+        if running:
 
             def kill() -> None:
-                self._end(learner, noticed=noticed)
+                self._end(running[0], noticed=noticed)
                 self.timeline.later(back_after_s, self._start_if_none, learner_id)
 
-            self._kill_soon(learner, kill, at_await=at_await)
+            self._kill_soon(running[0], kill, at_await=at_await)
 
     def freeze_learner(self, learner_id: str, lasts_s: float) -> None:
         for learner in self.running(learner_id)[:1]:

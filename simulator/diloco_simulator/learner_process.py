@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -104,10 +104,9 @@ class LearnerProcess:
         self.unresolved: dict[int, Contribution] = {}
         """Fragment -> contribution whose fate is not known."""
         caller = Caller("local", learner_id, self.name)
-        telemetry = LearnerTelemetry(
-            caller, self.process.clock, Silence(), QuietLog(self.name, self._hear_error),
-            cluster.history_of(learner_id),
-        )  # fmt: skip
+        log: Any = QuietLog(self.name, self._hear_error)
+        silence: Any = Silence()
+        telemetry = LearnerTelemetry(caller, self.process.clock, silence, log, cluster.history_of(learner_id))
         self.learner = make_learner(
             TornReplica(self.model, self._during_a_read), [str(i) for i in range(options.shards)], caller, self._dial,
             self.process.world(), self, telemetry, inner_step=resumed_from.inner_step if resumed_from else 0,
@@ -141,7 +140,7 @@ class LearnerProcess:
     async def _live(self) -> None:
         try:
             self.learner.start()
-            while not self._begins():
+            while not self._begins():  # noqa: ASYNC110 - as `join` asks in production
                 await asyncio.sleep(LOOK_S)
             self.state = "training"
             while not self.learner.done:

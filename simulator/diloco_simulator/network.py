@@ -1,7 +1,7 @@
 """The network between learners and shards: calls that are lost, late, twice, cut off, torn or half-open.
 
-A `Call` is one call of diloco.v1 on its way: items up, items down, each way in order, as in one TCP connection. Its ends
-may learn that it broke, or only one of them, or none. Different calls overtake each other.
+A `Call` is one call of diloco.v1 on its way: items up, items down, each way in order, as in one TCP connection. When it
+breaks, both ends may learn of it, or one, or none. Different calls overtake each other.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from asyncio import AbstractEventLoop, Future, Handle, Task, TimerHandle
+from asyncio import Future, Handle, Task, TimerHandle
 from asyncio.events import _set_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -40,7 +40,7 @@ class Process:
         self.kill_at: tuple[int, Callable[[], None]] | None = None
         """Once it has run so many, this is called in place of the next one."""
         self.random = random.Random(f"process {seed}")
-        self.loop = VirtualLoop(self)
+        self.loop: Any = VirtualLoop(self)
         self.threads: list[VirtualThreads] = []
         self.in_thread = ""
         """Name of the threads of which one does its work just now; nothing: the event loop does."""
@@ -63,7 +63,8 @@ class Process:
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> Task[Any]:
         """Run a coroutine in this process."""
-        return self.loop.create_task(work, name=name)
+        task: Task[Any] = self.loop.create_task(work, name=name)
+        return task
 
     def do(self, act: Act, args: tuple[Any, ...]) -> None:
         """Something happens in this process: a message came, a timer rang, a thread has ended its work."""
@@ -167,29 +168,30 @@ class VirtualThreads(Executor):
         self._begin()
 
 
-class VirtualLoop(AbstractEventLoop):
-    """asyncio in virtual time, for one process."""
+class VirtualLoop:
+    """asyncio in virtual time, for one process: as much of an event loop as the product waits with."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._timeline = process.timeline
-        self.get_debug = bool  # False, and no Python frame: asked at every handle
+        self.get_debug = bool  # gives False, and no Python frame: it is asked at every handle
+        self._as_loop: Any = self
 
     def time(self) -> float:
         return self._timeline.now
 
-    def call_soon(self, callback: Act, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
-        handle = Handle(callback, args, self, context)
+    def call_soon(self, callback: Act, *args: Any, context: Context | None = None) -> Handle:
+        handle = Handle(callback, args, self._as_loop, context)
         self._timeline.soon(self._process, _run, handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
-    def call_later(self, delay: float, callback: Act, *args: Any, context: Context | None = None) -> TimerHandle:  # type: ignore[override]
+    def call_later(self, delay: float, callback: Act, *args: Any, context: Context | None = None) -> TimerHandle:
         return self.call_at(self._timeline.now + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Act, *args: Any, context: Context | None = None) -> TimerHandle:  # type: ignore[override]
-        handle = TimerHandle(when, callback, args, self, context)
+    def call_at(self, when: float, callback: Act, *args: Any, context: Context | None = None) -> TimerHandle:
+        handle = TimerHandle(when, callback, args, self._as_loop, context)
         self._timeline.at(max(when, self._timeline.now), _ring, handle, self._process)
         return handle
 
@@ -197,14 +199,14 @@ class VirtualLoop(AbstractEventLoop):
         """It stays where it is, and does nothing."""
 
     def create_future(self) -> Future[Any]:
-        return Future(loop=self)
+        return Future(loop=self._as_loop)
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task[Any]:  # type: ignore[override]
-        return Task(coro, loop=self, name=name)
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Task[Any]:
+        return Task(coro, loop=self._as_loop, name=name)
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> Future[T]:  # type: ignore[override]
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> Future[T]:
         assert executor is not None
-        return asyncio.wrap_future(executor.submit(func, *args), loop=self)
+        return asyncio.wrap_future(executor.submit(func, *args), loop=self._as_loop)
 
     def is_running(self) -> bool:
         return True
@@ -221,10 +223,10 @@ class VirtualLoop(AbstractEventLoop):
 
 def _ring(handle: TimerHandle, process: Process) -> None:
     """A timer's time has come. Most were cancelled before."""
-    if not handle._cancelled:  # type: ignore[attr-defined]
+    if not handle._cancelled:
         process.do(_run, (handle,))
 
 
 def _run(handle: Handle) -> None:
-    if not handle._cancelled:  # type: ignore[attr-defined]
+    if not handle._cancelled:
         handle._run()

@@ -1,4 +1,4 @@
-"""The disk of one shard over all its epochs: what goes wrong with it, and what a person does if nothing is intact.
+"""The disk of one shard, whatever its processes do: what goes wrong with it, and how a person repairs it.
 
 The store on it is the product's `FileStore`. If a shard is killed during a write, the write is cut off at a random
 call; if the machine loses its power, the disk decides what is left of what was not synced.
@@ -28,7 +28,7 @@ class ShardDisk:
         self.fake = FakeDisk(options.seed * 8 + index)
         self.random = random.Random(f"shard disk {options.seed} {index}")
         self.hurt: dict[int, str] = {}
-        """Fragment -> what became of its newest file: "rot", "truncate", "lose" or "wipe". Until it has a version again."""
+        """Fragment -> what became of its newest file: "rot", "truncate", "lose" or "wipe"; gone with its next version."""
         self.was_hurt = False
         """Ever."""
         self._refusals = 0

@@ -45,7 +45,8 @@ class ShardProcess:
             self._cluster.crash_shard(self.index, noticed=True, back_after_s=self._options.look_every_s)
             return
         history = self._cluster.history_of(self.name)
-        log, silence = QuietLog(self.name, self._hear_error), Silence()
+        log: Any = QuietLog(self.name, self._hear_error)
+        silence: Any = Silence()
         self.host = host = ShardHost(
             settings, store, self.process.world(), metrics=silence, log=log, history=history,
             tick_s=self._options.tick_s,

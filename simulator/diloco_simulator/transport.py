@@ -72,7 +72,8 @@ class MemoryTransport:
 
     async def leave(self, caller: Identity, timeout_s: float) -> None:
         async def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            yield await service.leave(caller)
+            await service.leave(caller)
+            yield None
 
         await self._ask(answer, timeout_s)
 

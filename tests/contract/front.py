@@ -11,6 +11,7 @@ import grpc
 from in_process import InProcessShard
 
 from diloco_common import rpc
+from diloco_common.errors import LeaseExpired
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_server.servicer import ParameterServer
@@ -34,6 +35,8 @@ class Front(ParameterServer):
         """Join fails as if nobody was there."""
         self.cut_attend = False
         """Control streams break before the first word."""
+        self.refuse_attend = False
+        """Control streams are refused, as if the lease was over."""
         self.joins: list[float] = []
         """When Join was called, seconds."""
         self.attends: list[float] = []
@@ -48,6 +51,8 @@ class Front(ParameterServer):
         self.attends.append(time.monotonic())
         if self.cut_attend:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off")
+        if self.refuse_attend:
+            await rpc.refuse(context, LeaseExpired("the lease is over; join again"))
         async for directive in super().Attend(self._heard(requests), context):
             while self.frozen:  # noqa: ASYNC110 - a switch
                 await asyncio.sleep(0.01)

@@ -31,6 +31,8 @@ CHUNK_ELEMENTS = 256
 TENSORS = (TensorSpec("layer.bias", (5,)), TensorSpec("layer.weight", (60, 10)))
 NUM_ELEMENTS = 605
 """Of the one fragment that TENSORS make: three chunks of CHUNK_ELEMENTS."""
+ANSWER_LOST = "Internal error from Core"
+"""What grpc.aio makes of an answer that comes while it sends a message (grpc/grpc#36066). Pushing again is safe."""
 
 T = TypeVar("T")
 
@@ -137,6 +139,15 @@ class InProcessShard:
         if self._running:
             self._running = False
             await self.server.stop()
+
+    def break_streams(self) -> None:
+        """End every control stream that is open now."""
+
+        def end() -> None:
+            for stream in self.server.host.streams:
+                stream.end()
+
+        self.loop.look(end)
 
     @property
     def address(self) -> str:
@@ -278,7 +289,7 @@ class Caller:
         async def push() -> pb.PushResponse:
             call = self.stub.Push(metadata=self.metadata(), timeout=DEADLINE_S)
             try:
-                for message in messages:
+                for message in sent:
                     await call.write(message)
                 if not hold:
                     await call.done_writing()
@@ -286,7 +297,16 @@ class Caller:
                 pass  # answered already: the call itself says how
             return await call
 
-        return self.loop.run(push())
+        async def push_until_answered() -> pb.PushResponse:
+            while True:
+                try:
+                    return await push()
+                except grpc.aio.AioRpcError as error:
+                    if error.details() != ANSWER_LOST:
+                        raise
+
+        sent = list(messages)
+        return self.loop.run(push_until_answered())
 
     def pull(
         self, fragment_id: int = 0, encodings: Sequence[str] = (), have_version: int | None = None

@@ -1,16 +1,19 @@
-"""The end of a learner: the answer to Leave may come after the control stream has ended."""
+"""The end of a learner: what it waits for, and what not."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from torch import nn
 
 import diloco_worker
+from diloco_common.errors import CannotConnect
 from diloco_server import server
 from diloco_server.servicer import ParameterServer
+from diloco_worker.network_thread import SETTLE_S
 
 
 class LateGoodbye(ParameterServer):
@@ -32,3 +35,14 @@ def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytes
     learner.close()
 
     assert shard.member_state("a") == "left"
+
+
+def test_a_learner_does_not_wait_for_seeds_on_hold(serve) -> None:
+    """A resumed learner holds its seeds back for 10 s. Pushes under way get half of that."""
+    shard = serve()
+    began = time.monotonic()
+
+    with pytest.raises(CannotConnect, match="fragments are not there yet"):
+        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=0.1, resumed=True)
+
+    assert time.monotonic() - began < SETTLE_S

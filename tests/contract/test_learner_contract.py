@@ -24,7 +24,7 @@ from diloco_common.errors import (
     Unauthenticated,
     WrongRun,
 )
-from diloco_worker.core.dialing import FIRST_S, GROWTH, LONGEST_S
+from diloco_worker.core.dialing import FIRST_S, GROWTH
 from diloco_worker.learner import AWAY_S
 from waiting import until
 
@@ -201,24 +201,26 @@ def test_an_evicted_learner_joins_again_by_itself(serve, front, train, written):
     assert "was silent for more than 0.4 s (lease.lease_s); join again" in written.getvalue()
 
 
-def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(serve, front, train):
+def test_a_lease_that_is_over_is_replaced_without_the_waits_of_a_silent_shard(serve, front, train, monkeypatch):
     """Fault 10: after an outage the shard answers that the lease is over; the wait until then was long enough."""
+    monkeypatch.setattr("diloco_worker.core.dialing.FIRST_S", 0.05)
+    monkeypatch.setattr("diloco_worker.core.dialing.GROWTH", 1.5)
+    monkeypatch.setattr("diloco_worker.core.dialing.LONGEST_S", longest_s := 0.5)
     shard = serve(settings_with(lease={"lease_s": 0.4, "heartbeat_s": 0.1}))
     between = front(shard)
     a = train(between.address, "a")
     between.cut_attend = True
     between.loop.look(between.attends.clear)
-    _break_streams(shard)
-    a.until(lambda: len(between.attends) >= 9, "nine attempts, each after a longer wait")
-    joins = len(between.joins)
+    shard.break_streams()
+    a.until(lambda: len(between.attends) >= 7, "seven attempts, and the next wait would be the longest")
+    joins, attends = len(between.joins), len(between.attends)
 
     between.cut_attend = False
 
     a.until(lambda: len(between.joins) > joins, "a joins again")
     joined = between.joins[joins]
-    answered = max(at for at in between.attends if at <= joined)
-    assert FIRST_S * GROWTH**9 > LONGEST_S, "the next wait of a silent shard would be at least half of the longest"
-    assert joined - answered < LONGEST_S / 2
+    assert len([at for at in between.attends[attends:] if at < joined]) <= 1, "the first answer leads to a new lease"
+    assert joined - max(at for at in between.attends if at < joined) < longest_s / 2
 
 
 def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_arrives_after(serve, front, train):
@@ -323,7 +325,7 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
         between.cut_attend = True
         between.loop.look(between.attends.clear)
         calls = between.attends
-        _break_streams(shard)
+        shard.break_streams()
     else:
         between.refuse_join = True
         calls = between.joins
@@ -339,14 +341,6 @@ def test_dialing_again_slows_down(serve, front, train, written, switch):
     assert written.getvalue().count("no connection, trying again") <= 3
     if a is None:
         joining.join()
-
-
-def _break_streams(shard: InProcessShard) -> None:
-    def end() -> None:
-        for stream in shard.server.host.streams:
-            stream.end()
-
-    shard.loop.look(end)
 
 
 def _join_in_vain(address: str) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from forks import Forked
+
 import waiting
 from diloco_common.endpoints import Endpoints, read_address
 
@@ -85,20 +87,33 @@ def http_get(address: str, path: str) -> tuple[int, str]:
 class Process:
     """One shard or worker; may be started again after it has ended."""
 
-    def __init__(self, name: str, module: str, arguments: Callable[[], Sequence[str]], folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Callable[[], Sequence[str]],
+        folder: Path,
+        *,
+        own_interpreter: bool = False,
+    ) -> None:
+        """With an interpreter of its own it is started as `diloco up` does, else forked (forks.py)."""
         self.name = name
         self.address_file = folder / "run" / f"{name}.json"
         self.log = folder / "logs" / f"{name}.log"
-        self._module, self._arguments = module, arguments
-        self._process: subprocess.Popen[bytes] | None = None
+        self._module, self._arguments, self._own_interpreter = module, arguments, own_interpreter
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._endpoints: Endpoints | None = None
 
     def start(self) -> None:
         assert not self.alive, f"{self.name} runs already"
+        arguments = [*self._arguments(), f"--address-file={self.address_file}"]
+        if not self._own_interpreter:
+            self._process = Forked(self._module, arguments, self.log, environment())
+            return
         command = [sys.executable, "-m", "diloco_common.child", str(os.getpid()), self._module]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, *self._arguments(), f"--address-file={self.address_file}"],
+                [*command, *arguments],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(), start_new_session=True,
             )  # fmt: skip
 
@@ -157,9 +172,17 @@ class Process:
 class LocalCluster:
     """Shards and workers of one run, in a folder laid out as `diloco up` does. A context manager that ends them all."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, object] | None = None, *, keeps: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, object] | None = None,
+        *,
+        keeps: bool = False,
+        own_interpreter: bool = False,
+    ) -> None:
         """Shards of a cluster that `keeps` have a data folder each, `data(index)`."""
         self.folder = folder
+        self._own_interpreter = own_interpreter
         self._keeps = keeps
         self.settings = {**TINY, **(settings or {})}
         self.shards: list[Process] = []
@@ -191,7 +214,7 @@ class LocalCluster:
         def arguments() -> list[str]:
             return [f"--shards={','.join(shard.endpoints.grpc for shard in self.shards)}", *sets(given)]
 
-        self.workers[name] = Process(name, "diloco_worker", arguments, self.folder)
+        self.workers[name] = self._process(name, "diloco_worker", arguments)
         return self.workers[name]
 
     @contextmanager
@@ -223,6 +246,9 @@ class LocalCluster:
         for process in (*self.workers.values(), *self.shards):
             process.kill()
 
+    def _process(self, name: str, module: str, arguments: Callable[[], Sequence[str]]) -> Process:
+        return Process(name, module, arguments, self.folder, own_interpreter=self._own_interpreter)
+
     def _add_shard(self, index: int, count: int, flags: Sequence[str]) -> Process:
         where: dict[str, object] = {"shard.index": index, "shard.count": count}
         if self._keeps:
@@ -233,7 +259,7 @@ class LocalCluster:
                 where.update({"shard.listen": shard._endpoints.grpc, "shard.http": shard._endpoints.http})
             return [*flags, *sets({**self.settings, **where})]
 
-        shard = Process(f"shard-{index}", "diloco_server", arguments, self.folder)
+        shard = self._process(f"shard-{index}", "diloco_server", arguments)
         self.shards.append(shard)
         return shard
 

@@ -16,7 +16,6 @@ GAP_S = 20
 
 @pytest.mark.timeout(400)
 def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     written, picture = tmp_path / "out" / "chaos.json", tmp_path / "out" / "chaos.png"
     said = run_module(
         "diloco_deploy", "chaos", "--minutes=1", "--every=5s", "--shards=2", "--workers=8", "--seed=1", "--no-baseline",

@@ -1,7 +1,7 @@
 """A shard and learners as processes that start at once, and learners that step steadily and remember what they hear.
 
-They are forked from a server that has imported everything, so that a shard is back a tenth of a second after it was
-killed, and a hundred deaths take a minute. The processes follow the test (`diloco_common.child`).
+They are forked (forks.py), so that a shard is back a tenth of a second after it was killed, and a hundred deaths take a
+minute. The processes follow the test (`diloco_common.child`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -27,10 +26,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
+import forks
 from processes import Status, http_get, learner_in, sets, until
 
 import diloco_worker
-from diloco_common.child import end_with_parent
 from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.messages import Committed
 from diloco_server import cli
@@ -54,9 +53,6 @@ ANSWER_S = 30.0
 FAULT_SECONDS = float(os.environ.get("FAULT_SECONDS", "0"))
 """How long faults last that may last long, at least; otherwise they last until their effect is seen."""
 _NEW_NETWORK = 0x40000000
-
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["steady", "diloco_server.server", "diloco_worker.joining", "torch"])
 
 
 def digest(values: Tensor) -> str:
@@ -105,8 +101,8 @@ class SteadyLearner:
     def __init__(self, name: str, shards: str, folder: Path, options: Options) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        self._near, far = _forks.Pipe()
-        self._process = _forks.Process(target=_learn, args=(name, shards, options, far, self.log), daemon=True)
+        self._near, far = forks.context.Pipe()
+        self._process = forks.context.Process(target=_learn, args=(name, shards, options, far, self.log), daemon=True)
         self._process.start()
 
     def ask(self, what: str = "report") -> History:
@@ -140,7 +136,7 @@ class QuickShard:
 
     def start(self) -> None:
         arguments = [f"--address-file={self._address_file}", *sets(self._settings)]
-        self._process = _forks.Process(target=_serve, args=(arguments, self.log), daemon=True)
+        self._process = forks.context.Process(target=_serve, args=(arguments, self.log), daemon=True)
         self._process.start()
 
     @property
@@ -251,10 +247,7 @@ class SteadyCluster:
 
 
 def _begin(log: Path) -> None:
-    end_with_parent(os.getppid())
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    forks.log_to(log)
     torch.set_num_threads(1)
 
 

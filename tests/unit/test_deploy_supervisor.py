@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
 
-from diloco_deploy.supervisor import DEATHS_MAX, Action, ChildSpec, Kind, Supervisor, verdict_on_exit
+from diloco_deploy.supervisor import DEATHS_MAX, Action, Kind, verdict_on_exit
 
 
 @pytest.mark.parametrize(
@@ -50,20 +47,6 @@ def test_the_wait_before_a_new_start_doubles_up_to_a_bound() -> None:
 @pytest.mark.parametrize(("code", "said"), [(-9, "died (signal 9)"), (3, "died (exit code 3)")])
 def test_a_death_says_its_cause(code: int, said: str) -> None:
     assert verdict_on_exit("worker", code, was_up=True, deaths=1, restart=True).why == said
-
-
-def test_a_death_that_was_asked_for_is_no_exit_and_lasts_as_long_as_asked(tmp_path: Path) -> None:
-    waits = ChildSpec("ann", "worker", "http.server", lambda: ["--bind=127.0.0.1", "0"], tmp_path / "log")
-    with Supervisor(restart=True) as supervisor:
-        supervisor.start(waits)
-        for _ in range(DEATHS_MAX + 1):
-            supervisor.kill_for("ann", 100.0)
-            now = time.monotonic()
-            assert supervisor.pid("ann") is None
-            assert supervisor.look(now) == []
-            assert supervisor.start_due(now + 99) == []
-            assert supervisor.start_due(now + 101) == ["ann"]
-            assert supervisor.pid("ann") is not None
 
 
 @pytest.mark.parametrize(

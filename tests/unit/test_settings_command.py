@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from diloco_common.command import CommandParser, run_command
@@ -64,29 +61,3 @@ def test_a_bug_keeps_its_traceback(error: Exception) -> None:
 def test_a_wrong_command_line_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"unrecognized arguments: --nonsense \(see diloco --help\)"):
         CommandParser(prog="diloco").parse_args(["--nonsense"])
-
-
-def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
-    program = (
-        "import sys; from diloco_common.command import run_command\n"
-        "def command():\n"
-        "    sys.stdin.readline()\n"  # until the reader has left
-        "    print('x' * 1_000_000)\n"
-        "sys.exit(run_command(command, name='diloco'))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 0

@@ -7,7 +7,7 @@ Waits for nothing and sends nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,10 +42,11 @@ class StepBoundary:
     """The core of one learner, what has joined, and the inbox that both are fed from."""
 
     def __init__(
-        self, replica: Replica, addresses: Sequence[str], inbox: Inbox, world: World, *,
-        inner_step: int = 0, tokens: int = 0, resumed: bool = False,
+        self, replica: Replica, addresses: Sequence[str], inbox: Inbox, tokens_merged: Callable[[], int],
+        world: World, *, inner_step: int = 0, tokens: int = 0, resumed: bool = False,
     ) -> None:  # fmt: skip
-        """`inner_step`, `tokens`: where the counts go on. `resumed`: the model holds values of this run."""
+        """`tokens_merged`: by the run so far, over all learners. `inner_step`, `tokens`: where the counts go on.
+        `resumed`: the model holds values of this run."""
         self.core: LearnerCore | None = None
         """None until the first shard tells how the model is cut."""
         self.shards = Shards(len(addresses))
@@ -53,6 +54,7 @@ class StepBoundary:
         self._replica = replica
         self._addresses = addresses
         self._inbox = inbox
+        self._tokens_merged = tokens_merged
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
         self._first = inner_step, tokens
@@ -62,12 +64,11 @@ class StepBoundary:
         """An inner step on so many tokens has ended."""
         self._core.stepped(tokens)
 
-    def take_part(self, *, tokens_merged: int, apply_s: float = math.inf) -> list[Act]:
+    def take_part(self, apply_s: float = math.inf) -> list[Act]:
         """Take in what came, in order; and what to do, contributions included.
 
         Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
-        an event may decide over those after it, so none overtakes another. `tokens_merged`: by the run, over all
-        learners.
+        an event may decide over those after it, so none overtakes another.
         """
         began, self._acts = self._clock(), []
         try:
@@ -75,7 +76,7 @@ class StepBoundary:
                 if isinstance(event, Arrived) and self._core.is_being_read(event.fragment_id):
                     self._inbox.put_back(event)
                     break
-                self._take(event, tokens_merged)
+                self._take(event)
                 if self.core is not None:
                     self._acts += map(WorkCarried, self.core.take_carried())
                 if isinstance(event, Arrived) and self._clock() - began > apply_s:
@@ -112,7 +113,7 @@ class StepBoundary:
         self._core.begin_without()
 
     def figures(self) -> Figures:
-        """How far the learner is."""
+        """How far the learner is. In any thread."""
         if self.core is None:
             return Figures(*self._first)
         core = self.core
@@ -123,11 +124,11 @@ class StepBoundary:
 
     # ------------------------------------------------------------ events
 
-    def _take(self, event: Event, tokens_merged: int) -> None:
+    def _take(self, event: Event) -> None:
         """Raises the DilocoError that ends the learner."""
         match event:
             case Joined():
-                self._joined(event, tokens_merged)
+                self._joined(event)
             case Asked():
                 self._core.collect(event.directive, event.epoch)
             case Answered():
@@ -145,7 +146,7 @@ class StepBoundary:
         assert self.core is not None
         return self.core
 
-    def _joined(self, joined: Joined, tokens_merged: int) -> None:
+    def _joined(self, joined: Joined) -> None:
         """A shard gave a lease: the first one tells how the model is cut; once all did, seed what is empty."""
         is_new = self.shards.join(joined)
         if self.core is None:
@@ -155,7 +156,7 @@ class StepBoundary:
         self._core.rejoined(joined.fragments, joined.epoch)
         if self.shards.are_complete:
             for shard in self.shards.joined if is_new else (joined,):
-                self._seed(shard, tokens_merged)
+                self._seed(shard)
 
     def _cut(self, first: Joined) -> None:
         """Cut the model as a shard says that all do."""
@@ -164,11 +165,11 @@ class StepBoundary:
         self.core.inner_step, self.core.tokens = self._first
         self._acts.append(ModelCut(manifest, {i: f.tensors for i, f in self.core.fragments.items()}))
 
-    def _seed(self, joined: Joined, tokens_merged: int) -> None:
+    def _seed(self, joined: Joined) -> None:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
-        others_may_know_more = tokens_merged > 0 or self.is_resumed
         for status in joined.fragments:
             if not status.seeded:
+                others_may_know_more = self.is_resumed or self._tokens_merged() > 0
                 fragment = self._core.fragments[status.fragment_id]
                 hold_s = SEED_HOLD_S if others_may_know_more and not fragment.is_adopted else 0.0
                 values = fragment.tensors.values()

@@ -213,8 +213,7 @@ class Learner:
         return core
 
     def _take_part(self, apply_s: float) -> list[Act]:
-        acts = self._boundary.take_part(tokens_merged=self.tokens_merged, apply_s=apply_s)
-        self.telemetry.figures = self._boundary.figures()
+        acts = self._boundary.take_part(apply_s)
         if not self.telemetry.readiness[0]:
             self.telemetry.readiness = self._boundary.readiness()
         return acts
@@ -267,6 +266,8 @@ def make_learner(
     context = ConnectionContext(caller, tuple(replica.specs), dial, world, inbox, codec, telemetry)
     connections = Connections(addresses, Progress(inner_step, tokens), context)
     boundary = StepBoundary(
-        replica, addresses, inbox, world, inner_step=inner_step, tokens=tokens, resumed=resumed
+        replica, addresses, inbox, lambda: connections.pulse.tokens_merged, world,
+        inner_step=inner_step, tokens=tokens, resumed=resumed,
     )  # fmt: skip
+    telemetry.figures = boundary.figures
     return Learner(boundary, connections, background, context)

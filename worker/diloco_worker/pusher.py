@@ -31,6 +31,7 @@ class Pusher:
         self._transport = transport
         self._c = context
         self._pushes: set[asyncio.Task[None]] = set()
+        self._on_hold: set[asyncio.Task[None]] = set()  # those of seeds that others may bring first
         self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
         self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
 
@@ -44,12 +45,15 @@ class Pusher:
 
     def seed(self, act: SeedFragment) -> None:
         """Offer the values of version 0 in the background; first writer wins."""
-        self._start(self._push_seed(act, self._state.lease), f"seed {act.fragment_id}")
+        task = self._start(self._push_seed(act, self._state.lease), f"seed {act.fragment_id}")
+        if act.hold_s:
+            self._on_hold.add(task)
+            task.add_done_callback(self._on_hold.discard)
 
     async def settle(self, timeout_s: float) -> None:
-        """Give pushes that are under way time to be answered."""
-        if self._pushes:
-            await asyncio.wait(self._pushes, timeout=timeout_s)
+        """Give pushes that are under way time to be answered. A seed on hold is not one of them."""
+        if under_way := self._pushes - self._on_hold:
+            await asyncio.wait(under_way, timeout=timeout_s)
 
     def cancel(self) -> None:
         """Give all pushes up."""
@@ -100,6 +104,9 @@ class Pusher:
 
     async def _push_seed(self, act: SeedFragment, lease: Lease) -> None:
         await asyncio.sleep(act.hold_s)
+        task = asyncio.current_task()
+        assert task is not None
+        self._on_hold.discard(task)
         async with self._seeding:
             if act.fragment_id in self._state.announced:  # another learner was first
                 return
@@ -161,10 +168,11 @@ class Pusher:
         self._c.telemetry.pushed(answer.outcome.value, num_bytes)
         return answer
 
-    def _start(self, push: Coroutine[Any, Any, None], name: str) -> None:
+    def _start(self, push: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(push, name=name)
         self._pushes.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._pushes.discard(task)

@@ -6,7 +6,7 @@ that its section names. /status is read in any thread: every value is replaced a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco_common.history import fingerprint
@@ -41,7 +41,8 @@ class LearnerTelemetry:
         """"joining", "training", "done" or "stopped"."""
         self.readiness = False, "the model is not cut yet"
         """Whether the learner has joined every shard and holds every fragment, and what is missing."""
-        self.figures = Figures()
+        self.figures: Callable[[], Figures] = Figures
+        """How far the learner is. Asked in any thread but the training's, which has no time to spare."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.caller = caller
@@ -59,7 +60,7 @@ class LearnerTelemetry:
 
     def status(self, pulse: Pulse, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """JSON of one learner: counts, bytes, and seconds. Holds no secret. `shards`: how each connection is."""
-        figures, step_time_s = self.figures, self._step_time_s
+        figures, step_time_s = self.figures(), self._step_time_s
         fates = figures.contributions or {}
         rejected = sum(n for fate, n in fates.items() if fate not in ("taken", *(f.value for f in Fate)))
         tokens_per_step = figures.tokens / figures.inner_step if figures.inner_step else 0.0
@@ -137,14 +138,10 @@ class LearnerTelemetry:
                 self._stall_max_s = max(self._stall_max_s, act.stall_s)
                 self.metrics.training.stepped(tokens=act.tokens, seconds=act.step_s, loss=act.progress.loss)
                 self.metrics.training.stalled(act.stall_s)
-                self.metrics.exchange.contributions_unmerged(self.figures.unmerged)
+                self._count(self.figures())
             case VersionApplied():
                 self.metrics.exchange.applied(act.fragment_id, act.version, act.seconds)
                 self.metrics.training.computed("apply", act.cpu_seconds)
-        tokens_carried = self.figures.tokens_carried
-        if tokens_carried > self._tokens_carried:
-            self.metrics.exchange.carried(tokens_carried - self._tokens_carried)
-            self._tokens_carried = tokens_carried
 
     def pushing(self, act: PushContribution, lease: Lease) -> None:
         """A push of this contribution begins, under this lease."""
@@ -187,6 +184,11 @@ class LearnerTelemetry:
         self.metrics.exchange.encoded(seconds)
 
     # ------------------------------------------------------------ helpers
+
+    def _count(self, figures: Figures) -> None:
+        self.metrics.exchange.contributions_unmerged(figures.unmerged)
+        self.metrics.exchange.carried(figures.tokens_carried - self._tokens_carried)
+        self._tokens_carried = figures.tokens_carried
 
     def _applied(self, act: VersionApplied) -> None:
         contribution = act.contribution

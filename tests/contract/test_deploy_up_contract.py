@@ -1,4 +1,4 @@
-"""`diloco up` with stand-ins for its children (tests/unit/fakes): what it starts, keeps alive, ends and says."""
+"""`diloco up` with stand-ins for its children (tests/contract/fakes): what it starts, keeps alive, ends and says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from diloco_common.errors import ConfigError, InUse
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
-from diloco_deploy.children import Programs, nth_port
-from diloco_deploy.folder import Files, Outputs
-from diloco_deploy.up import bring_up, check_cluster
+from diloco_deploy.children import Programs
+from diloco_deploy.folder import Outputs
+from diloco_deploy.supervisor import DEATHS_MAX, ChildSpec, Supervisor
+from diloco_deploy.up import bring_up
 from waiting import until
 
 FAKES = Path(__file__).parent / "fakes"
@@ -233,36 +234,15 @@ def test_a_killed_shard_comes_back_on_the_same_ports(
     assert (after["grpc"], after["http"]) == (before["grpc"], before["http"])
 
 
-def test_a_second_cluster_in_the_same_folder_is_refused_with_the_owner(tmp_path: Path) -> None:
-    files = Files(tmp_path, Outputs())
-    with files.owned(), pytest.raises(InUse, match=f"pid {os.getpid()}"):
-        bring_up(settings_for(tmp_path), Outputs(), PROGRAMS)
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        bring_up(settings_for(tmp_path / "file" / "run"), Outputs(), PROGRAMS)
-
-
-@pytest.mark.parametrize(("quorum", "fits"), [("2", True), ("all", True), ("3", False)])
-def test_a_quorum_above_the_number_of_workers_is_refused(tmp_path: Path, quorum: str, fits: bool) -> None:
-    settings = settings_for(tmp_path, f"sync.quorum={quorum}")
-    if fits:
-        check_cluster(settings)
-        return
-    with pytest.raises(ConfigError, match=r"sync.quorum \(3\) is above cluster.workers \(2\)"):
-        check_cluster(settings)
-
-
-@pytest.mark.parametrize(
-    ("address", "third"),
-    [
-        ("127.0.0.1:0", "127.0.0.1:0"),
-        ("127.0.0.1:7000", "127.0.0.1:7002"),
-        ("[::1]:7000", "[::1]:7002"),
-        ("nonsense", "nonsense"),
-    ],
-)
-def test_processes_after_the_first_take_the_ports_that_follow(address: str, third: str) -> None:
-    assert nth_port(address, 2) == third
+def test_a_death_that_was_asked_for_is_no_exit_and_lasts_as_long_as_asked(tmp_path: Path) -> None:
+    waits = ChildSpec("ann", "worker", "http.server", lambda: ["--bind=127.0.0.1", "0"], tmp_path / "log")
+    with Supervisor(restart=True) as supervisor:
+        supervisor.start(waits)
+        for _ in range(DEATHS_MAX + 1):
+            supervisor.kill_for("ann", 100.0)
+            now = time.monotonic()
+            assert supervisor.pid("ann") is None
+            assert supervisor.look(now) == []
+            assert supervisor.start_due(now + 99) == []
+            assert supervisor.start_due(now + 101) == ["ann"]
+            assert supervisor.pid("ann") is not None

@@ -1,0 +1,72 @@
+"""Commands as processes: quick to start, and quiet when their reader leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["up", "--help"],
+        ["chaos", "--every", "x"],
+        ["status", "--http", "127.0.0.1:1"],
+        ["--version"],
+        ["checkpoint", "--help"],
+        ["restore", "--help"],
+    ],
+)
+def test_quick_commands_import_neither_torch_nor_grpc(argv: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from diloco_deploy.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "slow = {'torch', 'grpc', 'numpy'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {slow}' if slow else 0)"
+    )
+    environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv], capture_output=True, text=True, env=environ, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_every_process_loads_first_does_not_load_torch() -> None:
+    """It costs three seconds."""
+    code = "import sys, diloco_common.settings, diloco_common.http; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "False"
+
+
+def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
+    program = (
+        "import sys; from diloco_common.command import run_command\n"
+        "def command():\n"
+        "    sys.stdin.readline()\n"  # until the reader has left
+        "    print('x' * 1_000_000)\n"
+        "sys.exit(run_command(command, name='diloco'))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 0

@@ -1,0 +1,126 @@
+"""`diloco status` asks processes that answer, that do not, and that answer nonsense."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from diloco_common.endpoints import write_address
+from diloco_deploy.cli import main
+from diloco_deploy.polling import Poller, fetch_all, fetch_status
+
+SHARD = {"role": "shard", "name": "shard-1", "ready": True, "tokens_merged": 42, "fragments": [{"id": 0, "version": 7}]}
+
+
+class Answering(ThreadingHTTPServer):
+    """Answers every GET with the same bytes; `hold` lets them wait."""
+
+    def __init__(self, body: bytes) -> None:
+        self.hold = threading.Event()
+        self.hold.set()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.hold.wait(30)
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def shard() -> Iterator[Answering]:
+    with Answering(json.dumps(SHARD).encode()) as server:
+        yield server
+        server.hold.set()
+        server.shutdown()
+
+
+@pytest.fixture
+def nobody() -> str:
+    """An address where nobody listens."""
+    server = Answering(b"")
+    server.shutdown()
+    server.server_close()
+    return server.address
+
+
+def test_status_when_nobody_answers(nobody: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--http", nobody]) == 5
+    assert f"nobody answers at {nobody}" in capsys.readouterr().err
+
+
+def test_status_gives_up_on_a_frozen_process_within_two_seconds(shard: Answering) -> None:
+    shard.hold.clear()
+    started = time.monotonic()
+    assert main(["status", "--http", shard.address]) == 5
+    assert time.monotonic() - started < 2.0  # the promise itself, not a guess about speed
+
+
+def test_status_with_one_shard_of_two_down_shows_the_other(
+    tmp_path: Path, shard: Answering, nobody: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    write_address(tmp_path / "run" / "shard-0.json", "shard", "shard-0", grpc="x:1", http=nobody)
+    write_address(tmp_path / "run" / "shard-1.json", "shard", "shard-1", grpc="x:2", http=shard.address)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["status", "--folder", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert any("shard-0" in one and "no answer" in one for one in said.splitlines())
+    assert any("shard-1" in one and "7-7" in one for one in said.splitlines())
+
+    assert main(["status", "--folder", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["answered"]) for one in found["members"]] == [("shard-0", False), ("shard-1", True)]
+    assert found["totals"]["tokens_merged"] == 42
+
+
+@pytest.mark.parametrize("body", [b"", b"not json", b"[]", b'{"role": "something else"}', b"\xff"])
+def test_who_answers_nonsense_does_not_answer(body: bytes) -> None:
+    with Answering(body) as server:
+        assert fetch_status(server.address, 5.0) is None
+        server.shutdown()
+
+
+def test_our_own_processes_are_never_asked_through_a_proxy(
+    shard: Answering, nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://{nobody}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert fetch_status(shard.address, 5.0) == SHARD
+
+
+def test_one_silent_member_does_not_hide_the_others(shard: Answering, nobody: str) -> None:
+    with Answering(b"") as frozen:
+        frozen.hold.clear()
+        found = fetch_all({"frozen": frozen.address, "nobody": nobody, "shard-1": shard.address}, 0.3)
+        frozen.hold.set()
+        frozen.shutdown()
+    assert found == {"shard-1": SHARD}
+
+
+def test_the_poller_forgets_who_is_not_asked_any_more(shard: Answering) -> None:
+    poller = Poller(every_s=0.01)
+    poller.ask({"shard-1": shard.address})
+    poller.start()
+    deadline = time.monotonic() + 30
+    while not (answers := poller.take()):
+        assert time.monotonic() < deadline
+    poller.stop()
+    assert answers == {"shard-1": SHARD}
