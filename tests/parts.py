@@ -107,7 +107,9 @@ class Parts:
         dial: Any = None
         return ConnectionContext(CALLER, (), dial, self.world, Inbox(), codec, self.telemetry)
 
-    def learner(self, model: nn.Module, addresses: Sequence[str] = ("shard:1",)) -> Learner:
+    def learner(self, model: nn.Module, addresses: Sequence[str] = ("shard:1",), *, resumed: bool = False) -> Learner:
         """It dials nobody."""
         dial: Any = lambda address: None  # noqa: E731
-        return make_learner(Replica(model), addresses, CALLER, dial, self.world, self.posted, self.telemetry)
+        return make_learner(
+            Replica(model), addresses, CALLER, dial, self.world, self.posted, self.telemetry, resumed=resumed
+        )

@@ -112,6 +112,7 @@ class FakeDisk:
         """A file is gone."""
         del self._names[name]
         self._synced_names.pop(name, None)
+        self._changes = [change for change in self._changes if name not in change[:2]]  # a crash brings it back no more
 
     # ------------------------------------------------------------ helpers
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.2
 """How often a learner that is joining looks whether it can train."""
 SETTLE_S = 5.0
+HAND_OVER_S = 0.05
+"""Until the network thread has what the training thread hands over."""
 SAVES = 0.5
 """How often a step ends with a checkpoint."""
 TORN = 0.3
@@ -99,6 +101,7 @@ class LearnerProcess:
         self._tokens = 0  # of the step that is under way
         self._ahead = 0  # of these, the optimizer has put so many into the model already
         self._thawed_at = 0.0
+        self._handed_over = 0.0
         self._accounts: dict[int, Account] = {}
         self._taken: dict[Contribution, Taken] = {}
         self.unresolved: dict[int, Contribution] = {}
@@ -122,11 +125,13 @@ class LearnerProcess:
         self.process.start(connections.run(), "connections")
 
     def post(self, acts: Sequence[Act]) -> None:
-        """The training thread hands over its acts: they are looked at here, and performed a moment later."""
+        """The training thread hands over its acts: they are looked at here, and performed a moment later, in order."""
         for act in acts:
             self._watch(act)
         assert self._connections is not None
-        self.process.loop.call_soon(self._connections.perform, acts)
+        now = self._cluster.timeline.now
+        self._handed_over = max(self._handed_over, now + HAND_OVER_S * self._random.random())
+        self.process.loop.call_at(self._handed_over, self._connections.perform, acts)
 
     def stop(self) -> None:
         """Its end is that of the process."""

@@ -2,50 +2,77 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import signal
 import subprocess
-import sys
-import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
+import loudly
 import pytest
+from forks import Forked
+from processes import until
 
 from diloco_server.storage.filesystem import Disk
 from stores import assert_equal, make_version, open_store
 
-HERE = Path(__file__).parent
-WRITER = HERE / "write_versions.py"
 CALLS = {"fsync": 8, "rename": 3}
 """System call -> how many the writer makes: two fsyncs for its epoch and for each of three versions."""
 
+ANSWER_S = 60.0
+"""Of a writer that takes a second."""
 
-def traced(folder: Path, *inject: str) -> subprocess.CompletedProcess[str]:
-    """Run the writer under strace."""
-    command = ["strace", "-f", "-qq", "-e", "trace=fsync,rename", *inject, sys.executable, str(WRITER), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+@dataclass(frozen=True)
+class Traced:
+    """How the writer ended, what it said, and its calls; `refused` says why it could not be traced."""
+
+    exit_code: int
+    announced: list[int]
+    calls: str
+    refused: str = ""
+
+
+def traced(folder: Path, *inject: str) -> Traced:
+    """Run the writer (write_versions.py) on `folder`/data under strace, which begins once all is imported."""
+    (folder / "data").mkdir()
+    log, calls = folder / "log", folder / "strace"
+    writer = Forked("write_versions", [str(folder)], log, os.environ)
+    command = ["strace", "-f", "-p", str(writer.pid), "-o", str(calls), "-e", "trace=fsync,rename", *inject]
+    try:
+        until(lambda: log.exists() and "ready" in log.read_text(), "the writer to be ready")
+        tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert tracer.stderr is not None
+        first = tracer.stderr.readline()
+        if "attached" in first:
+            (folder / "go").touch()
+            writer.wait(ANSWER_S)
+    finally:
+        writer.kill()  # and the tracer ends with it
+    _, said = tracer.communicate(timeout=ANSWER_S)
+    if "attached" not in first:
+        return Traced(0, [], "", first + said)
+    return Traced(writer.wait(), [int(line) for line in log.read_text().split()[1:]], calls.read_text())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def strace_works(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skips, loudly, where processes cannot be traced; else shows that the writer makes the calls that are tried."""
-    if shutil.which("strace") is None:
-        warnings.warn("strace is not installed: crash points were NOT tried on a real disk", stacklevel=1)
-        pytest.skip("strace is not installed (Debian package: strace)")
+    loudly.need("crash points on a real disk", strace="strace")
     run = traced(tmp_path_factory.mktemp("whole"))
-    if "ptrace" in run.stderr.lower() and run.returncode:
-        warnings.warn("strace may not trace here: crash points were NOT tried on a real disk", stacklevel=1)
-        pytest.skip(f"strace may not trace here: {run.stderr[-200:]}")
-    assert run.stdout.split() == ["0", "1", "2"], run.stderr
-    assert {call: run.stderr.count(f"{call}(") for call in CALLS} == CALLS
+    if run.refused:
+        loudly.skip("crash points on a real disk", f"strace may not trace here: {run.refused[-200:]}")
+    assert (run.exit_code, run.announced) == (0, [0, 1, 2])
+    assert {call: run.calls.count(f"{call}(") for call in CALLS} == CALLS
 
 
 @pytest.mark.parametrize(("call", "at"), [(call, at) for call, count in CALLS.items() for at in range(1, count + 1)])
 def test_a_process_killed_in_a_system_call_leaves_what_it_announced(call: str, at: int, tmp_path: Path) -> None:
     run = traced(tmp_path, "-e", f"inject={call}:signal=KILL:when={at}")
-    assert run.returncode not in (0, 1), "it was to be killed"
-    announced = [int(line) for line in run.stdout.split()]
+    assert run.exit_code == -signal.SIGKILL
+    announced = run.announced
 
-    recovered = open_store(Disk(tmp_path)).recover()
+    recovered = open_store(Disk(tmp_path / "data")).recover()
 
     assert recovered.damage == []
     if not recovered.versions:

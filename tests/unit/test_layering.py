@@ -176,8 +176,6 @@ def test_every_module_keeps_to_its_layer(repository):
         pytest.param("diloco_server.service", "import diloco_deploy.cli", id="from a shell"),
         pytest.param("diloco_server.host", "from time import monotonic", id="the clock of a shell"),
         pytest.param("diloco_server.service", "from diloco_common import rpc", id="grpc in a shell"),
-        pytest.param("diloco_server.host", "from time import monotonic", id="a clock in a shell"),
-        pytest.param("diloco_server.service", "from diloco_common import rpc", id="grpc in a shell"),
         pytest.param("diloco_simulator.process", "import time", id="real time in the simulator"),
     ],
 )

@@ -58,6 +58,7 @@ class StepBoundary:
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
         self._first = inner_step, tokens
+        self._empty_since: dict[int, tuple[int, float]] = {}  # fragment -> epoch of its shard, and since when
         self._acts: list[Act] = []
 
     def stepped(self, tokens: int) -> None:
@@ -171,9 +172,21 @@ class StepBoundary:
             if not status.seeded:
                 others_may_know_more = self.is_resumed or self._tokens_merged() > 0
                 fragment = self._core.fragments[status.fragment_id]
-                hold_s = SEED_HOLD_S if others_may_know_more and not fragment.is_adopted else 0.0
+                is_held = others_may_know_more and not fragment.is_adopted
+                hold_s = self._hold_s(status.fragment_id, joined.epoch) if is_held else 0.0
                 values = fragment.tensors.values()
                 self._acts.append(SeedFragment(status.fragment_id, joined.shard_index, values, hold_s))
+
+    def _hold_s(self, fragment_id: int, epoch: int) -> float:
+        """What is left of the hold that began when this epoch of the shard was first seen without the fragment.
+
+        It is not counted from each Join. A lease may be shorter than the hold, and the learner would never seed.
+        """
+        known_epoch, since = self._empty_since.get(fragment_id, (0, 0.0))
+        if known_epoch != epoch:
+            since = self._clock()
+            self._empty_since[fragment_id] = epoch, since
+        return max(0.0, SEED_HOLD_S - (self._clock() - since))
 
     @torch.no_grad()
     def _apply(self, event: Arrived) -> None:

@@ -67,18 +67,16 @@ class Connection:
             ended, _ = await asyncio.wait((pulling, attending), return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
+        except asyncio.CancelledError:
+            await self._end(pulling, attending)
+            raise
         except Refusal as refusal:
             log.error("refused", shard=self.address, code=refusal.code, why=refusal)
             self._c.inbox.put(Failed(refusal))
         except Exception as error:  # ours: say so, rather than leave a learner that hears nothing
             log.error("connection failed", trace=error, shard=self.address)
             self._c.inbox.put(Failed(DilocoError(f"the connection to {self.address} failed: {error!r}")))
-        finally:
-            for task in (pulling, attending):
-                task.cancel()
-            await asyncio.gather(pulling, attending, return_exceptions=True)
-            self.pusher.cancel()
-            await self._transport.close(GOODBYE_S)  # the stream may end before Leave is answered
+        await self._end(pulling, attending)  # not in a `finally`: a coroutine that is dropped cannot wait
 
     def model_is_cut(self, manifest: Manifest) -> None:
         """Fragments can be pulled now."""
@@ -103,6 +101,13 @@ class Connection:
                 await self._transport.leave(self.state.identity, GOODBYE_S)
             except (Refusal, Unavailable) as error:
                 self._c.telemetry.log.debug("goodbye not heard", shard=self.address, why=error)
+
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.pusher.cancel()
+        await self._transport.close(GOODBYE_S)  # the stream may end before Leave is answered
 
     # ------------------------------------------------------------ control
 

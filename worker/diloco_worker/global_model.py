@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import torch
@@ -75,8 +74,8 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
 async def _pull(transport: Transport, fragment: Fragment, observer: Identity, tensors: dict[str, Tensor]) -> int:
     """Lay the fragment's latest version into the tensors; returns its number."""
     request = PullRequest(fragment.fragment_id, ("float32",))
-    async with aclosing(transport.pull(observer, request, CALL_S)) as parts:
-        header, payload = await read_version(parts, request, fragment.num_elements)
+    parts = transport.pull(observer, request, CALL_S)
+    header, payload = await read_version(parts, request, fragment.num_elements)
     assert payload is not None, "an observer has no version yet"
     values = torch.empty(fragment.num_elements)
     decode_payload(payload, values)

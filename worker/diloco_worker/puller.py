@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 
 from diloco_common.codec import Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
@@ -59,9 +58,8 @@ class Puller:
         encodings = pull_encodings(state.policy.pull_encoding)
         request = PullRequest(fragment_id, encodings, codec.base(fragment_id))
         epoch, num_elements = state.epoch, state.manifest.fragments[fragment_id].num_elements
-        pulling = self._transport.pull(state.identity, request, call_s(4 * num_elements))
-        async with aclosing(pulling) as parts:
-            header, payload = await read_version(parts, request, num_elements)
+        parts = self._transport.pull(state.identity, request, call_s(4 * num_elements))
+        header, payload = await read_version(parts, request, num_elements)
         if payload is None:
             return
         self._c.telemetry.pulled(payload.header.num_bytes)
@@ -73,9 +71,24 @@ class Puller:
 
 
 async def read_version(
-    parts: AsyncIterator[PullHeader | bytes], request: PullRequest, num_elements: int
+    parts: AsyncGenerator[PullHeader | bytes, None], request: PullRequest, num_elements: int
 ) -> tuple[PullHeader, Payload | None]:
-    """Read the answer to a Pull; no payload if the caller has that version. Raises Unavailable or a Refusal."""
+    """Read the answer to a Pull, and close it; no payload if the caller has that version.
+
+    Raises Unavailable, or a Refusal of the call or of what came.
+    """
+    try:
+        found = await _read_version(parts, request, num_elements)
+    except Refusal:
+        await parts.aclose()  # the rest need not come
+        raise
+    await parts.aclose()
+    return found
+
+
+async def _read_version(
+    parts: AsyncGenerator[PullHeader | bytes, None], request: PullRequest, num_elements: int
+) -> tuple[PullHeader, Payload | None]:
     header = await anext(parts, None)
     if not isinstance(header, PullHeader):
         raise BadRequest("the shard answered Pull without a header")
