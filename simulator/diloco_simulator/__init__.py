@@ -1,13 +1,16 @@
-"""Whole clusters in virtual time: the production cores, a network that misbehaves, and a judge.
+"""Whole clusters in virtual time: the product in another world, where machines and networks misbehave.
 
-options.py      what a schedule is like, drawn from its seed
-timeline.py     virtual time, processes that crash and freeze, coroutines
-network.py      calls and control streams that are lost, late, twice, cut, half-open
-shard.py        a shard's shell around `diloco_server.core`
-link.py         a learner's connection to one shard, as link.py, puller.py and pusher.py of diloco_worker
-learner.py      a learner's shell around `diloco_worker.core`
-truth.py        what really happened, seen from above
-invariants.py   what must hold, one function each
-faults.py       what goes wrong, and when it is over
-cluster.py      everything of one schedule; start here
+options.py          what a schedule is like, drawn from its seed
+timeline.py         virtual time: everything that happens, in one order
+process.py          a process: an asyncio event loop in virtual time, and threads; it can be killed and frozen
+network.py          calls and control streams that are lost, late, twice, cut, half-open
+transport.py        `ports.Transport` over that network
+disk.py             a disk that fails as disks do; shard_disk.py: one shard's, and what goes wrong with it
+shard_process.py    host, service and store of the product in one process
+learner_process.py  a learner of the product in one process, and a training loop; model.py: what it trains
+silence.py          stands in for metrics and log
+invariants.py       what must hold at any moment; `diloco_common.judge` reads the histories
+faults.py           what goes wrong, and when it is over
+cluster.py          everything of one schedule; start here
+runner.py           many schedules, in several processes
 """

@@ -29,7 +29,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser.add_argument("--schedules", type=int, default=1000, metavar="N", help="how many to run (default 1000)")
     parser.add_argument(
         "--family", choices=sorted(FAMILIES), default="short",
-        help="short: 3 shards and 5 learners for a few seconds; long: all sizes, on tensors (default short)",
+        help="short: 3 shards and 5 learners for a few seconds; long: all sizes, for half a minute (default short)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="of the first; the others follow")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")

@@ -1,7 +1,7 @@
 """Many schedules over several processes.
 
-Each process runs a chunk of seeds and ends: what schedules leave behind (`Cluster.take_apart` leaves little) is never
-collected, which would take a tenth of the time, but goes with the process.
+Each process runs a chunk of seeds and ends. What schedules leave behind goes with the process: to collect it would take
+a tenth of the time.
 """
 
 from __future__ import annotations
