@@ -9,8 +9,8 @@ from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.identity import Identity
-from diloco_common.messages import PushAnswer, PushHeader
-from diloco_server.core.admission import DUPLICATE, LATE
+from diloco_common.messages import PushAnswer
+from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.collecting import Rounds
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState, Phase
@@ -29,8 +29,8 @@ from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
 from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.pushes import Pushes
 from diloco_worker.core.tensors import FragmentTensors
-from diloco_worker.pusher import Pusher
 
 
 @contextmanager
@@ -394,14 +394,14 @@ def keep_quiet_about_values_that_are_not_finite(original: Any) -> Any:
     return payload
 
 
-def believe_answers_under_an_earlier_lease(original: Any) -> Any:
-    """An answer counts although the lease that it was given under is over, and the work was asked for again since."""
+def forget_values_that_were_never_sent(original: Any) -> Any:
+    """A shard that knows nothing of a learner may have had what it never got."""
 
-    async def push(self: Pusher, header: PushHeader, payload: Any, lease: Any) -> PushAnswer | None:
-        answer = await original(self, header, payload, lease)
-        return LATE if answer is None else answer  # type: ignore[no-any-return]
+    def begin(self: Pushes, lease: Any) -> bool:
+        self.may_have_arrived = True
+        return bool(original(self, lease))
 
-    return push
+    return begin
 
 
 def take_any_epoch_for_the_same(original: Any) -> Any:
@@ -487,7 +487,7 @@ MUTANTS: dict[str, Mutant] = {
         (Rounds, "_admit", take_seeds_of_two_learners),
         (Service, "push", take_torn_uploads),
         (CodecThread, "payload", keep_quiet_about_values_that_are_not_finite),
-        (Pusher, "_push_until_answered", believe_answers_under_an_earlier_lease),
+        (Pushes, "begin", forget_values_that_were_never_sent),
         (ConnectionState, "joined", take_any_epoch_for_the_same),
         (Versions, "committed", compute_the_record_again),
         (LearnerFragment, "adopt", contribute_the_checkpoint_again),

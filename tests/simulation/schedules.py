@@ -57,14 +57,6 @@ def replacing(seed: int, **changes: object) -> Options:
     return replace(draw_short(seed), **(settings | changes))
 
 
-def evicting(seed: int) -> Options:
-    """Learners lose their leases while answers are on their way."""
-    return lossy(
-        seed, faults=("freeze learner", "cut one way", "break calls"), long_delays=0.2, quorum=1, sync_every=1,
-        disks=(True,) * 3, save_s=0.4,
-    )  # fmt: skip
-
-
 def resuming(seed: int) -> Options:
     """Learners crash and go on from old checkpoints, shards are away for long."""
     settings = {
@@ -86,6 +78,14 @@ def lossy(seed: int, **changes: object) -> Options:
 def slow_codec(seed: int) -> Options:
     """Snapshots take longer than a step, and versions arrive meanwhile."""
     return replace(draw_memory(seed), codec_s=1.0, on_commit="carry", quorum=1, sync_every=2)
+
+
+def forgetting_divergence(seed: int) -> Options:
+    """Values are not finite, and shards forget at once who has lost its lease meanwhile."""
+    return lossy(
+        seed, faults=("not finite", "freeze learner", "break calls"), forgets=True, on_commit="carry", quorum=1,
+        faults_s=6.0,
+    )  # fmt: skip
 
 
 def diverging(seed: int) -> Options:

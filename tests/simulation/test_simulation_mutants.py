@@ -1,83 +1,64 @@
-"""The simulation can fail: it finds each of these broken guards, by the invariant that is meant for it."""
+"""The simulation can fail: it finds each of these broken guards of the product, by what is meant to find it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import pytest
+import schedules
 import torch
 from mutants import MUTANTS, replaced
 
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.invariants import Violation
-from diloco_simulator.options import Options, draw_memory, draw_short
+from diloco_simulator.options import Options, draw_options, draw_short
 
 WELL = "well_again_after_faults"
-# mutant, seeds within which it must be found, invariants that may find it
-KILLED = [
-    ("fence_nobody", range(70, 100), {"only_current_generations_are_merged"}),
-    ("let_everybody_speak", range(30), {WELL}),
-    ("accept_late", range(30), {"belief_is_true", "nothing_carried_is_merged"}),
-    ("merge_twice", range(10), {"merged_at_most_once", "only_current_generations_are_merged"}),
-    ("announce_before_computing", range(10), {"announced_versions_are_there"}),
-    ("take_every_seed", range(30), {"names_are_given_once", "rounds_make_the_next_version"}),
-    ("wait_for_all", range(10), {"nobody_delays_a_round_beyond_its_grace"}),
-    ("wait_for_the_dead", range(40), {WELL}),
-    ("stop_whoever_joins_again", range(20), {"superseded_only_by_another"}),
-    ("carry_although_merged", range(10), {"belief_is_true"}),
-    ("ignore_merged_version", range(10), {"belief_is_true"}),
-    ("drop_what_was_not_merged", range(30), {"tokens_add_up", "progress_is_kept"}),
-    ("never_give_back", range(40), {WELL}),
-    ("count_the_snapshot_twice", range(10), {"progress_is_kept"}),
-    ("forget_what_encoding_lost", range(20), {"contribution_is_what_was_trained"}),
-    ("keep_what_a_shard_forgot", range(20, 60), {WELL}),
-    ("add_changes_to_anything", range(30), {"anchors_are_published_values"}),
-    ("forget_without_a_trace", range(60, 140), {"belief_is_true"}),
-    ("push_to_any_life", range(60), {"only_current_generations_are_merged"}),
-    ("announce_before_saving", range(30), {"announced_versions_survive", "recovered_versions_are_what_they_were"}),
-    ("skip_the_sync_of_files", range(30), {"announced_versions_survive", "damage_has_a_cause"}),
-    ("skip_the_sync_of_names", range(30), {"announced_versions_survive", "names_are_given_once"}),
-    ("rename_before_sync", range(100), {"damage_has_a_cause"}),
-    ("reuse_an_epoch", range(30), {"names_are_given_once", "only_current_generations_are_merged", WELL}),
-    ("forget_what_was_merged", range(60), {"belief_is_true"}),
-    ("accept_damaged_files", range(60), {"recovered_versions_are_what_they_were", "damage_is_recognised"}),
-    ("accept_damaged_tensors", range(60), {"recovered_versions_are_what_they_were", "damage_is_recognised"}),
-    ("keep_the_old_name", range(60), {"announced_versions_survive"}),
-    ("forget_what_is_held", range(100), {WELL}),
+ASSERTED = "AssertionError"
+"""The product's own core refuses to go on."""
+# mutant, how schedules are drawn, seeds within which it must be found, what may find it
+KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
+    ("fence_nobody", draw_short, range(10, 40), {"fencing"}),
+    ("let_everybody_speak", draw_options, range(30), {"double_counted", WELL}),
+    ("accept_late", draw_options, range(30), {"double_counted"}),
+    ("merge_twice", draw_options, range(10), {"double_counted"}),
+    ("announce_before_computing", draw_options, range(10), {"announced_versions_are_there"}),
+    ("take_every_seed", draw_short, range(10), {ASSERTED}),
+    ("take_seeds_of_two_learners", draw_short, range(10), {"lost_versions"}),
+    ("wait_for_all", draw_options, range(20), {"nobody_delays_a_round_beyond_its_grace"}),
+    ("wait_for_the_dead", draw_options, range(30), {WELL}),
+    ("stop_whoever_joins_again", draw_short, range(20), {"superseded_only_by_another"}),
+    ("carry_although_merged", draw_options, range(10), {"double_counted"}),
+    ("ignore_merged_version", draw_options, range(20), {"work_lost"}),
+    ("drop_what_was_not_merged", draw_options, range(20), {"work_lost"}),
+    ("never_give_back", draw_options, range(40), {"progress_is_kept", WELL}),
+    ("count_the_snapshot_twice", draw_options, range(20), {"progress_is_kept"}),
+    ("forget_what_encoding_lost", draw_options, range(20), {"error_feedback_is_whole"}),
+    ("keep_what_a_shard_forgot", schedules.without_disks, range(20), {WELL}),
+    ("add_changes_to_anything", draw_short, range(60), {"differing_bytes", WELL}),
+    ("push_to_any_epoch", schedules.killed_and_hanging, range(60), {"double_counted", ASSERTED}),
+    ("forget_without_a_trace", schedules.forgetful, range(20, 160), {"double_counted"}),
+    ("announce_before_saving", schedules.hard_on_disks, range(40), {"lost_versions", "work_lost"}),
+    ("skip_the_sync_of_files", schedules.hard_on_disks, range(20), {"damage_has_a_cause"}),
+    ("skip_the_sync_of_names", schedules.hard_on_disks, range(20), {"work_lost", "differing_bytes", "lost_versions"}),
+    ("rename_before_sync", schedules.killed_while_writing, range(10, 110), {"damage_has_a_cause"}),
+    ("reuse_an_epoch", schedules.hard_on_disks, range(20), {"work_lost", "differing_bytes"}),
+    ("forget_what_was_merged", schedules.hard_on_disks, range(40), {"double_counted"}),
+    ("accept_damaged_files", schedules.hard_on_disks, range(40), {"differing_bytes", WELL}),
+    ("keep_the_old_name", schedules.hard_on_disks, range(30), {"lost_versions_are_noticed"}),
+    ("forget_what_is_held", schedules.written_at_intervals, range(80), {WELL}),
+    ("begin_every_folder_at_epoch_1", schedules.emptied, range(20), {"differing_bytes"}),
+    ("announce_what_the_disk_refused", schedules.refusing_disks, range(20), {"work_lost", "lost_versions"}),
+    ("apply_while_a_snapshot_is_read", schedules.slow_codec, range(30), {"double_counted", "progress_is_kept"}),
+    ("count_open_pushes_for_ever", draw_short, range(10), {WELL}),
+    ("take_torn_uploads", schedules.lossy, range(60), {WELL}),
+    ("keep_quiet_about_values_that_are_not_finite", schedules.diverging, range(20), {WELL}),
+    ("take_any_epoch_for_the_same", schedules.without_disks, range(10), {"double_counted"}),
+    ("compute_the_record_again", schedules.replacing, range(10), {"double_counted"}),
+    ("contribute_the_checkpoint_again", schedules.resuming, range(20), {"accounting"}),
+    ("decode_onto_any_base", draw_short, range(80), {"differing_bytes", WELL}),
+    ("forget_values_that_were_never_sent", schedules.forgetting_divergence, range(60), {"progress_is_kept"}),
 ]
-
-
-def hard_on_disks(seed: int, **changes: object) -> Options:
-    """A short schedule in which shards crash, files are damaged, and little else goes wrong."""
-    return replace(
-        draw_short(seed),
-        **{
-            "disks": (True,) * 3,
-            "interval_s": 0.0,
-            "save_s": 0.1,
-            "arithmetic": "numbers",
-            "quorum": 1,
-            "sync_every": 1,
-        }
-        | {"faults": ("crash shard", "crash shard", "hurt file"), "faults_from_s": 1.5, "faults_s": 5.0, "budget": 0}
-        | changes,
-    )
-
-
-def forgetful(seed: int) -> Options:
-    """A short schedule in which shards forget at once who has no lease."""
-    return replace(draw_short(seed), forgets=True, budget=0)
-
-
-DISKS = dict.fromkeys([name for name, *_ in KILLED][-10:], hard_on_disks) | {
-    "rename_before_sync": partial(hard_on_disks, faults=("crash shard",), save_s=0.3, fault_every_s=0.2),
-    "accept_damaged_tensors": partial(hard_on_disks, arithmetic="tensors"),
-    "forget_what_is_held": partial(hard_on_disks, interval_s=1.0, quorum="all"),
-    "forget_without_a_trace": forgetful,
-    "push_to_any_life": partial(hard_on_disks, faults=("crash shard", "hang learner"), fragments=6, fault_every_s=0.15),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -90,21 +71,25 @@ def test_every_mutant_is_hunted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # a schedule that failed leaves some that never began
-@pytest.mark.parametrize(("mutant", "seeds", "finders"), KILLED, ids=[name for name, *_ in KILLED])
-def test_the_simulation_finds_a_broken_guard(mutant: str, seeds: range, finders: set[str]) -> None:
-    found = next(_violations(mutant, seeds), None)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("mutant", "draw", "seeds", "finders"), KILLED, ids=[name for name, *_ in KILLED])
+def test_the_simulation_finds_a_broken_guard(
+    mutant: str, draw: Callable[[int], Options], seeds: range, finders: set[str]
+) -> None:
+    """Something else may stumble over the damage first: of the first three finds, one is the right one."""
+    found: list[str] = []
+    for name in islice(_found(mutant, draw, seeds), 3):
+        found.append(name)
+        if name in finders:
+            return
 
-    assert found is not None, f"{len(seeds)} schedules went well with {mutant}"
-    assert found.name in finders, found
+    pytest.fail(f"{len(seeds)} schedules with {mutant} found {found or 'nothing'}")
 
 
-def _violations(mutant: str, seeds: range) -> Iterator[Violation]:
-    """Where a broken guard lets something crash before an invariant looks at it, the next schedule is tried."""
-    draw = DISKS.get(mutant, draw_memory)
+def _found(mutant: str, draw: Callable[[int], Options], seeds: range) -> Iterator[str]:
     for seed in seeds:
         try:
             with replaced(*MUTANTS[mutant]):
                 run_schedule(draw(seed))
         except ScheduleFailed as failed:
-            if isinstance(failed.violation, Violation):
-                yield failed.violation
+            yield getattr(failed.violation, "name", type(failed.violation).__name__)
