@@ -25,11 +25,14 @@ from diloco_simulator.learner_process import Checkpoint, LearnerProcess
 from diloco_simulator.model import PATTERN
 from diloco_simulator.network import Network, Path
 from diloco_simulator.options import Options
+from diloco_simulator.process import Process
 from diloco_simulator.shard_disk import ShardDisk
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.timeline import Timeline
 
 TAIL = 60
+OF_AN_EARLIER_RUN = 0.3
+"""Share of the learners that find a checkpoint although they were never started in this schedule."""
 TURNS_BEFORE_A_KILL = 60
 """A process that is killed at an await point runs up to so many more callbacks."""
 
@@ -73,6 +76,8 @@ def run_schedule(options: Options) -> Result:
             return cluster.run()
         except Exception as error:
             raise ScheduleFailed(cluster.broken_promise() or error, options, cluster.tail()) from error
+        finally:
+            cluster.bury()
     finally:
         if collects:
             gc.enable()
@@ -108,12 +113,14 @@ class Cluster:
         """Every process that was ever started."""
         self.shards: dict[int, ShardProcess] = {}
         """Those that were started last."""
+        self._processes: list[Process] = []
         self.disks = {index: ShardDisk(index, options) for index, has in enumerate(options.disks) if has}
         self.starts: Counter[str] = Counter()
         """Of shards and learners, by name."""
         self.checkpoints: defaultdict[str, list[Checkpoint]] = defaultdict(list)
         """Learner -> what its processes have saved, oldest first."""
         self.healed = False
+        self._is_buried = False
         self._chronicles: list[Chronicle] = []
         self._events: list[tuple[Any, ...]] = []
         self._announced: dict[invariants.Name, str] = {}  # -> checksum of its values
@@ -134,13 +141,19 @@ class Cluster:
         try:
             self.timeline.run()
         finally:
-            for process in (*(s.process for s in self.shards.values()), *(p.process for p in self.learners)):
+            for process in self._processes:
                 process.kill()
         if (broken := self.broken_promise()) is not None:
             raise broken
         trace = hashlib.sha256(repr(self._events).encode()).hexdigest()
         counts, faults = (dict(sorted(c.items())) for c in (self.counts, self.faults))
         return Result(self.options.seed, self.timeline.events, self.timeline.now, counts, faults, trace)
+
+    def bury(self) -> None:
+        """Nothing that is left of the processes says anything any more."""
+        self._is_buried = True
+        for process in self._processes:
+            process.bury()
 
     def broken_promise(self) -> Violation | None:
         """The first thing that the judge finds in the histories so far."""
@@ -156,6 +169,8 @@ class Cluster:
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
         """A process has written a line of its history."""
+        if self._is_buried:
+            return
         self.note(name, what, *facts.items())
         if what in ("announced", "restored"):
             version = facts["fragment"], facts["epoch"], facts["version"]
@@ -217,6 +232,7 @@ class Cluster:
             name = f"shard-{index}"
             self.note("start", name)
             self.shards[index] = ShardProcess(self, index, self.disks.get(index))
+            self._processes.append(self.shards[index].process)
             self.starts[name] += 1
 
     def begins(self, shard: ShardProcess) -> None:
@@ -234,11 +250,16 @@ class Cluster:
                 invariants.lost_versions_are_noticed(fragment_id, how, is_renamed=state.epoch == epoch)
 
     def start_learner(self, learner_id: str) -> None:
+        drawn = self._random
         saved = self.checkpoints[learner_id]
-        resumes = bool(saved) and self._random.random() < self.options.resumes
+        if not saved and drawn.random() < OF_AN_EARLIER_RUN:
+            steps = drawn.randint(1, 9)
+            saved.append(Checkpoint(PATTERN * drawn.randint(1, 30), steps, 2 * steps))
+        resumes = bool(saved) and drawn.random() < self.options.resumes
         self.note("start", learner_id, "resumed" if resumes else "new")
         self.counts["learners resumed"] += resumes
-        self.learners.append(LearnerProcess(self, learner_id, self._random.choice(saved) if resumes else None))
+        self.learners.append(LearnerProcess(self, learner_id, drawn.choice(saved) if resumes else None))
+        self._processes.append(self.learners[-1].process)
         self.starts[learner_id] += 1
 
     def running(self, learner_id: str) -> list[LearnerProcess]:

@@ -105,12 +105,6 @@ def error_feedback_is_whole(process: str, fragment_id: int, residual: Tensor, lo
         raise Violation("error_feedback_is_whole", f"{process} fragment {fragment_id}: off by {off:.3f}")
 
 
-def inbox_is_bounded(held: int, fragments: int, shards: int) -> None:
-    """P7 for learners: of each kind of event, one per fragment or shard."""
-    if held > 3 * fragments + 2 * shards + 1:
-        raise Violation("inbox_is_bounded", f"{held} events for {fragments} fragments and {shards} shards")
-
-
 def steps_keep_their_pace(now: float, due: float) -> None:
     """P6: a learner's step ends when it is due, whatever the network does."""
     if abs(now - due) > 1e-9:

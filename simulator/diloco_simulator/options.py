@@ -214,7 +214,7 @@ def draw_memory(seed: int) -> Options:
         compute_s=r.choice((0.005, 0.02, 0.04)),
         codec_s=pace_s * r.choice((0.02, 0.1, 0.3, 0.5)),
         stutters=r.choice((0.0, 0.0, 0.3)),
-        resumes=r.choice((0.0, 0.0, 0.7)),
+        resumes=r.choice((0.0, 0.5, 0.9)),
         max_pushes=r.choice((1, 2, 64, 64)),
         call_s=r.uniform(3.0, 8.0),
         delay_s=r.choice((0.002, 0.03, 0.2)),

@@ -6,6 +6,7 @@ Production code runs in it as it is. Its coroutines wait with asyncio, and its e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from asyncio import Future, Handle, Task, TimerHandle
 from asyncio.events import _set_running_loop
@@ -99,6 +100,13 @@ class Process:
         self.alive = self.frozen = False
         self._backlog.clear()
         self._orphans = asyncio.all_tasks(self.loop)  # kept: a task that nobody holds runs its `finally` blocks
+
+    def bury(self) -> None:
+        """The schedule is over: what it was at is let go of, in silence."""
+        for task in self._orphans:
+            with contextlib.suppress(BaseException):  # it would go on in its `finally` blocks
+                task.get_coro().close()
+        self._orphans.clear()
 
     def _make_threads(self, count: int, name: str) -> Executor:
         threads = VirtualThreads(self, count, name, self._takes_s(name))

@@ -28,7 +28,7 @@ class ShardDisk:
         self.fake = FakeDisk(options.seed * 8 + index)
         self.random = random.Random(f"shard disk {options.seed} {index}")
         self.hurt: dict[int, str] = {}
-        """Fragment -> what became of its newest file: "rot", "truncate", "lose" or "wipe"; gone with its next version."""
+        """Fragment -> what became of its newest file ("rot", "truncate", "lose", "wipe"), until its next version."""
         self.was_hurt = False
         """Ever."""
         self._refusals = 0
