@@ -9,7 +9,7 @@ from builders import make_settings
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Outcome, Progress, PushHeader
-from diloco_server.core.arithmetic import Published
+from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record
 from diloco_server.lockstep import LockstepShard, run_to_end
@@ -33,9 +33,9 @@ class Watched(LockstepShard):
             raise OSError("no space left on device")
         self.kept.append(version)
 
-    def announcing(self, record: Record, published: Published) -> None:
-        assert self.kept[-1].record is record, "durable first"
-        self.announced.append(record)
+    def announcing(self, state: FragmentState) -> None:
+        assert state.record == self.kept[-1].record, "durable first"
+        self.announced.append(state.record)
 
     def joined(self) -> Member:
         member = self.shard.join("ann", "process", MODEL, 0.0)
