@@ -1,6 +1,6 @@
 """The host of one core `Shard`: the only one that calls it, and the one that decides when it goes on.
 
-The core runs in the event loop, so it has one owner. Arithmetic on whole fragments (norms, seeds, merges, encodings)
+The core runs in the event loop, so it has one owner. Arithmetic on whole fragments (seeds, merges, encodings)
 runs on one compute thread: two OpenMP teams on the same cores are slower than one. `Keeper` makes versions durable, on
 threads of its own. What callers may do is the business of `Service`; how effects become versions, of `EffectDriver`.
 """
@@ -29,7 +29,7 @@ from diloco_server.clock import AwakeClock
 from diloco_server.control_streams import ControlStream, ControlStreams
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import piece_norms
+from diloco_server.core.merge import PieceNorms
 from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver, Job
 from diloco_server.keeper import Keeper
@@ -249,15 +249,24 @@ class ShardHost:
         answer = self.shard.admit(member, header)
         return None if answer is None else self._answered(member, header, answer)
 
-    async def inspect(self, header: PushHeader, payload: Payload) -> tuple[float, ...]:
-        """Norms of the pieces that a payload holds. Raises BadEncoding, and Draining once the shard has ended."""
-        pieces = self.shard.owned(header.fragment_id).fragment.pieces
-        return await self.compute("inspect", lambda: piece_norms(payload, pieces))
+    def norms_of(self, header: PushHeader) -> PieceNorms:
+        """For the bytes of a push that was admitted. Hand them to `inspect` as they come."""
+        return PieceNorms(header.payload, self.shard.owned(header.fragment_id).fragment.pieces)
+
+    def inspect(self, norms: PieceNorms, chunk: bytes) -> None:
+        """Look at the next chunk, in the event loop: a fraction of the time that it takes to receive it."""
+        began = self._cpu_clock()
+        norms.add(chunk)
+        self.metrics.rounds.computed("inspect", self._cpu_clock() - began)
 
     def contribute(
         self, caller: Identity, header: PushHeader, payload: Payload, norms: tuple[float, ...]
     ) -> PushAnswer:
-        """Take a push whose bytes are whole. Raises as `member` does: the lease may have ended while they came."""
+        """Take a push whose bytes are whole. Raises as `member` does: the lease may have ended while they came.
+
+        Raises Draining once the shard has ended.
+        """
+        self._check_open()
         member = self.member(caller)
         answer = self.shard.contribute(member, header, payload, norms, self.clock())
         return self._answered(member, header, answer)
@@ -324,8 +333,7 @@ class ShardHost:
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
         """Run arithmetic on the compute thread, in the order of the calls. Raises Draining once the shard has ended."""
-        if self._closed:
-            raise Draining("this shard has ended; call again when it is back")
+        self._check_open()
 
         def timed() -> T:
             began = self._cpu_clock()
@@ -335,6 +343,10 @@ class ShardHost:
                 self.metrics.rounds.computed(phase, self._cpu_clock() - began)
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Draining("this shard has ended; call again when it is back")
 
     @contextlib.asynccontextmanager
     async def changing(self, merge: MergeRound) -> AsyncIterator[None]:

@@ -115,25 +115,27 @@ class Service:
                 return answer
             with self._seed_place(header):
                 try:
-                    payload = await self._receive(header, parts)
-                    norms = await self._host.inspect(header, payload)
+                    payload, norms = await self._receive(header, parts)
                 except (TornUpload, Draining):
                     raise
                 except Refusal as refusal:
                     return self._host.reject(member, header, refusal)
                 return self._host.contribute(caller, header, payload, norms)
 
-    async def _receive(self, header: PushHeader, parts: AsyncIterator[PushHeader | bytes]) -> Payload:
-        """Take the bytes of a push that was admitted by its header."""
-        receiver = PayloadReceiver(header.payload)
+    async def _receive(
+        self, header: PushHeader, parts: AsyncIterator[PushHeader | bytes]
+    ) -> tuple[Payload, tuple[float, ...]]:
+        """Take the bytes of a push that was admitted by its header, and the norms of its pieces."""
+        receiver, norms = PayloadReceiver(header.payload), self._host.norms_of(header)
         while (part := await self._next_part(parts, header)) is not None:
             if isinstance(part, PushHeader):
                 raise BadRequest("after its header a push has chunks only")
             receiver.add(part)
+            self._host.inspect(norms, part)
             self._host.telemetry.received(len(part))
         if not receiver.is_complete:  # a connection broke, or the sender did: the round still waits for it
             raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
-        return receiver.finish()
+        return receiver.finish(), norms.finish()
 
     async def _next_part(
         self, parts: AsyncIterator[PushHeader | bytes], header: PushHeader | None = None

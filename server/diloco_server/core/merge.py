@@ -23,10 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Codec, Payload, as_tensor, check_chunk, get_codec
+from diloco_common.codec import Codec, Payload, PayloadHeader, as_tensor, check_chunk, get_codec
 from diloco_common.codec.base import Part
 from diloco_common.codec.native import WeightedSum
 from diloco_common.codec.scratch import scratch
+from diloco_common.errors import BadEncoding
 from diloco_common.manifest import Piece
 from diloco_server.core.rounds import Contribution
 
@@ -37,21 +38,48 @@ CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
 
 
-def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
-    """L2 norm of each piece; non-finite exactly where an element is, or where the sum of squares overflows float32.
+class PieceNorms:
+    """L2 norm of each piece of a contribution, summed up chunk by chunk while the bytes come in.
 
-    Checks the bytes, once for all: raises BadEncoding.
+    Checks the bytes, once for all. An error is raised at the end, as a wrong checksum says more.
     """
-    header = payload.header
-    squares = [0.0] * len(pieces)
-    for index, chunk in enumerate(chunk_tensors(payload)):
-        bounds = header.chunk_slice(index)
+
+    def __init__(self, header: PayloadHeader, pieces: Sequence[Piece]) -> None:
+        self._header = header
+        self._codec = get_codec(header.encoding)
+        self._pieces = pieces
+        self._squares = [0.0] * len(pieces)
+        self._index = 0
+        self._error: BadEncoding | None = None
+
+    def add(self, chunk: bytes) -> None:
+        """The next chunk; its size was checked."""
+        if self._error is not None:
+            return
+        data, bounds = as_tensor(chunk), self._header.chunk_slice(self._index)
         num_elements = bounds.stop - bounds.start
-        check_chunk(header, index, chunk)
-        codec = get_codec(header.encoding)
-        for i, a, b in _overlaps(pieces, bounds.start, bounds.stop):
-            squares[i] += codec.sum_squares(chunk, num_elements, a - bounds.start, b - bounds.start)
-    return tuple(square**0.5 if square <= FLOAT32_MAX else math.inf for square in squares)
+        try:
+            check_chunk(self._header, self._index, data)
+        except BadEncoding as error:
+            self._error = error
+            return
+        for i, a, b in _overlaps(self._pieces, bounds.start, bounds.stop):
+            self._squares[i] += self._codec.sum_squares(data, num_elements, a - bounds.start, b - bounds.start)
+        self._index += 1
+
+    def finish(self) -> tuple[float, ...]:
+        """Non-finite exactly where an element is, or where the sum of squares overflows float32. Raises BadEncoding."""
+        if self._error is not None:
+            raise self._error
+        return tuple(square**0.5 if square <= FLOAT32_MAX else math.inf for square in self._squares)
+
+
+def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
+    """The same of a payload that is there already. Raises BadEncoding."""
+    norms = PieceNorms(payload.header, pieces)
+    for chunk in payload.chunks:
+        norms.add(chunk)
+    return norms.finish()
 
 
 @dataclass(frozen=True, slots=True)
