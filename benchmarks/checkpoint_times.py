@@ -27,7 +27,7 @@ def write_versions(folder: Path) -> None:
     """Data folders with one version of every fragment, Nesterov's momentum with it."""
     for index in range(NUM_SHARDS):
         origin = Origin("local", index, NUM_SHARDS, 24, "nesterov", "bfloat16")
-        store = FileStore(Disk(folder / f"shard-{index}"), origin, epoch_unknown=1)
+        store = FileStore(Disk(folder / f"shard-{index}"), origin, first_epoch=1)
         store.recover()
         for fragment in MODEL.owned_by(index):
             n = fragment.num_elements

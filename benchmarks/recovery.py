@@ -60,7 +60,7 @@ def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]
     """Two versions of every fragment; what one version costs, in bytes and seconds."""
     rows = 2400  # so that every fragment gets the same
     manifest = cut([TensorSpec("w", (rows, parameters // rows))], settings.sync.fragments, 1)
-    store = FileStore(Disk(folder), Origin.of(settings), epoch_unknown=1)
+    store = FileStore(Disk(folder), Origin.of(settings), first_epoch=1)
     store.recover()
     seconds, num_bytes = [], 0
     for version in (0, 1):

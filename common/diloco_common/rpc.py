@@ -15,9 +15,6 @@ from diloco_common import errors
 from diloco_common.codec import encoding_names
 from diloco_common.errors import refusal_from
 from diloco_common.identity import Identity, check_learner_id
-from diloco_common.protocol import PROTOCOL as PROTOCOL
-from diloco_common.protocol import PUSHES_AT_ONCE as PUSHES_AT_ONCE
-from diloco_common.protocol import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 
 MAX_MESSAGE_BYTES = 20 << 20
 """Above the largest chunk (4 Mi float32 elements) and the largest model description."""

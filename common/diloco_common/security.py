@@ -6,7 +6,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.settings import SecuritySettings
 
 
-def read_token(settings: SecuritySettings) -> str | None:
+def read_bearer_token(settings: SecuritySettings) -> str | None:
     """The token in `security.token_file`; None if none is set. Raises ConfigError."""
     path = settings.token_file
     if path is None:

@@ -24,7 +24,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from diloco_common.command import run_command as run_command
 from diloco_common.endpoints import write_json
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings

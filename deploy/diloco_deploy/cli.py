@@ -94,9 +94,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _token(path: Path) -> int:
-    from diloco_deploy.token import make_token
+    from diloco_deploy.token import make_bearer_token
 
-    print(f"{path}: {'made' if make_token(path) else 'is there already'}")
+    print(f"{path}: {'made' if make_bearer_token(path) else 'is there already'}")
     return 0
 
 

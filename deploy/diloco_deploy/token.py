@@ -8,10 +8,10 @@ from pathlib import Path
 
 from diloco_common.errors import ConfigError
 
-TOKEN_BYTES = 32
+BEARER_TOKEN_BYTES = 32
 
 
-def make_token(path: Path) -> bool:
+def make_bearer_token(path: Path) -> bool:
     """Write a random token to `path` (mode 0600) unless something is there; whether it did. Raises ConfigError.
 
     Processes that start together agree: whoever creates the file first has decided, and the file is whole when it
@@ -22,7 +22,7 @@ def make_token(path: Path) -> bool:
         if path.exists():  # the folder may be one that we can only read
             return False
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+            file.write(secrets.token_urlsafe(BEARER_TOKEN_BYTES) + "\n")
         try:
             os.link(partial, path)
         except FileExistsError:

@@ -63,8 +63,8 @@ def bring_up(
         poller = Poller()
         poller.start()
         try:
-            cluster = Cluster(settings, files, programs or Programs(), supervisor, interrupts, poller, display)
-            return cluster.run()
+            run = LocalRun(settings, files, programs or Programs(), supervisor, interrupts, poller, display)
+            return run.run()
         finally:
             display.close()
             poller.stop()
@@ -101,7 +101,7 @@ class _ChildFailed(Exception):
         super().__init__(exit.name)
 
 
-class Cluster:
+class LocalRun:
     """The shards and workers of one `diloco up`. Everything here runs on the main thread."""
 
     def __init__(

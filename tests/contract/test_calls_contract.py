@@ -17,6 +17,7 @@ from diloco_common.errors import BadLearnerId, ConfigError, InUse
 from diloco_common.identity import Identity
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
+from diloco_common.protocol import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 
@@ -430,7 +431,7 @@ def test_the_older_process_is_told_even_if_the_newer_attends_at_once(serve, cloc
     def both_at_once() -> None:
         # As when Join and Attend of the newer come before the older's stream is written to.
         host = shard.server.host
-        answer = host.join("a", JoinRequest(rpc.PROTOCOL, "another process", TENSORS))
+        answer = host.join("a", JoinRequest(PROTOCOL, "another process", TENSORS))
         host.attend(Identity(host.settings.run.id, "a", answer.generation, answer.epoch))
 
     newer.loop.look(both_at_once)

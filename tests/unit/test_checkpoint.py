@@ -98,7 +98,7 @@ def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file that is about to be linked is replaced by two later versions, once."""
-    real, seen = linking.link, set[int]()
+    real, seen = linking.hard_link, set[int]()
     stores = [open_shard(cluster, index) for index in range(NUM_SHARDS)]
 
     def late(source: Path, target: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
         real(source, target)
 
     # The stores know versions 1 and 2 as intact, so that saving 3 and 4 takes both away.
-    monkeypatch.setattr(linking, "link", late)
+    monkeypatch.setattr(linking, "hard_link", late)
     contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
 
     assert [f.version for f in contents.files] == [4] * 6
@@ -143,7 +143,7 @@ def test_a_copy_that_does_not_fit_leaves_nothing(cluster: Path, monkeypatch: pyt
     monkeypatch.setattr(linking.shutil, "copyfile", half)
     source = next((cluster / "shard-0").glob("fragment-*"))
     with pytest.raises(OSError, match="No space"):
-        linking.link(source, cluster / source.name)
+        linking.hard_link(source, cluster / source.name)
     assert not list(cluster.glob("fragment-*"))
 
 

@@ -36,14 +36,14 @@ class GlobalModel:
 
 
 def pull_global_model(
-    shards: Sequence[str], *, run: str = "local", token: str | None = None, wait_s: float = 5.0
+    shards: Sequence[str], *, run: str = "local", bearer_token: str | None = None, wait_s: float = 5.0
 ) -> GlobalModel:
     """Pull the global model.
 
     Raises CannotConnect if a shard does not answer within `wait_s`, ConfigError or ManifestMismatch if the shards do
     not make up one run, and the Refusal that a shard answers.
     """
-    transports = {address: GrpcTransport(address, token, waits_for_shard=True) for address in shards}
+    transports = {address: GrpcTransport(address, bearer_token, waits_for_shard=True) for address in shards}
     return asyncio.run(_pull_all(transports, Identity(run), wait_s))
 
 

@@ -29,7 +29,7 @@ from diloco_server.storage.version_file import Header, VersionDamaged, parse_ver
 
 TRIES = 100
 """Looks at a fragment whose files go each time: a shard would have to make as many versions meanwhile."""
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+_NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 """Another disk, or one that knows no hard links."""
 
 
@@ -84,7 +84,7 @@ def _link_newest(
         if name is None:
             raise CheckpointIncomplete(f"fragment {fragment_id} has no intact version in {source}")
         try:
-            link(source / name, target / name)
+            hard_link(source / name, target / name)
         except FileNotFoundError:
             continue  # there is a newer one now
         try:
@@ -96,7 +96,7 @@ def _link_newest(
     raise CheckpointIncomplete(f"the versions of fragment {fragment_id} in {source} went as often as they were found")
 
 
-def link(source: Path, target: Path) -> None:
+def hard_link(source: Path, target: Path) -> None:
     """Give a version file another name, in place of any file of that name; where there are no links, copy it. The name
     may not outlive a crash until the folder is synced. Raises OSError; FileNotFoundError if it has gone."""
     temporary = target.with_name(target.name + ".tmp")
@@ -104,7 +104,7 @@ def link(source: Path, target: Path) -> None:
     try:
         os.link(source, temporary)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _NO_HARD_LINKS:
             raise
         try:
             shutil.copyfile(source, temporary)

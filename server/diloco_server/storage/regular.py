@@ -14,7 +14,7 @@ from pathlib import Path
 from diloco_common.manifest import Manifest
 from diloco_server.storage.checkpoint import contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.linking import fragments_in, is_checkpoint, link, remove_checkpoint
+from diloco_server.storage.linking import fragments_in, hard_link, is_checkpoint, remove_checkpoint
 from diloco_server.storage.version_file import VersionDamaged, version_name, version_names
 
 FOLDER = "checkpoints"
@@ -61,7 +61,7 @@ class RegularCheckpoints:
             if fragment_id not in there:
                 name = version_name(fragment_id, version)
                 try:
-                    link(self._data_dir / name, self._folder / _name(number) / name)
+                    hard_link(self._data_dir / name, self._folder / _name(number) / name)
                 except FileNotFoundError:
                     if (self._data_dir / name).exists():
                         del self._open[number]  # somebody has deleted what there was of it
