@@ -37,4 +37,4 @@ def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_said_in_one_line(tmp_path: Path, capsys) -> None:
     assert main(["token", str(tmp_path / "absent" / "token")]) == 2
-    assert "cannot make a token here: No such file or directory [BAD_CONFIG]" in capsys.readouterr().err
+    assert "cannot make a bearer token here: No such file or directory [BAD_CONFIG]" in capsys.readouterr().err
