@@ -73,7 +73,7 @@ def _train(settings: Settings, args: Namespace) -> None:
     resumed = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
     progress = resumed or TrainingProgress()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on shards hear a goodbye
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner says goodbye to its shards
     learner = join(
         worker.shards, model, run=run.id, learner_id=worker.learner_id, token=read_bearer_token(settings.security),
         inner_step=progress.inner_step, tokens=progress.tokens, http=worker.http,
