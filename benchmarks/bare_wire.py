@@ -29,6 +29,7 @@ import grpc
 from diloco_common import rpc
 from diloco_common.allocator import tune_allocator
 from diloco_common.codec.payload import CHUNK_ELEMENTS, num_payload_bytes
+from diloco_common.protocol import PUSHES_AT_ONCE
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 
@@ -162,7 +163,7 @@ def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
     async def learn() -> None:
         up = spec.chunks_up()
         bulk = [[_dial(port) for _ in ("push", "pull")] for port in ports]
-        pushing = [asyncio.Semaphore(rpc.PUSHES_AT_ONCE) for _ in ports]
+        pushing = [asyncio.Semaphore(PUSHES_AT_ONCE) for _ in ports]
         pulling = [asyncio.Semaphore(1) for _ in ports]
 
         async def requests() -> AsyncIterator[pb.PushRequest]:

@@ -1,4 +1,4 @@
-"""Whether the disk limits rounds: real clusters that differ in `shard.durability` alone, in turn on one machine.
+"""Whether the disk limits rounds: two runs that differ in `shard.durability` alone, in turn on one machine.
 
 One makes every version durable before it announces it ("version", the default), the other announces first and writes
 nothing while it is measured ("interval", of an hour). Learners step at a fixed pace, so what a disk must take per
@@ -41,7 +41,7 @@ CHANGES_EVERY = 6
 """Steps: changing the parameters stands for training, and should not be most of the work."""
 
 
-class Cluster:
+class DiskRun:
     """A shard with a data folder, and learners that step when they are told."""
 
     def __init__(self, durability: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> None:
@@ -123,23 +123,23 @@ def saved(shard: ShardProcess) -> tuple[float, float, float]:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Windows of both clusters in turn; each pair gives a ratio."""
+    """Windows of both runs in turn; each pair gives a ratio."""
     disk = disk_bytes_per_s(folder / "probe", int(8 * args.params / args.fragments))
     with ExitStack() as stack:
-        clusters = [Cluster(name, folder / name, args, stack) for name in ("version", "interval")]
-        durable, relaxed = clusters
-        for cluster in clusters:
-            cluster.take(2 * args.fragments)  # seeds, first writes, memory faulted in
+        runs = [DiskRun(name, folder / name, args, stack) for name in ("version", "interval")]
+        durable, relaxed = runs
+        for run in runs:
+            run.take(2 * args.fragments)  # seeds, first writes, memory faulted in
         before, seconds = saved(durable.shard), 0.0
         unwritten = saved(relaxed.shard)[2]
         for i in range(args.windows):
-            for cluster in clusters if i % 2 else clusters[::-1]:
+            for run in runs if i % 2 else runs[::-1]:
                 began = time.monotonic()
-                cluster.rates.append(cluster.take(args.steps))
-                seconds += time.monotonic() - began if cluster is durable else 0.0
+                run.rates.append(run.take(args.steps))
+                seconds += time.monotonic() - began if run is durable else 0.0
             print(f"window {i + 1}: {durable.rates[-1]:.2f} <-> {relaxed.rates[-1]:.2f}", file=sys.stderr, flush=True)
         num_bytes, save_s, count = (now - then for now, then in zip(saved(durable.shard), before, strict=True))
-        assert saved(relaxed.shard)[2] == unwritten, "the cluster to compare with has written, too"
+        assert saved(relaxed.shard)[2] == unwritten, "the run to compare with has written, too"
     return {
         "rounds_per_s_version": median(durable.rates),
         "rounds_per_s_interval": median(relaxed.rates),
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.2, help="seconds of an inner step")
     parser.add_argument("--steps", type=int, default=36, help="of a window")
-    parser.add_argument("--windows", type=int, default=7, help="of each cluster")
+    parser.add_argument("--windows", type=int, default=7, help="of each run")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder's")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()

@@ -31,6 +31,7 @@ from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.identity import Identity
 from diloco_common.manifest import Fragment, Manifest, TensorSpec
 from diloco_common.messages import Collect, Committed, Evicted, Progress, PushHeader
+from diloco_common.protocol import PROTOCOL, PUSHES_AT_ONCE
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.dialing import TRY_AGAIN, backoff_s
@@ -172,7 +173,7 @@ class LightLearner:
 
     async def join(self) -> None:
         request = pb.JoinRequest(
-            protocol=rpc.PROTOCOL, process_id=self._identity.learner_id,
+            protocol=PROTOCOL, process_id=self._identity.learner_id,
             tensors=protobuf.tensors_to_pb(self._tensors), decodes=rpc.DECODES,
         )  # fmt: skip
         answer = await self._control.Join(request, metadata=rpc.metadata_of(self._identity, None), timeout=CALL_S)
@@ -223,7 +224,7 @@ class LightLearner:
                 self.bytes_pushed += payload.header.num_bytes
 
         left = iter(range(rounds))
-        await asyncio.gather(*(contribute() for _ in range(min(rounds, rpc.PUSHES_AT_ONCE))))
+        await asyncio.gather(*(contribute() for _ in range(min(rounds, PUSHES_AT_ONCE))))
 
     async def pulled(self, version: int) -> None:
         """Wait until it has pulled this version of every fragment."""

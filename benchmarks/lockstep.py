@@ -1,14 +1,14 @@
 """Whole runs in one process, step by step and reproducible: the production cores over a virtual clock.
 
-Owns the clock, the order of events and the delays. Everything that decides or computes is production code: shards
-(`diloco_server.core`), learners (`diloco_worker.core`), encodings, the built-in model, data and inner step. There are
-no processes, no threads and no network, so a setting can be compared at the cost of its training alone.
+Owns the clock, the order in which things happen, and the delays. All decisions and all arithmetic are production code:
+shards (`diloco_server.core`), learners (`diloco_worker.core`), encodings, the built-in model, data and inner step.
+There are no processes, no threads and no network, so comparing settings costs no more than the training itself.
 
-Time is counted in inner steps of a learner of speed 1. At a step boundary a learner takes in what has arrived and
-answers the rounds that asked, in the order of `diloco_worker.learner`. Learners are out of phase, as in life: their
-first steps end evenly spread over one step. A push is with the shard `PUSH` later, and a new version with the learner
-`overlap_steps` - 1 after its commit, so that learners of equal speed apply it `overlap_steps` boundaries after their
-snapshot.
+Time is counted in inner steps of a learner of speed 1. At a step boundary a learner takes in the arrivals and
+answers the rounds that asked, in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: their
+first steps end evenly spread over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches
+the learner `overlap_steps` - 1 after its commit, so learners of equal speed apply it `overlap_steps` boundaries after
+their snapshot.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ NOTICE = 0.02
 """Inner steps until a learner hears a directive."""
 EPOCH = 1
 
-Event = Callable[[LearnerCore], object]
-"""What came from a shard, to be taken in at the next step boundary."""
+Arrival = Callable[[LearnerCore], object]
+"""A message from a shard. The learner takes it in at the next step boundary."""
 
 
 @dataclass
 class Outcome:
-    """What a run did, next to the global model that it leaves in `model`."""
+    """What a run did, in figures. `LockstepRun.global_model` gives the model."""
 
     tokens_trained: int = 0
     """Of all learners, merged or not."""
@@ -68,56 +68,56 @@ class Outcome:
 
 
 class Clock:
-    """Events in the order of their time; equal times in the order in which they were scheduled."""
+    """Calls what is due in the order of time, and at equal times in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
 
-    def after(self, delay: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + delay, next(self._count), event))
+    def after(self, delay: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now + delay, next(self._count), call))
 
     def step(self) -> None:
-        self.now, _, event = heapq.heappop(self._events)
-        event()
+        self.now, _, call = heapq.heappop(self._due)
+        call()
 
 
 class ShardRig(LockstepShard):
-    """One shard of the cluster, in the cluster's time."""
+    """One shard of the run, in the time of the run."""
 
-    def __init__(self, cluster: Cluster, index: int, count: int) -> None:
-        settings = cluster.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
-        super().__init__(settings, EPOCH, lambda: cluster.clock.now)
-        self._cluster = cluster
+    def __init__(self, run: LockstepRun, index: int, count: int) -> None:
+        settings = run.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
+        super().__init__(settings, EPOCH, lambda: run.clock.now)
+        self._run = run
 
     def tell(self, tell: Tell) -> None:
-        self._cluster.learners[tell.learner_id].told(self, tell.directive)
+        self._run.learners[tell.learner_id].told(self, tell.directive)
 
 
 class LearnerRig:
-    """What `diloco_worker.learner` and the training loop are to a learner, without sockets and threads."""
+    """A learner and its training loop, without sockets and threads."""
 
-    def __init__(self, cluster: Cluster, learner_id: str, step_time: Callable[[], float]) -> None:
-        settings = cluster.settings
+    def __init__(self, run: LockstepRun, learner_id: str, step_time: Callable[[], float]) -> None:
+        settings = run.settings
         self.learner_id = learner_id
         self.model = build_gpt(settings.model, settings.run.seed)
         self.replica = Replica(self.model)
         self.core: LearnerCore | None = None
         self.generations: dict[ShardRig, int] = {}
-        self._cluster = cluster
+        self._run = run
         self._settings = settings
         self._optimizer = training.make_optimizer(self.model, settings.train)
         self._stream = TokenStream(
-            cluster.corpus.train, learner_id=learner_id, seed=settings.run.seed,
+            run.corpus.train, learner_id=learner_id, seed=settings.run.seed,
             context=settings.model.context, batch=settings.train.batch,
         )  # fmt: skip
-        self._inbox: list[Event] = []
+        self._inbox: list[Arrival] = []
         self._held: dict[int, tuple[int, Tensor]] = {}  # fragment -> version and values fetched last
         self._step_time = step_time
 
     def join(self, shards: Sequence[ShardRig]) -> None:
-        """Get a lease of every shard, and a version 0 of every fragment: the first learner seeds them."""
+        """Get a lease from every shard, and version 0 of every fragment. The first learner seeds them."""
         for rig in shards:
             member = rig.shard.join(self.learner_id, "lockstep", self.replica.specs, 0.0)
             self.generations[rig] = member.generation
@@ -135,8 +135,8 @@ class LearnerRig:
     def told(self, rig: ShardRig, directive: Directive) -> None:
         match directive:
             case Collect():
-                asked: Event = lambda core: core.collect(directive, EPOCH)  # noqa: E731
-                self._cluster.clock.after(NOTICE, lambda: self._inbox.append(asked))
+                asked: Arrival = lambda core: core.collect(directive, EPOCH)  # noqa: E731
+                self._run.clock.after(NOTICE, lambda: self._inbox.append(asked))
             case Committed(version=version) if version:
                 self._pull(rig, directive)
 
@@ -144,25 +144,23 @@ class LearnerRig:
         """One inner step, its boundary, and the next step."""
         core, train = self._core, self._settings.train
         rate = rate_at(
-            fraction=self._cluster.fraction, inner_step=core.inner_step, budget=self._settings.run.tokens,
+            fraction=self._run.fraction, inner_step=core.inner_step, budget=self._settings.run.tokens,
             lr=train.lr, warmup=train.warmup, final=train.lr_final,
         )  # fmt: skip
         inputs, targets = self._stream.next_batch()
         loss = training._inner_step(self.model, self._optimizer, inputs, targets, rate, train.clip)
         core.stepped(inputs.numel())
         inbox, self._inbox = self._inbox, []
-        for event in inbox:
-            event(core)
+        for arrival in inbox:
+            arrival(core)
         for contribution in core.contribute():
             self._push(contribution)
         took = self._step_time()
-        for rig in self._cluster.shards:
+        for rig in self._run.shards:
             member = rig.shard.check(self.learner_id, self.generations[rig], EPOCH)
-            rig.shard.progress(
-                member, Progress(core.inner_step, core.tokens, float(loss), took), self._cluster.clock.now
-            )
+            rig.shard.progress(member, Progress(core.inner_step, core.tokens, float(loss), took), self._run.clock.now)
             rig.advance()
-        self._cluster.clock.after(took, self.step)
+        self._run.clock.after(took, self.step)
 
     @property
     def _core(self) -> LearnerCore:
@@ -180,14 +178,14 @@ class LearnerRig:
             contribution.steps,
             payload,
         )
-        rig = self._cluster.shards[self._core.manifest.fragments[contribution.fragment_id].shard_index]
-        self._cluster.outcome.bytes_pushed += header.payload.num_bytes
+        rig = self._run.shards[self._core.manifest.fragments[contribution.fragment_id].shard_index]
+        self._run.outcome.bytes_pushed += header.payload.num_bytes
 
         def arrive() -> None:
             answer = self._hand_in(rig, header, payload)
             self._inbox.append(lambda core: core.answered(contribution.fragment_id, contribution.round, answer))
 
-        self._cluster.clock.after(PUSH, arrive)
+        self._run.clock.after(PUSH, arrive)
 
     def _hand_in(self, rig: ShardRig, header: PushHeader, payload: Payload) -> PushAnswer:
         return rig.push(rig.shard.check(self.learner_id, self.generations[rig], EPOCH), header, payload)
@@ -195,16 +193,16 @@ class LearnerRig:
     def _pull(self, rig: ShardRig, committed: Committed) -> None:
         version, values, num_bytes = self._fetch(rig, committed.fragment_id)
         merged_version = rig.shard.owned(committed.fragment_id).status(self.learner_id).merged_version
-        self._cluster.outcome.bytes_pulled += num_bytes
+        self._run.outcome.bytes_pulled += num_bytes
 
         @torch.no_grad()
         def apply(core: LearnerCore) -> None:
             core.arrived(committed.fragment_id, version, EPOCH, values, merged_version)
 
-        self._cluster.clock.after(self._cluster.pull_delay, lambda: self._inbox.append(apply))
+        self._run.clock.after(self._run.pull_delay, lambda: self._inbox.append(apply))
 
     def _fetch(self, rig: ShardRig, fragment_id: int) -> tuple[int, Tensor, int]:
-        """The latest version, its values, and the bytes that it took: as a change where that is sent."""
+        """The latest version, its values, and the bytes it took on the wire: those of the change, if one was sent."""
         version, payload = rig.shard.published(fragment_id)
         had, anchor = self._held.get(fragment_id, (None, None))
         change = rig.shard.change_since(fragment_id, EPOCH, had)
@@ -221,7 +219,7 @@ class LearnerRig:
         return PushHeader(fragment_id, round_number, EPOCH, base_version, tokens, steps, payload.header, digest)
 
 
-class Cluster:
+class LockstepRun:
     """Shards and learners of one run, and the clock that they share."""
 
     def __init__(
@@ -242,7 +240,7 @@ class Cluster:
 
     @property
     def fraction(self) -> float:
-        """Progress as a learner sees it: the tokens merged by the shard that is furthest."""
+        """Progress as a learner sees it: the tokens merged by the shard that is furthest ahead."""
         return min(1.0, max(rig.shard.tokens_merged for rig in self.shards) / self.settings.run.tokens)
 
     def run(self, on_progress: Callable[[float], None] | None = None) -> Outcome:

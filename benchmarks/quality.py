@@ -23,7 +23,7 @@ import torch
 from diloco_worker.builtin.data import load_corpus
 from diloco_worker.builtin.evaluation import evaluate
 from diloco_worker.builtin.gpt import GPT, build_gpt
-from lockstep import Cluster, Outcome
+from lockstep import LockstepRun, Outcome
 from quality_page import PAGE, PLOT, all_specs, draw, rebuild
 from quality_spec import Spec, describe
 from references import classic_diloco, data_parallel
@@ -51,9 +51,11 @@ def run(spec: Spec) -> dict[str, object]:
     first = evaluate(build_gpt(settings.model, spec.seed), corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
     if spec.method == "decoupled":
         shards = min(2, spec.fragments)
-        cluster = Cluster(settings, corpus, learners=spec.learners, shards=shards, speeds=spec.speeds, noise=spec.noise)
-        outcome = cluster.run(lambda progress: watch(progress, cluster.global_model))
-        model = cluster.global_model()
+        lockstep = LockstepRun(
+            settings, corpus, learners=spec.learners, shards=shards, speeds=spec.speeds, noise=spec.noise
+        )
+        outcome = lockstep.run(lambda progress: watch(progress, lockstep.global_model))
+        model = lockstep.global_model()
     else:
         reference = {"classic": classic_diloco, "data-parallel": data_parallel}[spec.method]
         model = reference(settings, corpus, spec.learners, lambda progress, model: watch(progress, lambda: model))

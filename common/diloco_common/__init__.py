@@ -1,1 +1,1 @@
-"""What servers and workers share: errors, settings, the manifest, encodings, and the RPC conventions."""
+"""Everything that servers and workers share: errors, settings, manifest, encodings, RPC conventions, histories."""

@@ -1,4 +1,4 @@
-"""Addresses that processes listen on: parsing, binding, and saying who has a port that is taken.
+"""Listening addresses: parse them, bind them, and name the process that already has the port.
 
 HTTP takes the bound socket. gRPC binds by itself: give it `str(parse_address(...))` with the option
 `grpc.so_reuseport` 0, and raise `in_use(address)` when it cannot have the port.
@@ -78,7 +78,7 @@ def is_loopback(host: str) -> bool:
 def bind_socket(address: str) -> socket.socket:
     """Bind and listen on "host:port"; port 0 takes a free one. Non-blocking, for an event loop.
 
-    Raises ConfigError (nonsense, a host that is not this machine, no permission) or InUse.
+    Raises ConfigError (malformed address, host of another machine, no permission) or InUse.
     """
     wanted = parse_address(address)
     try:
@@ -92,7 +92,7 @@ def bind_socket(address: str) -> socket.socket:
         if family == socket.AF_INET6 and wanted.host == "::":
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(name)
-        sock.listen(_BACKLOG)  # two sockets may bind one port, only one may listen: claim it now
+        sock.listen(_BACKLOG)  # two sockets may bind one port, but only one may listen: claim it now
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -101,7 +101,7 @@ def bind_socket(address: str) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
                 f"cannot listen on {wanted}: no interface of this machine has that address. "
-                "Use one that it has, or 0.0.0.0 for all"
+                "Use one of its own addresses, or 0.0.0.0 for all"
             ) from None
         if error.errno in (errno.EACCES, errno.EPERM):
             raise ConfigError(f"cannot listen on {wanted}: not permitted. Ports below 1024 need privileges") from None
@@ -110,13 +110,13 @@ def bind_socket(address: str) -> socket.socket:
 
 
 def bound_address(sock: socket.socket) -> Address:
-    """The address that a socket got, with the real port where 0 was asked for."""
+    """The address of a bound socket, with the real port if 0 was asked for."""
     host, port = sock.getsockname()[:2]
     return Address(host, port)
 
 
 def in_use(address: str) -> InUse:
-    """The error for a port that is taken, with the process that has it where /proc tells."""
+    """The error for a port that is taken. It names the process that has it, if /proc tells."""
     wanted = parse_address(address)
     pid = who_listens(wanted.port)
     owner = "another process" if pid is None else f"process {pid} ({_command(pid)})"
@@ -124,7 +124,7 @@ def in_use(address: str) -> InUse:
 
 
 def who_listens(port: int) -> int | None:
-    """Process id that listens on a TCP port of this machine. None: nobody, not ours to see, or no /proc."""
+    """Id of the process that listens on a TCP port of this machine. None: no process, a hidden one, or no /proc."""
     inodes = _listening_inodes(port)
     if not inodes:
         return None
@@ -135,7 +135,7 @@ def who_listens(port: int) -> int | None:
         try:
             if any(os.readlink(fd) in wanted for fd in (process / "fd").iterdir()):
                 return int(process.name)
-        except OSError:  # it has ended, or belongs to somebody else
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return None
 
@@ -159,5 +159,5 @@ def _command(pid: int) -> str:
     try:
         name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
-        return "ended meanwhile"
+        return "it has just ended"
     return name if name.isprintable() else ascii(name)

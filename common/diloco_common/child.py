@@ -1,8 +1,8 @@
 """Run a module as a child that ends with its parent, even when the parent is killed with SIGKILL.
 
-`python -m diloco_common.child PARENT_PID MODULE ARGUMENTS...` is what `diloco up` starts. The kernel sends
-SIGTERM to this process when the parent dies (Linux); a thread looks every second as well, for other systems,
-and ends the process hard if it does not follow within `GRACE_S`.
+`diloco up` starts `python -m diloco_common.child PARENT_PID MODULE ARGUMENTS...`. On Linux the kernel sends SIGTERM to
+this process when the parent dies. For other systems, a thread checks every second whether the parent is alive. That
+thread kills the process if it does not end within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import threading
 import time
 
 GRACE_S = 10.0
-"""Seconds that a child has to end by itself after its parent has died."""
-_LOOK_EVERY_S = 1.0
+"""Seconds for a child to end by itself after its parent has died."""
+_CHECK_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int) -> None:
     """Make this process end when its parent does.
 
-    Linux ties the signal to the *thread* that started us, so the parent must start children from a thread
-    that lives as long as itself.
+    Linux ties the signal to the *thread* that started us, so the parent must start children from a thread that runs
+    until the parent ends.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -36,14 +36,14 @@ def end_with_parent(parent_pid: int) -> None:
 
 def _follow(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(argv: list[str]) -> None:
-    """Tie this process to its parent and become the module."""
+    """Tie this process to its parent, then run the module in it."""
     parent_pid, module, arguments = int(argv[0]), argv[1], argv[2:]
     end_with_parent(parent_pid)
     sys.argv = [module, *arguments]

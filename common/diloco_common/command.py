@@ -1,4 +1,4 @@
-"""How every command of this project ends: one clear line for a known error, and its exit code."""
+"""How every command of this project ends: with one clear line for a known error, and with its exit code."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def end_on_sigterm() -> None:
-    """From now on SIGTERM ends this process at once, with exit code 0.
+    """From now on, SIGTERM ends this process at once with exit code 0.
 
-    For a service, before its slow imports: until they are done it has nothing to hand over. It replaces the handler
-    then. An exception would not do: somewhere in those imports it is caught, and the process goes on.
+    A service calls this before its slow imports, because it has nothing to hand over until they are done. It replaces
+    the handler afterwards. Raising an exception would not work: some import catches it, and the process goes on.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_OK))
 
@@ -32,9 +32,9 @@ def end_on_sigterm() -> None:
 def run_command(command: Callable[[], int | None], *, name: str) -> int:
     """Run the body of a command and return its exit code.
 
-    A `DilocoError` becomes `name: message [CODE]` on stderr, one line per problem, without a traceback.
-    Ctrl-C becomes 130, a reader that closed our stdout ends us quietly. Anything else is a bug and keeps its
-    traceback.
+    A `DilocoError` becomes `name: message [CODE]` on stderr, one line per problem, without a traceback. Ctrl-C gives
+    exit code 130. If the reader of our stdout closes it, the command ends quietly. Anything else is a bug and keeps
+    its traceback.
     """
     try:
         code = command()
@@ -53,17 +53,17 @@ def run_command(command: Callable[[], int | None], *, name: str) -> int:
 
 
 def one_line(error: DilocoError, name: str) -> str:
-    """The text of an error for people: `name: message [CODE]`, the code after the last line."""
+    """The error as people see it: `name: message [CODE]`, with the code after the last line."""
     lines = str(error).splitlines() or ["failed"]
     return "\n".join(f"{name}: {line}" for line in lines) + f" [{error.code}]"
 
 
 def _stdout_is_broken() -> bool:
-    """True if it was the reader of our stdout that left, and not the peer of some socket."""
-    look = select.poll()
-    look.register(sys.stdout.fileno(), select.POLLERR)
-    if not any(events & select.POLLERR for _, events in look.poll(0)):
+    """True if the reader of our stdout has gone, and not the peer of some socket."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLERR)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
         return False
-    # Python flushes stdout once more at exit and would complain then.
+    # Python flushes stdout once more at exit, and would complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True

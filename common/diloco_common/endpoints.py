@@ -1,7 +1,7 @@
-"""Address files: where a process of a local cluster says which ports it has bound.
+"""Address files: a process of a local cluster writes its bound ports into one.
 
-A server or worker that is given `--address-file` calls `write_address` once its ports are bound; `diloco up`
-and `diloco status` read the file. What an address is, and how it is bound, stands in `addresses.py`.
+A server or worker with `--address-file` calls `write_address` once its ports are bound. `diloco up` and `diloco status`
+read the file. `addresses.py` parses and binds addresses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Endpoints:
 
 
 def write_address(path: Path, role: Role, name: str, *, grpc: str = "", http: str) -> Endpoints:
-    """Say where this process is reached; a reader sees the whole file or none.
+    """Write where this process can be reached. A reader sees the whole file or none.
 
     Raises:
         OSError: the folder does not exist or cannot be written.
@@ -38,7 +38,7 @@ def write_address(path: Path, role: Role, name: str, *, grpc: str = "", http: st
 
 
 def read_address(path: Path) -> Endpoints | None:
-    """The address in a file; none if it is absent or is no address."""
+    """The endpoints in a file; None if the file is absent or malformed."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Endpoints(**found)
@@ -47,13 +47,13 @@ def read_address(path: Path) -> Endpoints | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name and rename it, so that nobody reads half of it."""
+    """Write JSON under a temporary name and rename it, so a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def dialable(address: str) -> str:
-    """The address under which a process of the same machine reaches a listener."""
+    """The address at which a process of the same machine reaches a listener."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("", "0.0.0.0", "[::]", "::") else address

@@ -1,7 +1,7 @@
 """Every error that leaves a process, with its stable code.
 
-An error knows its facts and says what happened, why, and what to do. `Refusal` is what a shard answers to a
-caller; the gRPC status of each code stands in one table in `rpc.py`. `exit_code` is what a command ends with.
+An error knows its facts and says what happened, why, and what to do. A shard answers a caller with a `Refusal`; one
+table in `rpc.py` gives the gRPC status of each code. A command ends with the `exit_code` of its error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130
 
 
 class DilocoError(Exception):
-    """Base of all errors that are shown to a user as one line, without a traceback."""
+    """Base of all errors that a user sees as one line, without a traceback."""
 
     code: ClassVar[str] = "UNEXPECTED"
     exit_code: ClassVar[int] = EXIT_UNEXPECTED
@@ -33,7 +33,7 @@ class ConfigError(DilocoError):
 
 
 class UnsupportedModel(DilocoError):
-    """The user's model cannot be synchronised as it is."""
+    """The user's model cannot be synchronised in its present form."""
 
     code = "UNSUPPORTED_MODEL"
     exit_code = EXIT_USAGE
@@ -54,14 +54,14 @@ class InUse(DilocoError):
 
 
 class CannotConnect(DilocoError):
-    """Nobody answers where a server should be."""
+    """No server answers at the given address."""
 
     code = "CANNOT_CONNECT"
     exit_code = EXIT_CANNOT_CONNECT
 
 
 class Refusal(DilocoError):
-    """A shard refuses a call. Nothing changed; repeating the same call gives the same answer."""
+    """A shard refuses a call. Nothing has changed; repeating the same call gives the same answer."""
 
     code = "REFUSED"
     exit_code = EXIT_REFUSED
@@ -98,7 +98,7 @@ class BadLearnerId(Refusal):
 
 
 class ManifestMismatch(Refusal):
-    """The caller's model, or how it is cut, differs from the shard's."""
+    """The caller's model, or the way it is cut, differs from the shard's."""
 
     code = "MANIFEST_MISMATCH"
 
@@ -110,19 +110,19 @@ class NotJoined(Refusal):
 
 
 class LeaseExpired(Refusal):
-    """The learner was silent for longer than its lease; it may join again."""
+    """The learner was silent for longer than its lease. It may join again."""
 
     code = "LEASE_EXPIRED"
 
 
 class Stalled(Refusal):
-    """The learner's heartbeats came but no inner step ended for too long; it may join again."""
+    """The learner's heartbeats came, but it took no inner step for too long. It may join again."""
 
     code = "STALLED"
 
 
 class StaleGeneration(Refusal):
-    """The learner has joined again since; this caller's generation is over."""
+    """The learner has joined again since then; this caller's generation is over."""
 
     code = "STALE_GENERATION"
 
@@ -156,7 +156,7 @@ class NotSeeded(Refusal):
 
 
 class WrongEpoch(Refusal):
-    """The shard was restored since; versions of the caller's epoch do not compare."""
+    """The shard was restored since then; it cannot compare versions of the caller's epoch."""
 
     code = "WRONG_EPOCH"
 
@@ -168,7 +168,7 @@ class WrongRound(Refusal):
 
 
 class TooStale(Refusal):
-    """The contribution is relative to a version that is too old."""
+    """The base version of the contribution is too old."""
 
     code = "TOO_STALE"
 
@@ -186,19 +186,19 @@ class BadChecksum(Refusal):
 
 
 class TornUpload(Refusal):
-    """The bytes of a push stopped coming before all were there; nothing was taken, push again."""
+    """The push broke off before all of its bytes arrived. Nothing was taken; push again."""
 
     code = "TORN_UPLOAD"
 
 
 class ContributionConflict(Refusal):
-    """The same (learner, generation, fragment, round) came before with other bytes."""
+    """An earlier push with the same learner, generation, fragment and round had other bytes."""
 
     code = "CONTRIBUTION_CONFLICT"
 
 
 class UnknownEncoding(Refusal):
-    """The encoding is not in the registry, or not the run's."""
+    """The encoding is not in the registry, or the run uses another one."""
 
     code = "UNKNOWN_ENCODING"
 
@@ -216,7 +216,7 @@ class NotFinite(Refusal):
 
 
 class NormTooLarge(Refusal):
-    """The norm is far above what this fragment's contributions usually have."""
+    """The norm is far above the usual norm of this fragment's contributions."""
 
     code = "NORM_TOO_LARGE"
 
@@ -228,7 +228,7 @@ class Busy(Refusal):
 
 
 def refusal_from(code: str, message: str) -> Refusal:
-    """The error that a stable code stands for."""
+    """The error with this stable code."""
     kind = next((kind for kind in Refusal.__subclasses__() if kind.code == code), Refusal)
     error = kind.__new__(kind)
     Exception.__init__(error, message)

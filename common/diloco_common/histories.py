@@ -1,7 +1,7 @@
 """Histories as a model: the processes of a run, what learners contributed, and where it was merged.
 
-Lines come from files or from memory (`history.py`); everything here is a pure function of them. Which version was made
-from which is in `lineage.py`. The lines, in the order in which each process writes them:
+Lines come from files or from memory (`history.py`). Everything here is a pure function of them. `lineage.py` says which
+version was made from which. The lines, in the order in which each process writes them:
 
     shard     born      role="shard", epoch
               joined    learner, generation
@@ -20,14 +20,15 @@ from which is in `lineage.py`. The lines, in the order in which each process wri
               applied   fragment, epoch, version, checksum, merged, forgotten, since
               ended
 
-Every line has `t`, in seconds. Of a contribution, `epoch` and `base` name the version that it was trained from. A shard
-writes `merging` before it computes a version. It writes `announced` when that is durable, and before anybody hears of
-it. A later epoch of the shard writes `restored` for the version that it begins with; `stored_epoch` is the epoch in the
-name on the disk. `state` is a checksum of what the shard goes on from, `checksum` one of the values that learners get.
+Every line has `t`, in seconds. The `epoch` and `base` of a contribution name its base version. A shard writes `merging`
+before it computes a version. It writes `announced` once the version is durable, before any learner hears of it. A later
+epoch of the shard writes `restored` for the version with which it begins; `stored_epoch` is the epoch in the name on
+the disk. `state` is a checksum of everything that the shard goes on from, `checksum` one of the values that learners
+get.
 
-`since` is a learner's own count of tokens: the work before it is merged, as far as the learner knows. From `applied` on
-it counts a contribution to round `merged` as merged because the version holds it, or to round `forgotten` because its
-shard no longer knows. From `carried` on it counts a contribution as not merged.
+`since` is a learner's own count of tokens. As far as the learner knows, all work before it is merged. From `applied` on
+the learner counts its contribution to round `merged` as merged, because the version holds it; or its contribution to
+round `forgotten`, because the shard no longer knows. From `carried` on it counts the contribution as not merged.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Process:
-    """What one process wrote, from its start to its end. One process of a shard is one epoch."""
+    """The lines of one process, from its start to its end. Each process of a shard is one epoch."""
 
     name: str
-    """Of the learner or of the shard."""
+    """Name of the learner or of the shard."""
     number: int
-    """Among the processes of this name, counted from 0."""
+    """Its number among the processes of this name, counted from 0."""
     lines: tuple[Line, ...]
     """At least one: "born"."""
 
@@ -60,7 +61,7 @@ class Process:
 
     @property
     def epoch(self) -> int:
-        """Of a shard."""
+        """The epoch of this process. Shards only."""
         return int(self.lines[0]["epoch"])
 
     def of(self, *what: str) -> Iterator[Line]:
@@ -70,12 +71,12 @@ class Process:
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """A contribution as its learner sent it: the tokens [since, end) of its process."""
+    """A contribution as its learner sent it: the tokens [since, end) of one process."""
 
     process: Process
     fragment: int
     shard_epoch: int
-    """Of the shard that asked for it."""
+    """Epoch of the shard that asked for it."""
     round: int
     since: int
     tokens: int
@@ -86,12 +87,12 @@ class Push:
 
 
 PushName = tuple[str, int, int, int, int, int]
-"""Learner, epoch of the shard, generation, fragment, round, tokens: what both sides say of one push."""
+"""Learner, epoch of the shard, generation, fragment, round, tokens. Both sides record these of a push."""
 
 
 @dataclass(frozen=True, eq=False)
 class Histories:
-    """Everything that was recorded: name -> the processes that had it, one after the other."""
+    """Everything that was recorded: name -> the processes of that name, one after the other."""
 
     shards: Mapping[str, Sequence[Process]]
     learners: Mapping[str, Sequence[Process]]
@@ -117,7 +118,7 @@ class Histories:
 
     @cached_property
     def pushes(self) -> dict[PushName, Push]:
-        """What learners sent. A contribution that was sent under two generations has two names."""
+        """All pushes of learners. A contribution sent under two generations has two names."""
         found: dict[PushName, Push] = {}
         for process in self.learner_processes():
             for line, push in self.pushes_of[process]:
@@ -126,23 +127,23 @@ class Histories:
 
     @cached_property
     def pushes_of(self) -> dict[Process, list[tuple[Line, Push]]]:
-        """Process of a learner -> its lines "pushed", each with the contribution that it is about."""
+        """Process of a learner -> its lines "pushed", each with its contribution."""
         return {process: list(_pushes(process)) for process in self.learner_processes()}
 
     @cached_property
     def lineage(self) -> Lineage:
-        """Which versions there were, and whose contributions each one holds."""
+        """All versions, and whose contributions each one holds."""
         return Lineage(self.shards, self.pushes)
 
     def merges(self) -> list[Merge]:
-        """Contributions that are in the model at the end, each in the version that merged it."""
+        """Contributions that are in the final model, each in the version that merged it."""
         return [merge for version in self.lineage.versions if version.survives for merge in version.merges]
 
 
 def gather(histories: Iterable[tuple[str, Sequence[Line]]]) -> Histories:
     """Histories from pairs of a name and lines, in the order in which the processes were started.
 
-    The lines may be those of one process, or of several that followed each other.
+    The lines of a pair may come from one process, or from several that followed each other.
     """
     lines_of: dict[str, list[tuple[Line, ...]]] = {}
     for name, lines in histories:
@@ -157,7 +158,7 @@ def gather(histories: Iterable[tuple[str, Sequence[Line]]]) -> Histories:
 
 
 def _split(lines: Sequence[Line]) -> Iterator[tuple[Line, ...]]:
-    """Cut lines where a process was born."""
+    """Cut the lines at each birth of a process."""
     births = [i for i, line in enumerate(lines) if line["what"] == "born"]
     for begin, end in pairwise([*births, len(lines)]):
         yield tuple(lines[begin:end])

@@ -1,7 +1,7 @@
-"""Histories: what happens to one process, written down as lines, so that promises can be checked afterwards.
+"""Histories: a process records what happens to it, line by line, so that promises can be checked afterwards.
 
-`HistoryFile` is the way to disk, `MemoryHistory` the way to a list. Both are a `History` as `ports.py` has it. What the
-lines mean is in `histories.py`; whether they keep the promises says `judge.py`.
+`HistoryFile` writes to a file, `MemoryHistory` to a list. Both implement `History` of `ports.py`. `histories.py` says
+what the lines mean, `judge.py` whether they keep the promises.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from diloco_common.histories import Histories, Line, gather
 class HistoryFile:
     """The history of one process, in a file. Lines may be written from any thread.
 
-    A line is one write to a file that is opened for appending, so it outlives SIGKILL. The next process of this name
-    appends to the same file.
+    Each line is one write to a file opened for appending, so it survives SIGKILL. The next process of this name appends
+    to the same file.
     """
 
     def __init__(self, folder: Path, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Append to `folder`/`name`.jsonl. The default clock is comparable among the processes of one machine.
+        """Append to `folder`/`name`.jsonl. The default clock agrees among all processes of one machine.
 
         Raises OSError.
         """
@@ -53,7 +53,7 @@ class MemoryHistory:
     """The history of one process, in memory. Hand `lines` to `histories.gather`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds; to be judged together, histories need the same one."""
+        """`clock` gives seconds. Histories that are judged together need the same clock."""
         self.lines: list[Line] = []
         self._clock = clock
 
@@ -63,7 +63,7 @@ class MemoryHistory:
 
 
 def read_history(path: Path) -> list[Line]:
-    """The lines of a file, in order. A torn line, as a crash may leave it, is left out. Raises OSError."""
+    """The lines of a file, in order, without lines that a crash has torn. Raises OSError."""
     found: list[Line] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -81,7 +81,7 @@ def read_histories(folder: Path) -> Histories:
 
 
 def fingerprint(*parts: bytes) -> str:
-    """CRC-32C over bytes, 8 hex digits: equal for everyone who holds the same bytes."""
+    """CRC-32C over bytes, as 8 hex digits. Equal bytes give equal fingerprints."""
     value = 0
     for part in parts:
         value = google_crc32c.extend(value, part)

@@ -1,7 +1,7 @@
-"""What every process says about itself over HTTP: /metrics, /healthz, /readyz and /status.
+"""The HTTP server of every process: /metrics, /healthz, /readyz and /status.
 
-A few lines of ASGI under uvicorn, inside the caller's event loop. What "ready" means and what the status
-holds is the caller's; it keeps secrets out of it.
+A few lines of ASGI under uvicorn, inside the caller's event loop. The caller decides what "ready" means and what the
+status holds, and keeps secrets out of it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _log = logging.getLogger("diloco.http")
 class HttpServer:
     """Serves one process's metrics, health and status.
 
-    `status` gives the JSON of /status; `ready` says whether the process can do its work, and why (not). Both
-    are called in the event loop and must not block.
+    `status` gives the JSON of /status; `ready` says whether the process can do its work, and the reason. Both are
+    called in the event loop and must not block.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen; give the bound "host:port". Raises ConfigError or InUse."""
+        """Listen, and return the bound "host:port". Raises ConfigError or InUse."""
         assert self._server is None, "started twice"
         sock = bind_socket(self._address)
         config = uvicorn.Config(
@@ -69,12 +69,12 @@ class HttpServer:
         finally:
             up.cancel()
         if self._task.done():
-            await self._task  # raises what went wrong
+            await self._task  # raises the error, if there is one
             raise RuntimeError("the HTTP server ended while starting")
         return str(bound_address(sock))
 
     async def stop(self) -> None:
-        """Close the socket; answers in progress get a second to end. Repeating it is fine."""
+        """Close the socket. Answers in progress get one second to end. Repeating it is fine."""
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True
@@ -100,15 +100,15 @@ class HttpServer:
     async def _send_status(self, send: Any) -> None:
         try:
             status = self._status()
-        except Exception:  # a status that cannot be made must not look like a dead process
+        except Exception:  # a status that fails must not look like a dead process
             _log.exception("status failed")
-            await _send_json(send, 500, {"error": "the status could not be made; see the log"})
+            await _send_json(send, 500, {"error": "the status failed; the log of this process says why"})
         else:
             await _send_json(send, 200, status)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn as a guest: signals belong to the process that it lives in."""
+    """uvicorn as a guest: it leaves signals to the process around it."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -131,7 +131,7 @@ async def _send_json(send: Any, code: int, value: Any, *headers: tuple[bytes, by
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: null instead, so that every parser can read a diverged run."""
+    """JSON has no NaN and no infinity. This puts null instead, so every parser can read a diverged run."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Who calls: the same for every transport, and told before the first payload byte."""
+"""The identity of a caller. It is the same for every transport, and known before the first payload byte."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from diloco_common.errors import BadLearnerId
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller, and the lease that it holds."""
+    """A caller and its lease."""
 
     run_id: str
     learner_id: str = ""
     """Empty: an observer."""
     generation: int = 0
-    """0: no lease (Join, and observers)."""
+    """0: no lease (a call of Join, or an observer)."""
     epoch: int = 0
-    """That the lease was given in."""
+    """The epoch in which the shard gave the lease."""
 
 
 _LEARNER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")

@@ -1,8 +1,8 @@
-"""The judge: whether histories keep the promises. Pure functions of what processes wrote; each names every case.
+"""The judge: do histories keep the promises? Pure functions of what processes wrote. Each names every violation.
 
-The same judge looks at real processes (`diloco chaos`), at simulated ones, and at those of contract tests. It follows
-versions from base to base (`lineage.py`). It compares what they hold with what each process of a learner trained, by
-the count of tokens of that process.
+The same judge serves real processes (`diloco chaos`), simulated ones and contract tests. It follows versions from base
+to base (`lineage.py`). It compares the tokens in the versions with the tokens that each process of a learner trained,
+as that process counted them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Violation:
 def violations(
     histories: Histories, *, excused: Container[tuple[int, int]] = (), gapless: bool = True
 ) -> list[Violation]:
-    """Everything that the histories show to be wrong.
+    """All violations that the histories show.
 
     Args:
         histories: of all processes of one run, from its beginning.
@@ -52,16 +52,16 @@ def violations(
 
 
 def double_counted(histories: Histories) -> Iterator[Violation]:
-    """No token of a process is in a version twice, and none that its learner goes on to contribute is in one already.
+    """No version holds a token of a process twice, and no learner will contribute a token that a version holds already.
 
-    This compares what was trained, not what was sent: a second push of the same work is another push.
+    This compares trained tokens, not pushes: a second push of the same work is a push of its own.
     """
     lineage = histories.lineage
     for version in lineage.versions:
         for merge in version.merges:
             if merge.push is None:
                 yield Violation(
-                    "double_counted", f"{_words(merge)} holds a contribution of {merge.learner} that it never sent"
+                    "double_counted", f"{_words(merge)} holds a contribution that {merge.learner} never sent"
                 )
             elif (before := merge.previous) is not None and before.push is not None:
                 twice = before.push.end - merge.push.since
@@ -78,7 +78,7 @@ def double_counted(histories: Histories) -> Iterator[Violation]:
                         yield Violation(
                             "double_counted",
                             f"{process.name} counts its contribution to round {line['round']} of fragment "
-                            f"{line['fragment']} as not merged, and it is in {_words(merge)}",
+                            f"{line['fragment']} as not merged, but {_words(merge)} holds it",
                         )
             elif (held := _held(histories, line)) is not None and (last := held.last_of(process)) is not None:
                 assert last.push is not None
@@ -86,23 +86,23 @@ def double_counted(histories: Histories) -> Iterator[Violation]:
                     yield Violation(
                         "double_counted",
                         f"{process.name} counts {line['since']} tokens as merged in fragment {held.fragment}, "
-                        f"and {_words(last)} holds those up to {last.push.end}",
+                        f"but {_words(last)} holds its tokens up to {last.push.end}",
                     )
 
 
 def work_lost(
     histories: Histories, excused: Container[tuple[int, int]] = (), *, gapless: bool = True
 ) -> Iterator[Violation]:
-    """What a learner counts as merged, and so will not send again, is in the version that it applies, and stays there.
+    """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good.
 
-    As long as the versions that it applies come one from the other, they hold its tokens without a gap. After a loss,
-    or when its shard has forgotten a contribution, this holds anew from where the learner's count stands then.
+    As long as each version that it applies comes from the one before, they hold its tokens without a gap. After a loss,
+    or after its shard has forgotten a contribution, this holds again from the learner's count at that time.
 
-    `excused`: as in `lost_versions`; what was in a lost version is lost with it.
-    `gapless`: whether learners carry. If not (`sync.on_commit`), they throw away some of what they trained.
+    `excused`: as in `lost_versions`. The contributions in a lost version are lost with it.
+    `gapless`: whether learners carry. If not (`sync.on_commit`), they throw away some of their work.
     """
     for process in histories.learner_processes():
-        holds: dict[int, tuple[Version | None, int]] = {}  # fragment -> version, and what is counted as merged in it
+        holds: dict[int, tuple[Version | None, int]] = {}  # fragment -> version, and the tokens counted as merged in it
         for line, push in _fates(histories, process):
             if line["what"] == "carried":
                 continue
@@ -117,8 +117,8 @@ def work_lost(
                 if not stays:
                     yield Violation(
                         "work_lost",
-                        f"{process.name} takes its contribution to round {line['merged']} of fragment {fragment} "
-                        f"to be merged, and {'no version holds it' if merge is None else f'{_words(merge)} was lost'}",
+                        f"{process.name} counts its contribution to round {line['merged']} of fragment {fragment} "
+                        f"as merged, but {'no version holds it' if merge is None else f'{_words(merge)} was lost'}",
                     )
                 if merge is None:
                     continue
@@ -127,7 +127,7 @@ def work_lost(
 
 
 def _gaps(process: Process, before: Version, held: Version, reached: int, since: int) -> Iterator[Violation]:
-    """Between the tokens that a learner counted as merged in one version, and those that it does in a later one."""
+    """Tokens that are missing between an earlier and a later version, though the learner counts them as merged."""
     new, merge, known = list[Merge](), held.last_of(process), before.last_of(process)
     while merge is not None and merge is not known:
         new.append(merge)
@@ -145,19 +145,19 @@ def _gaps(process: Process, before: Version, held: Version, reached: int, since:
         yield Violation(
             "work_lost",
             f"{process.name} counts {since} tokens as merged in {where}, "
-            f"and version {held.version} holds those up to {reached}",
+            f"but version {held.version} holds its tokens up to {reached}",
         )
 
 
 def _merged(histories: Histories, push: Push | None, round_number: int, version: Version) -> Merge | None:
-    """Where a contribution came into a version; None: the version does not hold it."""
+    """The merge that brought a contribution into a version; None: the version does not hold it."""
     if push is None or push.round != round_number:
         return None
     return next((merge for merge in histories.lineage.merges_of(push) if version.comes_from(merge.into)), None)
 
 
 def _fates(histories: Histories, process: Process) -> Iterator[tuple[Line, Push | None]]:
-    """Where a learner decided on a contribution, or applied a version: with the contribution that was under way."""
+    """Lines where a learner carried a contribution or applied a version, each with the contribution then under way."""
     pushes = iter(histories.pushes_of[process])
     under_way: dict[int, Push] = {}
     for line in process.lines:
@@ -191,10 +191,10 @@ def _words(merge: Merge) -> str:
 
 
 def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()) -> Iterator[Violation]:
-    """A shard that comes back goes on from the last version that it had announced, and nobody applies another one.
+    """A shard that comes back goes on from the last version it announced, and learners apply only announced versions.
 
-    `excused`: pairs of an epoch and a fragment. In that epoch the shard may have come back with less of the fragment:
-    its disk was made to lose it, or it keeps nothing, or it may announce before it writes.
+    `excused`: pairs of an epoch and a fragment. In that epoch the shard may come back with an older version of the
+    fragment: its disk was made to lose versions, or it keeps none, or it may announce before it writes.
     """
     for shard, processes in histories.shards.items():
         latest: dict[int, Version] = {}
@@ -213,7 +213,7 @@ def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()
 def _going_on(
     histories: Histories, shard: str, process: Process, latest: dict[int, Version], excused: Container[tuple[int, int]]
 ) -> Iterator[Violation]:
-    """One epoch of a shard. `latest`: fragment -> the last version that it had, in this epoch or an earlier one."""
+    """One epoch of a shard. `latest`: fragment -> its last version, in this epoch or an earlier one."""
     epoch, began = process.epoch, set[int]()
     for line in process.of("announced", "restored"):
         fragment, version, now = line["fragment"], line["version"], histories.lineage.at(line)
@@ -233,7 +233,7 @@ def _going_on(
         elif before is not None and not now.comes_from(before) and (epoch, fragment) not in excused:
             yield Violation(
                 "lost_versions",
-                f"{shard} had announced version {before.version} of fragment {fragment}, and came back with {version}",
+                f"{shard} had announced version {before.version} of fragment {fragment}, but came back with {version}",
                 max(1, before.version - version),
             )
         began.add(fragment)
@@ -244,12 +244,12 @@ def _going_on(
 
 
 def differing_bytes(histories: Histories) -> Iterator[Violation]:
-    """Everybody who holds a version holds the same bytes, and a name is given to one version only."""
+    """All holders of a version hold the same bytes, and no two versions have the same name."""
     seen: dict[Name, dict[str, str]] = defaultdict(dict)
     for process in histories.shard_processes():
         for line in process.of("announced", "restored"):
             names = {line["epoch"]} if line["what"] == "announced" else {line["epoch"], process.epoch}
-            for epoch in names:  # a version that was restored may get a name of this epoch later
+            for epoch in names:  # a restored version may get a name of this epoch later
                 seen[line["fragment"], epoch, line["version"]].setdefault(line["checksum"], process.name)
     for process in histories.learner_processes():
         for line in process.of("applied"):
@@ -263,7 +263,7 @@ def differing_bytes(histories: Histories) -> Iterator[Violation]:
 
 
 def _names(histories: Histories) -> Iterator[Violation]:
-    """An epoch begins once, and names what is made in it."""
+    """An epoch begins once, and gives its number to the versions made in it."""
     for shard, processes in histories.shards.items():
         epochs = set[int]()
         for process in processes:
@@ -282,7 +282,7 @@ def _names(histories: Histories) -> Iterator[Violation]:
 
 
 def _restored(histories: Histories) -> Iterator[Violation]:
-    """What comes back from the disk is what the shard had, whatever its name is now."""
+    """A version restored from the disk has the same state as before, whatever its name is now."""
     for process in histories.shard_processes():
         for line in process.of("restored"):
             version = histories.lineage.at(line)
@@ -291,7 +291,7 @@ def _restored(histories: Histories) -> Iterator[Violation]:
                     yield Violation(
                         "differing_bytes",
                         f"version {line['version']} of fragment {line['fragment']} came back to {process.name} with "
-                        f"another {fact}: {line[fact]}, it was {version.line[fact]}",
+                        f"another {fact}: {line[fact]} instead of {version.line[fact]}",
                     )
 
 
@@ -299,7 +299,7 @@ def _restored(histories: Histories) -> Iterator[Violation]:
 
 
 def fencing(histories: Histories) -> Iterator[Violation]:
-    """Nothing of a generation that is over is accepted or merged. Who says goodbye keeps what it has contributed."""
+    """A shard accepts and merges nothing of a generation that is over. What came before a goodbye still counts."""
     for process in histories.shard_processes():
         current: dict[str, int] = {}
         over: dict[tuple[str, int], str] = {}
@@ -335,8 +335,8 @@ def _generation(who: tuple[str, int], over: dict[tuple[str, int], str]) -> str:
 def accounting(histories: Histories) -> Iterator[Violation]:
     """Every pushed token ends as merged, carried, refused or in flight; nothing else is merged.
 
-    A shard merges what it accepted, unless the generation was evicted. A version counts the tokens that it holds. A
-    learner decides on one contribution before it sends the next one, and sends nothing that it has not trained.
+    A shard merges every contribution it accepted, unless the generation was evicted. A version counts the tokens it
+    holds. A learner learns the fate of one contribution before it sends the next, and sends only tokens it has trained.
     """
     for process in histories.shard_processes():
         yield from _ledger(process)
@@ -347,8 +347,8 @@ def accounting(histories: Histories) -> Iterator[Violation]:
 
 
 def _ledger(process: Process) -> Iterator[Violation]:
-    """Of one epoch of a shard."""
-    accepted: dict[tuple[int, int], dict[tuple[str, int], int]] = defaultdict(dict)  # what rounds hold, in tokens
+    """One epoch of a shard."""
+    accepted: dict[tuple[int, int], dict[tuple[str, int], int]] = defaultdict(dict)  # round -> tokens of contributions
     evicted: set[tuple[str, int]] = set()
     for line in process.of("accepted", "gone", "merging"):
         match line["what"]:
@@ -370,7 +370,7 @@ def _closed(
         tokens = held.pop((c["learner"], c["generation"]), None)
         if tokens != c["tokens"]:
             yield Violation(
-                "accounting", f"{where} merged {c['tokens']} tokens of {c['learner']}, accepted were {tokens}"
+                "accounting", f"{where} merged {c['tokens']} tokens of {c['learner']}, but had accepted {tokens}"
             )
     for who, tokens in held.items():
         if who not in evicted:
@@ -385,12 +385,12 @@ def _tokens(version: Version) -> Iterator[Violation]:
             yield Violation(
                 "accounting",
                 f"version {version.version} of fragment {version.fragment}, epoch {version.epoch} "
-                f"merged {merged} tokens, and counts {counted}",
+                f"merged {merged} tokens, but counts {counted}",
             )
 
 
 def _one_after_the_other(histories: Histories, process: Process) -> Iterator[Violation]:
-    """Of one process of a learner."""
+    """One process of a learner."""
     pushes = iter(histories.pushes_of[process])
     under_way: dict[int, Push] = {}
     born = trained = int(process.lines[0]["tokens"])
@@ -407,14 +407,16 @@ def _one_after_the_other(histories: Histories, process: Process) -> Iterator[Vio
                 push = next(pushes)[1]
                 where = f"{process.name} contributed to round {push.round} of fragment {push.fragment}"
                 if push.end > trained:
-                    yield Violation("accounting", f"{where} tokens up to {push.end}, and had trained {trained}")
+                    yield Violation("accounting", f"{where} tokens up to {push.end}, but had trained only {trained}")
                 if push.since < born:
                     yield Violation(
                         "accounting", f"{where} tokens from {push.since} on, and was resumed with {born} trained before"
                     )
                 before = under_way.setdefault(push.fragment, push)
                 if before is not push:
-                    yield Violation("accounting", f"{where} before it knew of that to round {before.round}")
+                    yield Violation(
+                        "accounting", f"{where} before it knew the fate of its contribution to round {before.round}"
+                    )
                     under_way[push.fragment] = push
 
 
@@ -422,7 +424,7 @@ def _one_after_the_other(histories: Histories, process: Process) -> Iterator[Vio
 
 
 def stood_still(gaps: Sequence[tuple[float, str]], max_s: float) -> Iterator[Violation]:
-    """No living worker goes without an inner step for longer than `max_s` seconds. `gaps`: seconds, and of whom."""
+    """No living worker goes without an inner step for longer than `max_s` seconds. `gaps`: seconds, and the worker."""
     for seconds, worker in gaps:
         if seconds > max_s:
             yield Violation("stood_still", f"{worker} took no inner step for {seconds:.1f} s (at most {max_s:g} s)")

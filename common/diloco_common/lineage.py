@@ -1,10 +1,10 @@
 """The versions of a run as trees: which one was made from which, and whose contributions each one holds.
 
-A version without a base was seeded. A contribution that was merged into a version is in all that come from it. When a
-shard lost versions and makes another one from an earlier version, the tree forks. What only the lost versions held is
+A version without a base was seeded. Once a version has merged a contribution, all its descendants hold it too. If a
+shard loses versions and goes on from an earlier one, the tree forks. Contributions that only the lost versions held are
 no longer in the model.
 
-A branch holds the versions that followed each other without a fork. So a question takes one step per fork, and a binary
+A branch holds versions that followed each other without a fork. So a question takes one step per fork, and a binary
 search.
 """
 
@@ -27,7 +27,7 @@ class Merge:
     """A contribution that a version holds."""
 
     at: float
-    """When that version was announced, or was there again in a later epoch."""
+    """When that version was announced, or when a later epoch restored it."""
     shard: str
     fragment: int
     version: int
@@ -35,9 +35,9 @@ class Merge:
     tokens: int
     into: Version
     push: Push | None
-    """What its learner sent; None: no learner sent it."""
+    """The push of its learner; None: no learner sent it."""
     previous: Merge | None
-    """The contribution of the same process that was merged before this one; None: there was none."""
+    """The contribution of the same process that was merged before this one, if any."""
 
 
 @dataclass(eq=False)
@@ -46,10 +46,10 @@ class Version:
 
     fragment: int
     epoch: int
-    """That it was made in. A later epoch may have given it another name."""
+    """The epoch in which it was made. A later epoch may have given it another name."""
     version: int
     base: Version | None
-    """What it was made from; None: it was seeded."""
+    """The version it was made from; None: it was seeded."""
     line: Line
     """The first line that says it was durable: "announced" or "restored"."""
     merges: list[Merge] = field(default_factory=list)
@@ -72,11 +72,11 @@ class Version:
         return self.lost_in is None
 
     def comes_from(self, other: Version) -> bool:
-        """Whether everything of the other version is in this one; a version comes from itself."""
+        """Whether this version holds everything in the other one. A version comes from itself."""
         return any(v._branch is other._branch and v._place >= other._place for v in self._forks())
 
     def last_of(self, process: Process) -> Merge | None:
-        """The latest contribution of a process that is in here."""
+        """The latest contribution of a process in this version."""
         for version in self._forks():
             places, merges = version._branch.merges.get(process, ((), ()))
             if (count := bisect_right(places, version._place)) > 0:
@@ -91,7 +91,7 @@ class Version:
             merges.append(merge)
 
     def _forks(self) -> Iterator[Version]:
-        """This version, and the latest of each earlier branch that it comes from."""
+        """This version, then its nearest ancestor in each earlier branch."""
         version: Version | None = self
         while version is not None:
             yield version
@@ -103,10 +103,10 @@ class _Branch:
     """Versions that followed each other without a fork."""
 
     begins_at: Version | None
-    """The version of another branch that the first one was made from."""
+    """The version of another branch from which the first one was made."""
     length: int = 0
     merges: dict[Process, tuple[list[int], list[Merge]]] = field(default_factory=dict)
-    """Process -> its contributions, and the places of the versions that they are in, ascending."""
+    """Process -> the places of the versions that merged its contributions, ascending, and the contributions."""
 
 
 class Lineage:
@@ -114,28 +114,28 @@ class Lineage:
 
     def __init__(self, shards: Mapping[str, Sequence[Process]], pushes: Mapping[PushName, Push]) -> None:
         self.versions: list[Version] = []
-        """In the order in which each shard says that they were durable."""
+        """Per shard, in the order in which they became durable."""
         self._pushes = pushes
-        self._at: dict[int, Version] = {}  # id of a line -> the version that it speaks of
+        self._at: dict[int, Version] = {}  # id of a line -> its version
         self._names: dict[Name, Version] = {}
         self._merges: dict[Push, list[Merge]] = {}
         for name, processes in shards.items():
             self._follow(name, processes)
 
     def version(self, fragment: int, epoch: int, version: int) -> Version | None:
-        """By any name that it had. None: no shard announced it."""
+        """A version by any of its names. None: no shard announced it."""
         return self._names.get((fragment, epoch, version))
 
     def at(self, line: Line) -> Version:
-        """The version that a line "announced" or "restored" speaks of."""
+        """The version of a line "announced" or "restored"."""
         return self._at[id(line)]
 
     def merges_of(self, push: Push) -> Sequence[Merge]:
-        """Where a contribution was merged; more than one is too many, unless all but one were lost."""
+        """Where a contribution was merged. More than one merge is a mistake, unless all but one were lost."""
         return self._merges.get(push, ())
 
     def _follow(self, shard: str, processes: Sequence[Process]) -> None:
-        closed: dict[Name, tuple[Line, Version | None]] = {}  # what a round was to make -> its line, and from what
+        closed: dict[Name, tuple[Line, Version | None]] = {}  # version to make -> its line "merging", and its base
         had: dict[int, Version] = {}  # fragment -> the latest version, in this epoch or an earlier one
         for process in processes:
             latest, own_epoch = dict[int, Version](), process.epoch
@@ -151,13 +151,13 @@ class Lineage:
                     fragment, number = line["fragment"], line["version"]
                     stored = self._names.get((fragment, line["stored_epoch"], number))
                     version = stored or self._make(shard, line, line["stored_epoch"], closed)
-                    for epoch in (line["epoch"], own_epoch):  # it may get the latter any time later
+                    for epoch in (line["epoch"], own_epoch):  # the shard may rename it to its own epoch later
                         self._names.setdefault((fragment, epoch, number), version)
                     self._at[id(line)] = version
                     self._go_on(version, own_epoch, latest, had)
 
     def _go_on(self, version: Version, epoch: int, latest: dict[int, Version], had: dict[int, Version]) -> None:
-        """The shard has this version now. The first one of an epoch tells what was lost."""
+        """The shard has this version now. The first version of an epoch shows which ones were lost."""
         fragment = version.fragment
         lost = had.get(fragment) if fragment not in latest else None
         while lost is not None and lost.survives and not version.comes_from(lost):
@@ -166,7 +166,7 @@ class Lineage:
         latest[fragment] = had[fragment] = version
 
     def _make(self, shard: str, line: Line, epoch: int, closed: Mapping[Name, tuple[Line, Version | None]]) -> Version:
-        """A version turns out to be durable."""
+        """Add a version that a line says is durable."""
         name = line["fragment"], epoch, line["version"]
         merging, base = closed.get(name, (None, None))
         version = Version(*name, base, line)

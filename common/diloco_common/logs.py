@@ -3,9 +3,9 @@
     log = Log("shard-0")
     log.event("round closed", fragment=3, version=7, participants=2)
 
-writes `12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Whatever comes from outside
-is escaped: no control character, newline or terminal sequence is ever written raw. `configure` is for entry
-points; a library leaves the handlers to its user.
+writes `12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Text from outside is escaped: no
+control character, newline or terminal sequence is ever written raw. Only entry points call `configure`; a library
+leaves the handlers to its user.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import traceback
 from typing import Any, TextIO
 
 _VALUE_MAX = 200
-"""Characters of a value that are shown."""
+"""Characters that are shown of a value."""
 _MESSAGE_MAX = 2000
-"""Characters of a foreign library's message that are shown."""
+"""Characters that are shown of another library's message."""
 
 
 class Log:
-    """Says what happened. `name` names the process or the part, for example "shard-0"."""
+    """The log of one process, or of one part of it. `name` is its name, for example "shard-0"."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -36,15 +36,15 @@ class Log:
         self._write(logging.INFO, what, fields)
 
     def debug(self, what: str, **fields: object) -> None:
-        """Something that only a search for a fault wants to see."""
+        """A detail for the search for a fault."""
         self._write(logging.DEBUG, what, fields)
 
     def warning(self, what: str, **fields: object) -> None:
-        """Something that goes on, but not as meant."""
+        """The process goes on, but not as intended."""
         self._write(logging.WARNING, what, fields)
 
     def error(self, what: str, *, trace: BaseException | None = None, **fields: object) -> None:
-        """Something that ends; `trace` adds the traceback of an error that nobody expected."""
+        """Something failed for good. `trace` adds the traceback of an unexpected error."""
         self._write(logging.ERROR, what, fields, trace)
 
     def _write(self, level: int, what: str, fields: dict[str, object], trace: BaseException | None = None) -> None:
@@ -52,12 +52,12 @@ class Log:
             return
         text = " ".join([escape(what), *(f"{key}={show(value)}" for key, value in fields.items())])
         extra = {"diloco_process": self.name, "diloco_event": what, "diloco_fields": fields}
-        # msg with no args: stdlib logging does no %-formatting then.
+        # A message without arguments: then logging does no %-formatting.
         self._logger.log(level, text, exc_info=trace, extra=extra)
 
 
 def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send our events, and the warnings of other libraries, to stderr. Replaces what was set up before."""
+    """Send our events, and the warnings of other libraries, to stderr. Replaces any earlier handlers."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     root = logging.getLogger()
@@ -70,7 +70,7 @@ def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: Te
 
 
 class TextFormatter(logging.Formatter):
-    """`HH:MM:SS process [LEVEL] event key=value ...`; the level is left out where it is INFO."""
+    """`HH:MM:SS process [LEVEL] event key=value ...`, without the level if it is INFO."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.gmtime(record.created))
@@ -95,12 +95,12 @@ class JsonFormatter(logging.Formatter):
         }
         if lines := _traceback_lines(record):
             known["traceback"] = lines
-        # What we say about the line wins over a field of the same name. ASCII only, so nothing raw.
+        # Our own facts about the line win over fields of the same name. json.dumps writes only ASCII: nothing is raw.
         return json.dumps(_jsonable(fields) | known)
 
 
 def show(value: object) -> str:
-    """A value as `key=value` shows it: one word, or quoted; escaped; cut if long."""
+    """A value as shown in `key=value`: one word or quoted, escaped, and cut if it is long."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -120,7 +120,7 @@ def show(value: object) -> str:
 
 
 def escape(text: str, limit: int = _VALUE_MAX) -> str:
-    """Text that is safe for a terminal and keeps to one line; longer than `limit` characters it is cut."""
+    """Text that is safe for a terminal, on one line, and cut after `limit` characters."""
     cut = "" if len(text) <= limit else f"...(+{len(text) - limit})"
     return "".join(_escape_character(c) for c in text[:limit]) + cut
 
@@ -134,7 +134,7 @@ def _escape_character(c: str) -> str:
 
 def _message(record: logging.LogRecord) -> str:
     if hasattr(record, "diloco_event"):
-        return record.getMessage()  # escaped where it was made
+        return record.getMessage()  # already escaped by Log
     return escape(record.getMessage(), _MESSAGE_MAX)
 
 
@@ -150,7 +150,7 @@ def _jsonable(value: Any) -> Any:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):  # JSON knows no NaN and no infinity
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN and no infinity
         return None
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -1,11 +1,11 @@
-"""How a model is cut into fragments and placed on shards.
+"""The manifest: how a model is cut into fragments and placed on shards.
 
-Learners and shards compute the manifest from the same three things (the tensors, P and the number of shards), so
-it never travels: its digest does, and must agree everywhere. Pure; no tensor data here.
+Learners and shards compute the manifest from the tensors, P and the number of shards. So the manifest never travels;
+only its digest does, and it must agree everywhere. Pure; no tensor data here.
 
-The cut: tensors larger than 1/P of the model are split by rows into pieces; then pieces go in descending size,
-ties by name, each to the lightest fragment (greedy bin packing). A flat peak of bandwidth is the point. Fragments
-go to shards by the same rule.
+The cut: tensors larger than 1/P of the model are split by rows into pieces. Then each piece goes to the lightest
+fragment, largest piece first, ties by name (greedy bin packing). This keeps the peak of bandwidth low. Fragments go to
+shards by the same rule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     mean_merge: bool = False
-    """Merged by plain weighted mean, whatever the merge rule (embeddings and output heads)."""
+    """Merged by plain weighted mean, whatever the run's merge rule (embeddings and output heads)."""
 
     @property
     def num_elements(self) -> int:
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of the model that is synchronised on its own: pieces laid end to end."""
+    """A part of the model that is synchronised on its own. Its pieces lie end to end."""
 
     fragment_id: int
     shard_index: int
@@ -87,7 +87,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A piece before it has a fragment."""
+    """A piece that is not yet assigned to a fragment."""
 
     tensor: TensorSpec
     tensor_offset: int
@@ -97,16 +97,15 @@ class _Rows:
 def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
     """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards.
 
-    Fewer fragments result where the model has fewer pieces than that. Tensors without elements are left out.
-    Raises ValueError if there is nothing to cut, a name stands twice, a dimension is negative, or a shard would own
-    nothing.
+    A model with fewer pieces gives fewer fragments. Tensors without elements are left out. Raises ValueError if there
+    is nothing to cut, two tensors have one name, a dimension is negative, or a shard would own nothing.
     """
     if num_fragments < 1 or num_shards < 1:
         raise ValueError(f"num_fragments and num_shards must be at least 1, got {num_fragments} and {num_shards}")
     specs = tuple(sorted(tensors, key=lambda t: t.name))
     names = [t.name for t in specs]
     if len(set(names)) != len(names):
-        raise ValueError(f"a tensor name stands twice: {sorted({n for n in names if names.count(n) > 1})[:3]}")
+        raise ValueError(f"two tensors have the same name: {sorted({n for n in names if names.count(n) > 1})[:3]}")
     if negative := [t for t in specs if any(n < 0 for n in t.shape)]:
         raise ValueError(f"tensor {negative[0].name!r} has shape {list(negative[0].shape)}")
     total = sum(t.num_elements for t in specs)
@@ -117,7 +116,9 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
     pieces.sort(key=lambda r: (-r.num_elements, r.tensor.name, r.tensor_offset))
     bins = _pack([r.num_elements for r in pieces], min(num_fragments, len(pieces)))
     if len(bins) < num_shards:
-        raise ValueError(f"{num_shards} shards for {len(bins)} fragments: every shard must own at least one")
+        raise ValueError(
+            f"{num_shards} shards are too many for {len(bins)} fragments: every shard must own at least one"
+        )
     sizes = [sum(pieces[i].num_elements for i in members) for members in bins]
     homes = _pack_index(sizes, num_shards)
     fragments = tuple(
@@ -128,7 +129,7 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
 
 
 def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit: int = 5) -> list[str]:
-    """The first `limit` differences between two models, as lines 'name: mine <-> theirs'."""
+    """The first `limit` differences between two models, as lines `name: mine <-> theirs`."""
     if mine == theirs:
         return []
     left, right = {t.name: t for t in mine}, {t.name: t for t in theirs}
@@ -157,7 +158,7 @@ def _split(tensor: TensorSpec, target: int) -> list[_Rows]:
 
 
 def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Put items, given in the order to place them, each into the lightest bin (lowest index on ties)."""
+    """Put each item into the lightest bin (lowest index on ties), in the given order."""
     loads = [0] * num_bins
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for item, size in enumerate(sizes):
@@ -168,7 +169,7 @@ def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
 
 
 def _pack_index(sizes: Sequence[int], num_bins: int) -> list[int]:
-    """The bin of each item, items placed in descending size, ties by index."""
+    """The bin of each item. Items are placed in descending size, ties by index."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     homes = [0] * len(sizes)
     for bin_index, members in enumerate(_pack([sizes[i] for i in order], num_bins)):

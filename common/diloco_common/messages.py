@@ -1,6 +1,6 @@
-"""What learners and shards say to each other, as plain values.
+"""The messages between learners and shards, as plain values.
 
-The pure cores speak these; `protobuf.py` turns them into the protobuf messages of diloco.v1 and back. The meaning of
+The pure cores use these. `protobuf.py` converts them to the protobuf messages of diloco.v1 and back. The meaning of
 each field is documented once, in protos/diloco_protos/parameter_server.proto.
 """
 
@@ -30,22 +30,22 @@ class Collect:
     fragment_id: int
     round: int
     epoch: int
-    """That the latest version was made in."""
+    """The epoch in which the latest version was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A new version is there to pull."""
+    """A new version is ready to be pulled."""
 
     fragment_id: int
     version: int
     epoch: int
-    """That the version was made in."""
+    """The epoch in which the version was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The shard lives, and this is the state of the run."""
+    """The shard is alive, and this is the state of the run."""
 
     tokens_merged: int
     tokens_budget: int
@@ -63,7 +63,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The lease is over, for the reason that the code names."""
+    """The lease is over. The code says why."""
 
     code: str
     message: str
@@ -74,7 +74,7 @@ Directive = Collect | Committed | Pulse | Drain | Stop | Evicted
 
 @dataclass(frozen=True, slots=True)
 class LearnerPolicy:
-    """Settings that must be equal for all learners of a run; the shards hold them."""
+    """Settings that must be equal for all learners of a run. The shards hold them."""
 
     sync_every: int
     push_encoding: str
@@ -86,16 +86,16 @@ class LearnerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class FragmentStatus:
-    """What a shard has of one fragment, as told to one learner."""
+    """The state of one fragment on its shard, as told to one learner."""
 
     fragment_id: int
     seeded: bool
     version: int
     merged_version: int
     epoch: int
-    """That the version was made in."""
+    """The epoch in which the version was made."""
     forgotten_version: int = 0
-    """Of the learner's contributions up to this version the shard no longer knows which were merged; 0: it does."""
+    """The shard no longer knows which of the learner's contributions up to this version were merged. 0: it knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """A process asks for a lease, or, as an observer, for a look at the run."""
+    """A process asks for a lease. An observer asks for a description of the run, without a lease."""
 
     protocol: int
     process_id: str
@@ -121,7 +121,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class JoinAnswer:
-    """A lease, and all that its learner needs to know of the run."""
+    """A lease, and everything the learner needs to know about the run."""
 
     generation: int
     epoch: int
@@ -134,7 +134,7 @@ class JoinAnswer:
     fragments: tuple[FragmentStatus, ...]
     pulse: Pulse
     tensors: tuple[TensorSpec, ...] = ()
-    """For observers."""
+    """Filled for observers only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ class PullRequest:
 
     fragment_id: int
     encodings: tuple[str, ...] = ()
-    """Best first; none: whatever the run sends."""
+    """Best first; empty: any encoding of the run."""
     have: tuple[int, int] | None = None
-    """Epoch and version that the caller has."""
+    """Epoch and number of the version that the caller has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +155,15 @@ class PullHeader:
     fragment_id: int
     version: int
     epoch: int
-    """That the version was made in."""
+    """The epoch in which the version was made."""
     merged_version: int
-    """The last version that the caller's contribution was merged into; 0 if there is none."""
+    """The last version that holds a contribution of the caller; 0 if there is none."""
     forgotten_version: int
     tokens_merged: int
     payload: PayloadHeader | None
-    """None: the caller has this version."""
+    """None: the caller already has this version."""
     base_version: int | None = None
-    """The payload is the change since this version; None: the values themselves."""
+    """The payload is the change since this version; None: the payload is the values themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +173,14 @@ class PushHeader:
     fragment_id: int
     round: int
     epoch: int
-    """That the base version was made in; of a seed, the shard's."""
+    """The epoch in which the base version was made; for a seed, the shard's epoch."""
     base_version: int
     tokens: int
     steps: int
     payload: PayloadHeader
     manifest_digest: str
     tokens_merged: int = 0
-    """Of a seed: tokens merged into these values, as the shard's earlier life said."""
+    """For a seed: the tokens merged into these values, as an earlier epoch of the shard reported them."""
     not_finite: bool = False
     """The learner's values are NaN or infinite: no bytes follow, and the round need not wait."""
 
@@ -195,12 +195,12 @@ class Outcome(Enum):
     ACCEPTED = "accepted"  # held until the round closes
     DUPLICATE = "duplicate"  # the same contribution was accepted before
     LATE = "late"  # the round has closed; carry the work into the next one
-    REJECTED = "rejected"  # refused for a reason
+    REJECTED = "rejected"  # refused; `PushAnswer.code` says why
 
 
 @dataclass(frozen=True, slots=True)
 class PushAnswer:
-    """Outcome of a push; a rejection has a stable code and words."""
+    """The outcome of a push. A rejection has a stable code and a message."""
 
     outcome: Outcome
     code: str = ""

@@ -1,9 +1,9 @@
-"""What a shell is given from outside: time, chance, threads, a history, and a way to the shards.
+"""The ports of a shell. Each shell is given its time, randomness, threads, history and transport from outside.
 
-There are two worlds. In production these are the wall clock, the system's randomness, real threads, files and gRPC;
-each process builds its world in one file (`diloco_server/server.py`, `diloco_worker/joining.py`). In the simulator they
+There are two worlds. In production these are the wall clock, the system's randomness, real threads, files and gRPC.
+Each process builds its world in one file (`diloco_server/server.py`, `diloco_worker/joining.py`). In the simulator they
 are virtual time, a seeded generator, memory and faults. The shells are the same in both. They wait with asyncio alone:
-the event loop is part of the world too, and a virtual one sleeps in no time.
+the event loop belongs to the world too, and a virtual loop sleeps in no time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from diloco_common.messages import (
 )
 
 Clock: TypeAlias = Callable[[], float]
-"""Seconds from any beginning. Monotonic, and comparable inside one process only."""
+"""Seconds since an arbitrary start. Monotonic, and comparable only inside one process."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What one process runs in."""
+    """The surroundings of one process."""
 
     clock: Clock
     """The time of leases, waits and reports."""
@@ -43,33 +43,33 @@ class World:
     random: Random
     """Jitter of waits, and ids of processes."""
     threads: Callable[[int, str], Executor]
-    """Makes an executor of so many threads, named so. It is used through the event loop's `run_in_executor`, or by
-    `submit`; `shutdown(wait=False, cancel_futures=True)` ends it."""
+    """Makes an executor from a number of threads and a name. Shells use it through the event loop's `run_in_executor`
+    or through `submit`, and end it with `shutdown(wait=False, cancel_futures=True)`."""
 
 
 class History(Protocol):
-    """Where a process writes down what happens to it, so that promises can be checked (`diloco_common/judge.py`)."""
+    """A process records here what happens to it, so that promises can be checked (`diloco_common/judge.py`)."""
 
     def write(self, what: str, **facts: Any) -> None:
-        """Append one line. In any thread."""
+        """Append one line. Safe from any thread."""
 
 
 class Unavailable(DilocoError):
-    """A call or a stream broke, or took too long: nobody knows what became of it."""
+    """A call or a stream broke, or took too long. Its outcome is unknown."""
 
     code = "UNAVAILABLE"
 
 
 class ControlStream(Protocol):
-    """One Attend, at the learner's end."""
+    """The learner's end of one Attend call."""
 
     async def report(self, progress: Progress) -> None:
         """Send progress. Raises Unavailable."""
 
     async def hear(self) -> Directive | None:
-        """The next directive that this build knows; None: the shard ended the stream. Raises a Refusal or Unavailable.
+        """The next directive of a known kind; None: the shard ended the stream. Raises a Refusal or Unavailable.
 
-        Has no deadline of its own.
+        There is no deadline.
         """
 
     def cancel(self) -> None:
@@ -77,9 +77,9 @@ class ControlStream(Protocol):
 
 
 class Transport(Protocol):
-    """The way from one learner to one shard: the five calls of diloco.v1 as plain values.
+    """The five calls of diloco.v1 from one learner to one shard, as plain values.
 
-    Every call raises the Refusal that the shard answered, or Unavailable. `timeout_s` is for the whole call.
+    Every call raises the shard's Refusal, or Unavailable. `timeout_s` limits the whole call.
     """
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer: ...
@@ -91,7 +91,7 @@ class Transport(Protocol):
     def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
     ) -> AsyncGenerator[PullHeader | bytes, None]:
-        """The header, then the chunks of its payload, if it has one. Close it early with `aclose`."""
+        """The header, then the chunks of its payload, if any. Close it early with `aclose`."""
 
     async def leave(self, caller: Identity, timeout_s: float) -> None: ...
 
@@ -100,9 +100,9 @@ class Transport(Protocol):
 
 
 class ShardService(Protocol):
-    """The other end: what a shard answers, whichever transport brings the call. Every call raises a Refusal.
+    """The shard's end of the five calls, for any transport. Every call may raise a Refusal.
 
-    The transport has checked the run and the caller's right to be who it says it is.
+    The transport has already checked the run and the caller's identity.
     """
 
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer: ...
@@ -111,9 +111,9 @@ class ShardService(Protocol):
         """Directives until the lease, or the learner's side, ends. Close it with `aclose`."""
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | bytes]) -> PushAnswer:
-        """`parts`: the header, then the chunks. The lease is checked before any of them is read."""
+        """`parts`: the header, then the chunks. The lease is checked before the first part is read."""
 
     def pull(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | bytes, None]:
-        """The header, then the chunks of its payload, if it has one. Close it early with `aclose`."""
+        """The header, then the chunks of its payload, if any. Close it early with `aclose`."""
 
     async def leave(self, caller: Identity) -> None: ...

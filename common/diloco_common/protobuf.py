@@ -1,4 +1,4 @@
-"""Plain values <-> the protobuf messages of diloco.v1. A message that cannot be meant so is refused as BadRequest.
+"""Converts plain values to the protobuf messages of diloco.v1 and back. Refuses malformed messages as BadRequest.
 
 The only file of `common` that knows the generated messages.
 """
@@ -108,9 +108,9 @@ def progress_to_pb(progress: Progress) -> pb.Progress:
 
 
 def progress_from_pb(progress: pb.Progress) -> Progress:
-    """Raises BadRequest for a time that is no time: others' grace windows are made of it."""
+    """Raises BadRequest for an impossible step time, because other learners' grace windows depend on it."""
     if not 0 <= progress.step_time_s < float("inf"):
-        raise errors.BadRequest(f"step_time_s is {progress.step_time_s}, not a number of seconds")
+        raise errors.BadRequest(f"step_time_s is {progress.step_time_s}; it must be a finite number of seconds")
     loss = progress.loss if progress.HasField("loss") else None
     return Progress(progress.inner_step, progress.tokens, loss, progress.step_time_s)
 
@@ -146,7 +146,7 @@ def directive_to_pb(directive: Directive) -> pb.Directive:
 
 
 def directive_from_pb(directive: pb.Directive) -> Directive | None:
-    """None for a kind that this version does not know."""
+    """None for a kind of directive that this version does not know."""
     match directive.WhichOneof("kind"):
         case "collect":
             return Collect(directive.collect.fragment_id, directive.collect.round, directive.collect.epoch)

@@ -1,6 +1,6 @@
-"""The conventions of diloco.v1 on gRPC: options of channels, limits, identity and error codes.
+"""The conventions of diloco.v1 on gRPC: channel options, limits, identity and error codes.
 
-The only file of `common` that knows grpc; what is said in its calls is made by `protobuf.py`.
+The only file of `common` that knows grpc. `protobuf.py` makes the messages.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from diloco_common import errors
 from diloco_common.codec import encoding_names
 from diloco_common.errors import refusal_from
 from diloco_common.identity import Identity, check_learner_id
-from diloco_common.protocol import PROTOCOL as PROTOCOL
-from diloco_common.protocol import PUSHES_AT_ONCE as PUSHES_AT_ONCE
-from diloco_common.protocol import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 
 MAX_MESSAGE_BYTES = 20 << 20
-"""Above the largest chunk (4 Mi float32 elements) and the largest model description."""
+"""More than the largest chunk (4 Mi float32 elements) and the largest model description."""
 CODE_KEY = "diloco-code"
 EOF = grpc.aio.EOF
-"""What reading a stream gives at its end."""
+"""Reading a stream returns this at its end."""
 DECODES = encoding_names()
 """Encodings that this build decodes."""
 
 
 def _keepalive(every_ms: int, timeout_ms: int) -> list[tuple[str, int]]:
-    """Without `ping_timeout_ms` a frozen peer is noticed after a minute, whatever the other two say."""
+    """Without `ping_timeout_ms`, gRPC notices a frozen peer only after a minute, whatever the other two say."""
     return [
         ("grpc.keepalive_time_ms", every_ms),
         ("grpc.keepalive_timeout_ms", timeout_ms),
@@ -52,10 +49,10 @@ _CHANNEL = [
     ("grpc.enable_retries", 0),
 ]
 CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 2_000), *_keepalive(2_000, 3_000)]
-"""Of a control channel: a frozen shard is noticed after about 3 s."""
+"""For a control channel. It notices a frozen shard after about 3 s."""
 BULK_CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 4_000), *_keepalive(10_000, 30_000)]
-"""Of a channel for pushes or pulls: on a thin link a ping waits for seconds behind the data. With the control channel,
-the two of them dial a shard that does not answer once per second."""
+"""For a channel for pushes or pulls. On a thin link, a ping waits for seconds behind the data. The two of them and the
+control channel together dial an unreachable shard about once per second."""
 SERVER_OPTIONS = [
     *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,
@@ -70,23 +67,23 @@ SERVER_OPTIONS = [
 # ---------------------------------------------------------------- identity
 
 
-def metadata_of(identity: Identity, token: str | None) -> tuple[tuple[str, str], ...]:
-    """What is sent with a call, so that a shard knows its caller before the first payload byte."""
+def metadata_of(identity: Identity, bearer_token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call. It tells the shard who calls, before the first payload byte."""
     pairs = [("diloco-run", identity.run_id)]
     if identity.learner_id:
         pairs.append(("diloco-learner", identity.learner_id))
     if identity.generation:
         pairs += [("diloco-generation", str(identity.generation)), ("diloco-epoch", str(identity.epoch))]
-    if token:
-        pairs.append(("authorization", f"Bearer {token}"))
+    if bearer_token:
+        pairs.append(("authorization", f"Bearer {bearer_token}"))
     return tuple(pairs)
 
 
-def identify(metadata: Iterable[tuple[str, str | bytes]], run_id: str, token: str | None) -> Identity:
+def identify(metadata: Iterable[tuple[str, str | bytes]], run_id: str, bearer_token: str | None) -> Identity:
     """The caller's identity. Raises Unauthenticated, WrongRun, BadLearnerId or BadRequest."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
-    if token is not None:
-        _check_token(values.get("authorization"), token)
+    if bearer_token is not None:
+        _check_bearer_token(values.get("authorization"), bearer_token)
     run = values.get("diloco-run", "")
     if run != run_id:
         raise errors.WrongRun(f"this shard belongs to run {run_id!r}, the caller to {run[:64]!r}; check run.id")
@@ -96,11 +93,11 @@ def identify(metadata: Iterable[tuple[str, str | bytes]], run_id: str, token: st
     return Identity(run, learner, _decimal(values, "diloco-generation"), _decimal(values, "diloco-epoch"))
 
 
-def _check_token(authorization: str | None, token: str) -> None:
+def _check_bearer_token(authorization: str | None, bearer_token: str) -> None:
     if authorization is None:
-        raise errors.Unauthenticated("this shard asks for a token; set security.token_file")
-    if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-        raise errors.Unauthenticated("the token is not this shard's; check security.token_file")
+        raise errors.Unauthenticated("this shard asks for a bearer token; set security.token_file")
+    if not hmac.compare_digest(authorization.encode(), f"Bearer {bearer_token}".encode()):
+        raise errors.Unauthenticated("the bearer token is not the one of this shard; check security.token_file")
 
 
 def _decimal(values: Mapping[str, str], key: str) -> int:
@@ -147,7 +144,7 @@ def status_of(refusal: errors.Refusal) -> grpc.StatusCode:
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:
-    """What a shard refused, or None if the call failed on its way."""
+    """The shard's refusal, or None if the call failed on its way."""
     for key, value in error.trailing_metadata() or ():
         if key == CODE_KEY:
             return refusal_from(str(value), error.details() or "")

@@ -1,7 +1,7 @@
-"""All settings of a run: one typed, frozen tree, checked once at the door.
+"""All settings of a run: one typed, frozen tree, checked once when it is loaded.
 
-`settings_loader.py` builds the tree from a TOML file, the environment and `--set`. Inside, functions take the few
-values they need. The defaults of `sync` and `outer` were chosen by the runs in docs/quality.md.
+`settings_loader.py` builds the tree from a TOML file, the environment and `--set`. All other functions take only the
+few values they need. The runs in docs/quality.md decided the defaults of `sync` and `outer`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ class RunSettings(Section):
     id: str = Field(default="local", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run; learners and shards of different runs refuse each other."""
     tokens: int = Field(default=0, ge=0)
-    """Budget: the run ends when this many tokens were merged. 0: no end."""
+    """Budget: the run ends when this many tokens are merged. 0: no end."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the initial weights and of every learner's data order."""
     history: Path | None = None
-    """Folder in which every process records what happens to it, as JSON lines; none: nothing is recorded."""
+    """Folder in which every process records its history, as JSON lines; none: nothing is recorded."""
 
 
 class SyncSettings(Section):
-    """When fragments are synchronised, and how contributions become a version. Held by the shards."""
+    """When fragments are synchronised, and how contributions become a version. The shards hold these settings."""
 
     fragments: int = Field(default=24, ge=1, le=4096)
-    """P: pieces of the model that are synchronised on their own."""
+    """P: the number of fragments. Each one is synchronised on its own."""
     sync_every: int = Field(default=24, ge=1)
     """H: inner steps between two rounds of a fragment."""
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """K: contributions that let a round close; "all" waits for every live learner."""
     grace: Annotated[float, Field(ge=0)] | Literal["adaptive"] = "adaptive"
-    """How long a round stays open after its quorum: seconds, or adapted to the slack that the overlap leaves."""
+    """How long a round stays open after its quorum, in seconds. "adaptive" fits it to the slack left by the overlap."""
     grace_gamma: float = Field(default=0.8, gt=0, le=1)
-    """Share of the slack that the adaptive grace window uses."""
+    """Share of the slack used by the adaptive grace window."""
     overlap_steps: int = Field(default=2, ge=0)
-    """tau: inner steps in which a round should be over; sets the slack of the adaptive grace window."""
+    """tau: a round should be over within this many inner steps. Sets the slack of the adaptive grace window."""
     staleness_max: int = Field(default=8, ge=0)
-    """Contributions relative to a version older than this many are refused."""
+    """A contribution is refused if its base version is more than this many versions old."""
     merge: Literal["rda", "mean"] = "rda"
     """Radial-directional averaging, or the plain weighted mean."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
@@ -57,7 +57,7 @@ class SyncSettings(Section):
     pull: Literal["float32", "bfloat16", "int8", "int4", "e3m0"] = "bfloat16"
     """Encoding of versions. All but float32 and bfloat16 send the change since the version before."""
     error_feedback: bool = True
-    """Add what the push encoding lost to the next contribution."""
+    """Add the loss of the push encoding to the next contribution."""
 
 
 class OuterSettings(Section):
@@ -76,21 +76,21 @@ class OuterSettings(Section):
 
 
 class GuardSettings(Section):
-    """What a shard refuses to merge."""
+    """Contributions that a shard refuses to merge."""
 
     norm_factor: float = Field(default=1000.0, gt=1)
     """A contribution is refused if its norm is above this many times the running median of its fragment."""
     norm_window: int = Field(default=64, ge=8)
-    """Merged contributions that the running median looks back on."""
+    """Merged contributions that enter the running median."""
 
 
 class LeaseSettings(Section):
     lease_s: float = Field(default=6.0, gt=0)
     """Seconds of silence after which a learner is evicted."""
     heartbeat_s: float = Field(default=1.0, gt=0)
-    """Seconds between two messages, both ways, when nothing else is said."""
+    """Seconds between two messages, in both directions, if there is nothing else to send."""
     stalled_s: float = Field(default=30.0, gt=0)
-    """Seconds without an inner step after which a learner that still sends heartbeats is shown as stalled."""
+    """Seconds without an inner step after which a learner is shown as stalled, although its heartbeats come."""
     progress_timeout_s: float = Field(default=0.0, ge=0)
     """Seconds without an inner step after which such a learner is evicted. 0: never."""
 
@@ -109,22 +109,23 @@ class ShardSettings(Section):
 
     index: int = Field(default=0, ge=0)
     count: int = Field(default=1, ge=1)
-    """Shards of the run; this one is number `index` of them, counted from 0."""
+    """Shards of the run. This one is number `index`, counted from 0."""
     listen: str = "127.0.0.1:0"
     """Address of gRPC. Port 0 picks a free one."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     max_pushes: int = Field(default=64, ge=1)
-    """Pushes that may be open at once; more are answered BUSY."""
+    """Pushes that may be open at once. Further ones are answered BUSY."""
     max_learners: int = Field(default=1024, ge=1, le=100_000)
-    """Leases held at once; more are answered BUSY."""
+    """Leases that may be held at once. Further ones are answered BUSY."""
     data_dir: Path | None = None
-    """Folder of this shard alone in which versions are kept; none: in memory, and a restart begins anew."""
+    """Folder for the versions of this shard alone; none: versions stay in memory, and a restart begins anew."""
     durability: Literal["version", "interval"] = "version"
-    """"version": a version is on disk before anybody hears of it. "interval": announced at once and written every
-    `interval_s`, for slow disks; what a crash then loses is reported when learners come back that hold it."""
+    """"version": a version is on disk before it is announced. "interval": versions are announced at once and written
+    every `interval_s`, for slow disks. If a crash loses versions, the shard reports it once it meets a learner that
+    holds them."""
     interval_s: float = Field(default=60.0, gt=0)
-    """Seconds between two writes of a fragment, where durability is "interval"."""
+    """Seconds between two writes of a fragment, if durability is "interval"."""
 
     @model_validator(mode="after")
     def _index_within_count(self) -> Self:
@@ -134,13 +135,13 @@ class ShardSettings(Section):
 
 
 class CheckpointSettings(Section):
-    """What each shard does by itself, in `checkpoints` of its data folder (docs/checkpoints.md)."""
+    """The regular checkpoints of each shard, in `checkpoints` of its data folder (docs/checkpoints.md)."""
 
     every: int = Field(default=0, ge=0)
-    """Versions between two checkpoints. 0: none but those of `diloco checkpoint`."""
+    """Versions between two checkpoints. 0: only `diloco checkpoint` takes any."""
     keep: int = Field(default=3, ge=2)
-    """The newest ones that are kept; each holds on to the disk space of one version of every fragment. Two at least, so
-    that a shard that is ahead does not take away what the others have just finished."""
+    """Checkpoints that are kept, the newest ones. Each takes the disk space of one version of every fragment. At least
+    two: otherwise a shard that is ahead would remove its part of a checkpoint that the others have just finished."""
 
 
 class WorkerSettings(Section):
@@ -149,22 +150,22 @@ class WorkerSettings(Section):
     shards: tuple[str, ...] = ()
     """Addresses of all shards, host:port, in any order."""
     learner_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
-    """Unique in the run; empty makes one from the host name and the process id."""
+    """Unique in the run; empty: made from the host name and the process id."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of torch; 0 leaves torch's own choice."""
+    """CPU threads of torch; 0: torch decides."""
     folder: Path | None = None
-    """Where the worker's own checkpoint lies (optimizer, weights, data position, step); none: nothing is kept."""
+    """Folder for the worker's own checkpoint (optimizer, weights, data position, step); none: nothing is kept."""
     checkpoint_every_s: float = Field(default=30.0, gt=0)
     """Seconds between two of the worker's own checkpoints."""
     step_delay_s: float = Field(default=0.0, ge=0)
-    """Sleep added to every inner step: makes a straggler for trials."""
+    """Sleep added to every inner step. Makes a straggler for experiments."""
     step_min_s: float = Field(default=0.0, ge=0)
-    """An inner step takes this long at least, sleeping for what is left: then a learner is no faster where others
-    leave it more of the machine."""
+    """An inner step takes at least this long: it sleeps for the rest. So a learner gets no faster when others leave it
+    more of the machine."""
 
 
 class ModelSettings(Section):
@@ -174,7 +175,7 @@ class ModelSettings(Section):
     heads: int = Field(default=3, ge=1)
     width: int = Field(default=96, ge=8)
     context: int = Field(default=128, ge=8)
-    """Bytes that the model sees."""
+    """Bytes of context."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -190,7 +191,7 @@ class TrainSettings(Section):
     """Sequences per inner step and learner."""
     lr: float = Field(default=2e-3, gt=0)
     lr_final: float = Field(default=0.1, ge=0, le=1)
-    """Share of `lr` that the cosine ends at."""
+    """The cosine ends at this share of `lr`."""
     warmup: float = Field(default=0.05, ge=0, le=1)
     """Share of the token budget over which the learning rate rises."""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -202,16 +203,16 @@ class TrainSettings(Section):
 
 class DataSettings(Section):
     source: str = "stdlib"
-    """"stdlib" (source text of the running Python's standard library), or a file or folder of text."""
+    """"stdlib" (the source of the running Python's standard library), or a file or folder of text."""
     held_out: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the files kept for evaluation, by a hash of their names."""
+    """Share of the files that are kept for evaluation. A hash of their names selects them."""
 
 
 class SecuritySettings(Section):
     token_file: Path | None = None
-    """File with the bearer token that shards ask for and learners send."""
+    """File with the bearer token. Shards ask for it, and learners send it."""
     insecure: bool = False
-    """Serve on a non-loopback address without a token."""
+    """Allow a shard to serve on a non-loopback address without a bearer token."""
 
 
 class ClusterSettings(Section):
@@ -220,7 +221,7 @@ class ClusterSettings(Section):
     shards: int = Field(default=2, ge=1, le=64)
     workers: int = Field(default=3, ge=1, le=256)
     folder: Path = Path("runs/local")
-    """Where logs, addresses, the report and the exported model go."""
+    """Folder for versions, logs, addresses, the report and the exported model."""
     restart: bool = True
     """Start a shard or worker again when it dies unexpectedly."""
 

@@ -1,9 +1,9 @@
-"""The door of the settings: TOML file, environment, `--set` and flags become one checked `Settings`.
+"""Loads settings: TOML file, environment, `--set` and flags become one checked `Settings`.
 
 Later sources win: defaults < file < environment (DILOCO_SECTION__KEY) < `--set section.key=value` < flags.
-Whatever is wrong is refused as one `ConfigError` with one line per problem, each naming the setting, where it
-came from and what would be right. `--settings FILE.json` is what `diloco up` gives its children: it holds
-every effective setting, and then the environment is not read, so that a child has what its parent decided.
+All problems are reported in one `ConfigError`, one line each. A line names the setting, its source and the allowed
+values. `diloco up` gives its children `--settings FILE.json`, which holds every effective setting. The environment is
+then not read, so a child uses exactly what its parent decided.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from diloco_common.command import run_command as run_command
 from diloco_common.endpoints import write_json
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
@@ -42,13 +41,13 @@ class Given:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Checked settings, and for each one that is not a default (section.key) what was given."""
+    """Checked settings, and the given value of each setting (section.key) that is not a default."""
 
     settings: Settings
     given: Mapping[str, Given]
 
     def describe_sources(self) -> list[str]:
-        """One line for each setting that an environment variable decided: none wins in secret."""
+        """One line for each setting that an environment variable decided, so that none wins in secret."""
         return [
             f"{name} = {given.value} from the environment variable {given.source}"
             for name, given in sorted(self.given.items())
@@ -70,14 +69,14 @@ def load(
 
     Args:
         config: TOML file, or none.
-        environ: the environment; only variables that begin with DILOCO_ are looked at.
+        environ: the environment. Only variables that begin with DILOCO_ are read.
         overrides: the arguments of `--set`, each "section.key=value".
-        flags: section.key to the value of an explicit flag.
-        defaults: section.key to what the command takes instead of the default of the setting.
+        flags: section.key -> the value of an explicit flag.
+        defaults: section.key -> the command's own default, instead of the default of the setting.
 
     Raises:
-        ConfigError: the file is missing or malformed, a name is unknown, a value is out of its range, or
-            values contradict each other.
+        ConfigError: the file is missing or malformed, a name is unknown, a value is out of range, or values contradict
+            each other.
     """
     problems: list[str] = []
     given: dict[str, Given] = dict(defaults or {})
@@ -88,14 +87,14 @@ def load(
 
 
 def load_saved(path: Path, overrides: Sequence[str] = (), flags: Mapping[str, Given] | None = None) -> Loaded:
-    """Read what `save` wrote; `--set` and flags still win over it. Raises `ConfigError` like `load`."""
+    """Read the file that `save` wrote. `--set` and flags still win over it. Raises `ConfigError` like `load`."""
     problems: list[str] = []
     try:
         tree = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds no settings")
+        raise ConfigError(f"{path}: holds no settings; give a file that `diloco up` saved")
     return _finish(_from_tree(tree, path, problems), overrides, flags, problems)
 
 
@@ -169,7 +168,7 @@ def _from_tree(tree: Mapping[str, Any], path: Path, problems: list[str]) -> dict
 
 
 def _whereabouts(path: Path, text: str, section: str, key: str | None) -> str:
-    """`file:line` of a key, as far as a plain look at the lines can tell (tomllib keeps no positions)."""
+    """`file:line` of a key, found by a plain search through the lines (tomllib keeps no positions)."""
     if path.suffix != ".toml":
         return str(path)
     current = ""
@@ -215,7 +214,7 @@ def _from_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, 
 
 
 def _from_text(name: str, text: str) -> object:
-    """Text of a variable or of `--set` as pydantic understands it: lists by commas, "" for none."""
+    """The text of a variable or of `--set`, in a form that pydantic understands: lists by commas, "" for none."""
     allowed = _FIELDS[name].annotation
     if get_origin(allowed) is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -267,7 +266,7 @@ def _explain(error: ValidationError, given: Mapping[str, Given]) -> list[str]:
 
 
 def allowed(name: str) -> str:
-    """What a setting may be, in words: "a whole number from 1 to 4096", "a number above 0 (seconds)"."""
+    """The allowed values of a setting, in words: "a whole number from 1 to 4096", "a number above 0 (seconds)"."""
     field = _FIELDS[name]
     unit = "seconds" if name.endswith("_s") or name == "sync.grace" else "tokens" if name == "run.tokens" else ""
     words = _allowed_type(field.annotation) + _allowed_range(field.metadata)
@@ -343,12 +342,12 @@ def settings_from_args(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Given] | None = None,
 ) -> Settings:
-    """The settings that a command line asks for; says on stderr which of them the environment decided.
+    """The settings of a command line. Prints to stderr which of them the environment decided.
 
     Args:
         args: parsed by a parser that `add_settings_arguments` prepared.
-        flags: name of an attribute of `args` to the setting it sets, such as {"data": "data.source"};
-            attributes that are None were not given.
+        flags: name of an attribute of `args` -> its setting, such as {"data": "data.source"}. Attributes that are None
+            were not given.
         environ: the process environment unless given.
         defaults: see `load`.
 
@@ -362,7 +361,9 @@ def settings_from_args(
     }
     if args.settings is not None:
         if args.config is not None:
-            raise ConfigError("--settings already holds every setting; leave out --config")
+            raise ConfigError(
+                "--settings and --config exclude each other: --settings holds every setting; leave out --config"
+            )
         return load_saved(args.settings, args.overrides, explicit).settings
     loaded = load(args.config, os.environ if environ is None else environ, args.overrides, explicit, defaults)
     for line in loaded.describe_sources():

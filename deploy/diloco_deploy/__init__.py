@@ -1,1 +1,1 @@
-"""The `diloco` command: brings a cluster up on this machine, looks after it, and shows how it is doing."""
+"""The `diloco` command: brings up a cluster on this machine, supervises it, and shows its state."""

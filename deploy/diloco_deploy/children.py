@@ -1,4 +1,4 @@
-"""How the shards and workers of a local cluster are started: their names, arguments, ports, and where they log."""
+"""How to start the shards and workers of a local cluster: their names, arguments, ports and log files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVALUATE = "evaluate"
 
 @dataclass(frozen=True)
 class Programs:
-    """The modules that children run."""
+    """The modules of the children."""
 
     server: str = "diloco_server"
     worker: str = "diloco_worker"
@@ -33,13 +33,13 @@ class Children:
         self.workers = names("worker", settings.cluster.workers)
 
     def found(self, name: str, at: Endpoints) -> None:
-        """A child is up. Later lives of a shard are told the ports of its first."""
+        """A child is up. When a shard is started again, it gets the ports of its first process."""
         if name in self.shards:
             self._ports[name] = (at.grpc, at.http)
 
     @property
     def shards_are_up(self) -> bool:
-        """Whether it is known where all shards are reached: workers can be started then."""
+        """Whether the addresses of all shards are known, so that workers can be started."""
         return len(self._ports) == len(self.shards)
 
     def shard(self, index: int) -> ChildSpec:
@@ -64,7 +64,7 @@ class Children:
         return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
 
     def worker(self, index: int, host: str = "") -> ChildSpec:
-        """Worker number `index`; all shards are up. `host`: where it reaches them, if not where they say."""
+        """Worker number `index`. All shards must be up. `host`: the host at which it reaches them, if not their own."""
         name = self.workers[index]
         worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
         arguments = [
@@ -82,7 +82,7 @@ class Children:
         return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self.log(name), address_file)
 
     def evaluation(self) -> ChildSpec:
-        """The job that evaluates and exports the global model; all shards are up."""
+        """The job that evaluates and exports the global model. All shards must be up."""
         arguments = [
             "evaluate",
             f"--settings={self._files.settings}",
@@ -96,7 +96,7 @@ class Children:
         return self._files.logs / f"{name}.log"
 
     def port(self, shard: str) -> int:
-        """Of a shard that is up: its gRPC port."""
+        """The gRPC port of a shard that is up."""
         return int(self._ports[shard][0].rpartition(":")[2])
 
     def _shard_addresses(self, host: str = "") -> str:
@@ -106,12 +106,12 @@ class Children:
 
 
 def names(kind: Role, count: int) -> list[str]:
-    """What the processes of a kind are called."""
+    """The names of all processes of a kind."""
     return [f"{kind}-{i}" for i in range(count)]
 
 
 def nth_port(address: str, index: int) -> str:
-    """The address of process number `index` where the settings name one for all: the ports that follow it."""
+    """The address of process number `index`. If the settings name a port, the processes take it and the next ones."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
 

@@ -1,4 +1,4 @@
-"""The command line of `diloco`; imports neither torch nor grpc, so that its help is quick."""
+"""The command line of `diloco`. Imports neither torch nor grpc, so its help is fast."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _token(path: Path) -> int:
-    from diloco_deploy.token import make_token
+    from diloco_deploy.token import make_bearer_token
 
-    print(f"{path}: {'made' if make_token(path) else 'is there already'}")
+    print(f"{path}: {'made' if make_bearer_token(path) else 'exists already'}")
     return 0
 
 
@@ -117,16 +117,16 @@ def _add_up(commands: _Commands) -> None:
     up = commands.add_parser(
         "up",
         help="run a cluster on this machine until its token budget is reached",
-        description="Run shards and workers as processes of this machine, show how they are doing, and at "
-        "the end evaluate and export the global model. Ctrl-C ends it in order, a second one at once.",
+        description="Run shards and workers as processes of this machine and show their state. At the end, evaluate "
+        "and export the global model. Ctrl-C ends the run in order, a second one at once.",
         allow_abbrev=False,
     )
     up.add_argument("--shards", metavar="N", help="parameter-server processes")
     up.add_argument("--workers", metavar="N", help="learners")
-    up.add_argument("--tokens", metavar="N", help="end when this many tokens were merged (0: never)")
-    up.add_argument("--seed", metavar="N", help="of the initial weights and the order of the data")
+    up.add_argument("--tokens", metavar="N", help="end when this many tokens are merged (0: never)")
+    up.add_argument("--seed", metavar="N", help="seed of the initial weights and of the order of the data")
     up.add_argument("--data", metavar="PATH", help="file or folder of text, or 'stdlib'")
-    up.add_argument("--folder", metavar="PATH", help="where versions, logs, addresses and results go")
+    up.add_argument("--folder", metavar="PATH", help="folder for versions, logs, addresses and results")
     up.add_argument("--fresh", action="store_true", help="delete the run in the folder and begin anew")
     up.add_argument("--report", type=Path, metavar="FILE.json", help="default: report.json in the folder")
     up.add_argument("--export", type=Path, metavar="FILE.safetensors", help="default: model.safetensors in the folder")
@@ -136,35 +136,37 @@ def _add_up(commands: _Commands) -> None:
 def _add_chaos(commands: _Commands) -> None:
     chaos = commands.add_parser(
         "chaos",
-        help="hurt a cluster on this machine, and check that nothing is lost",
-        description="Run a cluster on this machine without faults, then one whose workers and shards are killed and "
-        "frozen by a seeded plan. Every process records its history; the histories must show that no work was lost or "
-        "counted twice, and how much came through. Exit code 1 if a promise was broken.",
+        help="inject faults into a cluster on this machine, and check that nothing is lost",
+        description="Run a cluster on this machine without faults. Then run one, and kill and freeze its workers and "
+        "shards by a seeded plan. Every process records its history. The histories show how much work got through, and "
+        "whether any was lost or counted twice. Exit code 1 if a promise was broken.",
         allow_abbrev=False,
     )
-    chaos.add_argument("--minutes", type=_minutes, default=1.0, metavar="M", help="how long each run is (default 1)")
+    chaos.add_argument("--minutes", type=_minutes, default=1.0, metavar="M", help="length of each run (default 1)")
     chaos.add_argument("--every", type=_seconds, default=5.0, metavar="5s", help="time between two faults (default 5s)")
     chaos.add_argument("--shards", metavar="N", help="parameter-server processes")
     chaos.add_argument("--workers", metavar="N", help="learners (default 8)")
-    chaos.add_argument("--seed", metavar="N", help="of the plan, the initial weights and the order of the data")
+    chaos.add_argument("--seed", metavar="N", help="seed of the plan, the initial weights and the order of the data")
     chaos.add_argument(
-        "--dead", type=_share, default=0.2, metavar="SHARE", help="of worker time to be dead or frozen (default 0.2)"
+        "--dead",
+        type=_share,
+        default=0.2,
+        metavar="SHARE",
+        help="share of time for which workers are dead or frozen (default 0.2)",
     )
     chaos.add_argument(
         "--gap",
         type=_seconds,
         default=3.0,
         metavar="3s",
-        help="longest time without a step of a living worker (default 3s)",
+        help="longest time that a living worker may go without a step (default 3s)",
     )
     chaos.add_argument("--disk-full", action="store_true", help="fill the disks of shards too (needs root)")
     chaos.add_argument("--json", type=Path, metavar="FILE.json", help="write the result here")
-    chaos.add_argument("--timeline", type=Path, metavar="FILE.png|svg", help="draw what happened")
-    chaos.add_argument(
-        "--baseline", type=Path, metavar="FILE.json", help="take the fault-free run of an earlier --json"
-    )
-    chaos.add_argument("--no-baseline", action="store_true", help="no fault-free run: no goodput, in half the time")
-    chaos.add_argument("--folder", metavar="PATH", help="where histories and logs go (default runs/chaos)")
+    chaos.add_argument("--timeline", type=Path, metavar="FILE.png|svg", help="draw a timeline of the run")
+    chaos.add_argument("--baseline", type=Path, metavar="FILE.json", help="use the fault-free run of an earlier --json")
+    chaos.add_argument("--no-baseline", action="store_true", help="no fault-free run: half the time, but no goodput")
+    chaos.add_argument("--folder", metavar="PATH", help="folder for histories and logs (default runs/chaos)")
     add_settings_arguments(chaos)
 
 
@@ -173,15 +175,15 @@ def _add_status(commands: _Commands) -> None:
         "status", help="show a running cluster", description="Show a running cluster.", allow_abbrev=False
     )
     status.add_argument("--json", action="store_true", help="print everything as JSON")
-    status.add_argument("--folder", metavar="PATH", help="of the cluster that `diloco up` runs")
+    status.add_argument("--folder", metavar="PATH", help="folder of the cluster that `diloco up` runs")
     status.add_argument("--http", metavar="HOST:PORT,...", help="ask these processes instead")
 
 
 def _add_health(commands: _Commands) -> None:
     well = commands.add_parser(
         "health",
-        help="ask one process whether it is well",
-        description="Ask one process whether it is well; exit code 0 if so.",
+        help="ask one process whether it is healthy",
+        description="Ask one process whether it is healthy. Exit code 0 if it is, 1 if not.",
         allow_abbrev=False,
     )
     health.add_arguments(well)
@@ -190,8 +192,8 @@ def _add_health(commands: _Commands) -> None:
 def _add_token(commands: _Commands) -> None:
     token = commands.add_parser(
         "token",
-        help="make the token that shards ask for and workers send",
-        description="Write a random token to a file that only you can read, unless there is one.",
+        help="make the bearer token for shards and workers",
+        description="Write a random bearer token to a file that only you can read. Keeps an existing file.",
         allow_abbrev=False,
     )
     token.add_argument("file", type=Path, metavar="FILE")

@@ -1,4 +1,4 @@
-"""The folder of a local cluster: where addresses, logs, settings and results lie, and who may work in it."""
+"""The folder of a local cluster: its addresses, logs, settings and results, and the lock on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco_common.settings_loader import load_saved
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go; none: into the folder of the cluster."""
+    """The paths of the results; None: in the folder of the cluster."""
 
     report: Path | None = None
     model: Path | None = None
@@ -34,14 +34,14 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "data": (),
     "cluster": ("shards",),
 }
-"""What may not differ when a run is resumed: keys by section; none: all of them."""
+"""Settings that must not change when a run is resumed: section -> keys; no keys: all keys of the section."""
 
 
 class Files:
     """The folder of a cluster."""
 
     def __init__(self, folder: Path, outputs: Outputs, data: Path | None = None) -> None:
-        """`data`: where shards keep their versions, if not in the folder itself."""
+        """`data`: the folder for the versions of the shards, if not the folder itself."""
         self.folder = folder
         self._data = data or folder
         self.run = folder / "run"
@@ -53,7 +53,7 @@ class Files:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Make the folders and hold them against a second `diloco up`."""
+        """Make the folders, and lock them against a second `diloco up`."""
         try:
             for folder in (self.run, self.logs, self.report.parent, self.model.parent):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -78,9 +78,9 @@ class Files:
         lock.flush()
 
     def prepare(self, settings: Settings, *, fresh: bool) -> bool:
-        """Take away what is of no use to another start; returns whether there is a run to go on with.
+        """Remove the leftovers of an earlier start. Returns whether there is a run to go on with.
 
-        A run that is `fresh` begins anew. Raises ConfigError where the folder holds a run that differs in what it is.
+        With `fresh`, the run begins anew. Raises ConfigError if the folder holds another run.
         """
         self.clear_addresses()
         for path in (self.evaluation, *self.run.glob("*.final.json")):
@@ -89,7 +89,7 @@ class Files:
         is_resumed = not fresh and any(any(shard.glob("fragment-*")) for shard in shards)
         if is_resumed:
             self._check(settings)
-        else:  # without versions, the checkpoints of workers belong to nothing
+        else:  # without versions, the checkpoints of workers are useless
             if not fresh:
                 self._spare_checkpoints(shards)
             for path in (*shards, *workers):
@@ -97,16 +97,16 @@ class Files:
         return is_resumed
 
     def _spare_checkpoints(self, shards: Sequence[Path]) -> None:
-        """Raises ConfigError where checkpoints are all that is left of a run: somebody may be about to restore one."""
+        """Raises ConfigError if only checkpoints are left of a run: somebody may be about to restore one."""
         for shard in shards:
             if found := sorted(shard.glob("checkpoints/*/checkpoint.json")):
                 raise ConfigError(
-                    f"{self.folder} holds checkpoints ({found[-1].parent}) but no versions: `diloco restore` makes a "
-                    "folder to go on from of them; --fresh deletes them and begins anew"
+                    f"{self.folder} holds checkpoints ({found[-1].parent}) but no versions. To go on from one, use "
+                    "`diloco restore`; to delete them and begin anew, use --fresh"
                 )
 
     def _check(self, settings: Settings) -> None:
-        """Raises ConfigError where these settings make another run than the one in the folder."""
+        """Raises ConfigError if the run in the folder has other settings."""
         if not self.settings.exists():
             return
         mine, theirs = settings.model_dump(mode="json"), load_saved(self.settings).settings.model_dump(mode="json")
@@ -120,11 +120,11 @@ class Files:
             raise ConfigError(
                 f"{self.folder} holds another run (its settings <-> these):\n  "
                 + "\n  ".join(lines)
-                + "\ngive the settings that it was begun with, another --folder, or --fresh to delete it and begin anew"
+                + "\ngive the settings of that run, another --folder, or --fresh to delete the run and begin anew"
             )
 
     def clear_addresses(self) -> None:
-        """Nobody is running any more."""
+        """Remove all address files, because no process is running."""
         for path in self.run.glob("*.json"):
             if not path.name.endswith(".final.json"):
                 path.unlink(missing_ok=True)
@@ -133,7 +133,7 @@ class Files:
         return self.folder / f"worker-{index}"
 
     def shard_folder(self, index: int) -> Path:
-        """Where a shard keeps its versions."""
+        """The folder for the versions of a shard."""
         return self._data / f"shard-{index}"
 
     def final_status(self, name: str) -> Path:

@@ -1,7 +1,8 @@
-"""Ask a process of this machine whether it is well: what a container's HEALTHCHECK runs.
+"""Asks a process of this machine whether it is healthy. A container's HEALTHCHECK runs this.
 
-`python -m diloco_deploy.health` is `diloco health` without the rest of the command line, because it runs every few
-seconds beside something that trains: it imports grpc only for a shard, and neither torch nor the settings.
+It runs every few seconds beside a training process, so it must be cheap: `python -m diloco_deploy.health` is
+`diloco health` without the rest of the command line. It imports grpc only for a shard, and neither torch nor the
+settings.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what the process says of itself; 0 if it is well, 1 if not."""
-    parser = argparse.ArgumentParser(prog="diloco health", description="Ask a process whether it is well.")
+    """Print the answer of the process. Returns 0 if it is healthy, 1 if not."""
+    parser = argparse.ArgumentParser(prog="diloco health", description="Ask a process whether it is healthy.")
     add_arguments(parser)
     args = parser.parse_args(argv)
     return check(args.grpc, args.http)
@@ -29,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--grpc", metavar="HOST:PORT", help="of a shard: the service grpc.health.v1 says SERVING")
-    which.add_argument("--http", metavar="HOST:PORT", help="of a shard or worker: /readyz says yes")
+    which.add_argument("--grpc", metavar="HOST:PORT", help="of a shard; it is healthy if grpc.health.v1 says SERVING")
+    which.add_argument("--http", metavar="HOST:PORT", help="of a shard or worker; it is healthy if /readyz says so")
 
 
 def check(grpc_address: str | None, http_address: str | None) -> int:

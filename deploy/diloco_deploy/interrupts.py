@@ -1,4 +1,4 @@
-"""Ctrl-C and its kin, counted: the first one drains, the second one ends at once."""
+"""Counts Ctrl-C and similar signals: the first one ends the run in order, the second one at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupts:
-    """Counts what asks us to end: Ctrl-C, SIGTERM, a terminal that goes away."""
+    """Counts the signals that ask us to end: Ctrl-C, SIGTERM, and the hangup of the terminal."""
 
     def __init__(self) -> None:
         self.count = 0

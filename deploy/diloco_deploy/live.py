@@ -1,6 +1,6 @@
-"""How a cluster looks on a terminal: a live view on a TTY, one plain line every few seconds elsewhere.
+"""Shows a cluster on a terminal: a live view on a TTY, and elsewhere one plain line every few seconds.
 
-`view`, `line` and `tables` are pure: a snapshot and a width go in, something to print comes out.
+`view`, `line` and `tables` are pure: they turn a snapshot and a width into text.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def tables(snapshot: Snapshot, width: int) -> Group:
 
 
 def view(snapshot: Snapshot, width: int) -> Group:
-    """The live view: what is going on, how far it is, every member, the course of the loss."""
+    """The live view: the present activity, the progress, every member, and the course of the loss."""
     totals = snapshot.totals()
     parts: list[RenderableType] = [
         Text(f"{snapshot.doing}  {units.clock(snapshot.elapsed_s)}", style="bold"),
@@ -82,7 +82,7 @@ def view(snapshot: Snapshot, width: int) -> Group:
     if totals.tokens_budget:
         share = min(1.0, totals.tokens_merged / totals.tokens_budget)
         parts += [
-            # In a Padding of nothing, because a bar alone does not end its line.
+            # The empty Padding is needed because a bar alone does not end its line.
             Padding(ProgressBar(total=totals.tokens_budget, completed=totals.tokens_merged, width=min(width, 60)), 0),
             _fit(
                 [
@@ -103,7 +103,7 @@ def view(snapshot: Snapshot, width: int) -> Group:
 
 
 def line(snapshot: Snapshot, width: int) -> str:
-    """The same in one line; what matters least is left out first where it does not fit."""
+    """The view in one line. If it is too long, the least important parts are left out."""
     totals = snapshot.totals()
     up = sum(worker.process == "up" for worker in snapshot.workers)
     share = f" {totals.tokens_merged / totals.tokens_budget:.0%}" if totals.tokens_budget else ""
@@ -179,16 +179,16 @@ def _worker_row(snapshot: Snapshot, worker: Member) -> dict[str, str]:
 
 
 class Display(Protocol):
-    """Where `diloco up` shows what happens."""
+    """The output of `diloco up`."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """The state has moved; draws no more often than anybody reads."""
+        """Draw the present state, but no more often than a person can read."""
 
     def tell(self, text: str) -> None:
-        """Something happened."""
+        """Print one event."""
 
     def close(self) -> None:
-        """Leave the terminal in order. Repeating it is safe."""
+        """Leave the terminal in order. Repeating it is fine."""
 
 
 class LineDisplay:
@@ -205,7 +205,7 @@ class LineDisplay:
         self.tell(line(snapshot, _line_width(self._console)))
 
     def tell(self, text: str) -> None:
-        # Neither wrapped nor coloured: one event, one line.
+        # No wrapping and no colour: one event, one line.
         self._console.file.write(text + "\n")
         self._console.file.flush()
 
@@ -214,7 +214,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """The view, drawn again and again at the foot of the terminal; events scroll away above it."""
+    """The view, redrawn at the bottom of the terminal. Events scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -236,7 +236,7 @@ class LiveDisplay:
 
 
 def display_for(console: Console) -> Display:
-    """The live view on a real terminal, lines elsewhere. NO_COLOR takes only the colour away."""
+    """The live view on a real terminal, and lines elsewhere. NO_COLOR removes only the colours."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(console)
     return LineDisplay(console)

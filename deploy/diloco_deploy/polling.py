@@ -1,4 +1,4 @@
-"""Asks processes for their /status over HTTP, many at once, with a deadline for all of them together."""
+"""Asks many processes at once for their /status over HTTP, with one deadline for all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def fetch_status(address: str, timeout_s: float) -> dict[str, Any] | None:
-    """The /status of the process at host:port; none if nothing useful came in time."""
+    """The /status of the process at host:port; None if no valid answer came in time."""
     try:
         with _opener.open(f"http://{address}/status", timeout=timeout_s) as answer:
             status = json.loads(answer.read(_ANSWER_BYTES_MAX))
@@ -29,7 +29,7 @@ def fetch_status(address: str, timeout_s: float) -> dict[str, Any] | None:
 
 
 def fetch_all(addresses: Mapping[str, str], timeout_s: float) -> dict[str, dict[str, Any]]:
-    """Ask every address (name to host:port) at once; whoever answers within `timeout_s` is in the result."""
+    """Ask every address (name -> host:port) at once. Returns the answers that came within `timeout_s`."""
     todo = list(addresses.items())
     found: dict[str, dict[str, Any]] = {}
     lock = threading.Lock()
@@ -59,13 +59,13 @@ def fetch_all(addresses: Mapping[str, str], timeout_s: float) -> dict[str, dict[
 
 
 class Poller:
-    """A thread that asks the members of a cluster again and again."""
+    """A thread that repeatedly asks all members of a cluster."""
 
     def __init__(self, every_s: float = 0.5, timeout_s: float = 1.0) -> None:
         self._every_s, self._timeout_s = every_s, timeout_s
         self._lock = threading.Lock()
         self._addresses: dict[str, str] = {}
-        self._answers: dict[str, dict[str, Any]] = {}  # the newest of each member, until taken
+        self._answers: dict[str, dict[str, Any]] = {}  # the newest answer of each member, until `take`
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="diloco-poll", daemon=True)
 
@@ -77,7 +77,7 @@ class Poller:
         self._thread.join(self._timeout_s + 1.0)
 
     def ask(self, addresses: Mapping[str, str]) -> None:
-        """From now on ask these (name to host:port)."""
+        """From now on, ask these addresses (name -> host:port)."""
         with self._lock:
             self._addresses = dict(addresses)
 
@@ -93,6 +93,6 @@ class Poller:
                 addresses = dict(self._addresses)
             answers = fetch_all(addresses, self._timeout_s)
             with self._lock:
-                # Who is not asked any more may have ended meanwhile; its answer is history.
+                # A member that is no longer asked may have ended; drop its late answer.
                 self._answers.update({name: a for name, a in answers.items() if name in self._addresses})
             self._stop.wait(self._every_s)

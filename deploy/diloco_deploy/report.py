@@ -1,4 +1,4 @@
-"""The report of a run: the JSON that `--report` writes and the summary that people read."""
+"""The report of a run: the JSON for `--report`, and a summary for people."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def make_report(
     evaluation: Mapping[str, Any] | None,
     interrupted: bool = False,
 ) -> Report:
-    """Everything that is known about a run once its workers have ended.
+    """All facts about a run whose workers have ended.
 
     Args:
-        snapshot: with the last answers of all members.
-        wall_s: from the start of the command until the last worker ended.
-        evaluation: what `diloco-worker evaluate` found (losses in nats per byte); none if it did not run.
-        interrupted: the run was ended before its budget was reached.
+        snapshot: the last answers of all members.
+        wall_s: seconds from the start of the command until the last worker ended.
+        evaluation: the result of `diloco-worker evaluate` (losses in nats per byte); None if it did not run.
+        interrupted: whether the run ended before its budget was reached.
     """
     totals = snapshot.totals()
     found = evaluation or {}
@@ -58,7 +58,7 @@ def make_report(
 
 
 def summary(report: Report, files: Mapping[str, Path | None]) -> str:
-    """The report for people: one fact per line, with units, and where things lie."""
+    """The report for people: one fact per line, with units, and the paths of the files."""
     facts: list[tuple[str, str]] = []
     first, final = report["eval_loss_first"], report["eval_loss_final"]
     if first is not None and final is not None:

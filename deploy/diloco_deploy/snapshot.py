@@ -1,7 +1,7 @@
-"""What is known about a cluster at one moment, and the sums over it.
+"""A snapshot of a cluster, and the sums over its members.
 
-Pure: built from the JSON that every process serves as /status. Who asks for it stands in `polling.py`, who
-keeps track over time in `watch.py`.
+Pure: built from the JSON that every process serves at /status. `polling.py` asks for it, `watch.py` keeps track over
+time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Status = Mapping[str, Any]
 """One answer of /status."""
 
 SILENT_AFTER_S = 3.0
-"""A process that has not answered for this long is shown as silent."""
+"""A process is shown as silent if it has not answered for this long."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One shard or worker and the last thing it said."""
+    """One shard or worker, and its answers."""
 
     name: str
     role: Role
@@ -30,45 +30,45 @@ class Member:
     status: Status | None = None
     """Its last answer; kept when the process ends."""
     past: tuple[Status, ...] = ()
-    """The last answers of its earlier lives, oldest first: their counters began at 0 again."""
+    """The last answers of its earlier processes, oldest first. Each process counts from 0 again."""
     silent_s: float = 0.0
     """Seconds since it last answered."""
 
     def count(self, key: str) -> int:
-        """A counter, summed over all lives."""
-        return sum(int(life.get(key) or 0) for life in self._lives())
+        """A counter, summed over all processes of the member."""
+        return sum(int(status.get(key) or 0) for status in self._statuses())
 
     def highest(self, key: str) -> int:
-        """A number that goes on in the next life, such as tokens of a worker with a checkpoint."""
-        return max((int(life.get(key) or 0) for life in self._lives()), default=0)
+        """A number that the next process goes on with, such as the tokens of a worker with a checkpoint."""
+        return max((int(status.get(key) or 0) for status in self._statuses()), default=0)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the last answer."""
         found = (self.status or {}).get(key)
         return default if found is None else found
 
-    def _lives(self) -> Iterable[Status]:
+    def _statuses(self) -> Iterable[Status]:
         return (*self.past, *([self.status] if self.status else []))
 
 
 @dataclass(frozen=True)
 class Totals:
-    """A cluster in numbers. Shards share nothing, so what they count is summed over them."""
+    """A cluster in numbers. Shards share nothing, so their counters are summed."""
 
     tokens: int
-    """Trained on by all workers, as they count (a worker that comes back goes on from its checkpoint)."""
+    """Tokens trained by all workers, by their own count. (A worker that comes back goes on from its checkpoint.)"""
     tokens_merged: int
-    """Mean over the fragments of the tokens that were merged into each: how far the run is."""
+    """Progress of the run: tokens merged into a fragment, mean over the fragments."""
     tokens_budget: int
     tokens_per_s: float
     tokens_carried: int
     loss: float | None
-    """Training loss, mean over the workers that have one."""
+    """Training loss, mean over the workers that report one."""
     rounds: int
     participants_mean: float
     late: int
     evictions: int
-    """Leases ended by a shard; a worker that dies loses one at every shard."""
+    """Leases ended by shards. A worker that dies loses one at every shard."""
     bytes_pushed: int
     bytes_pulled: int
     done: bool
@@ -85,7 +85,7 @@ class Snapshot:
     """The course of the training loss, oldest first."""
     eta_s: float | None = None
     doing: str = "training"
-    """What the cluster as a whole is doing, in a word or two."""
+    """The present activity of the cluster, in a few words."""
 
     @property
     def shards(self) -> tuple[Member, ...]:
@@ -100,9 +100,9 @@ class Snapshot:
         shards, workers = self.shards, self.workers
         rounds = sum(shard.count("rounds") for shard in shards)
         contributions = sum(
-            float(life.get("participants_mean") or 0) * int(life.get("rounds") or 0)
+            float(status.get("participants_mean") or 0) * int(status.get("rounds") or 0)
             for shard in shards
-            for life in (*shard.past, shard.status or {})
+            for status in (*shard.past, shard.status or {})
         )
         losses = [float(worker.get("loss")) for worker in workers if worker.get("loss") is not None]
         answered = [shard for shard in shards if shard.status]
@@ -132,7 +132,7 @@ class Snapshot:
         return dict(sorted(found.items()))
 
     def learner_states(self) -> dict[str, str]:
-        """The worst that any shard says of each learner: "evicted" before "stalled" before the rest."""
+        """The worst state of each learner at any shard: "evicted" before "stalled" before the rest."""
         worst = {"evicted": 2, "stalled": 1}
         states: dict[str, str] = {}
         for shard in self.shards:
@@ -143,7 +143,7 @@ class Snapshot:
         return states
 
     def state_of(self, member: Member) -> str:
-        """One word for a member: of its process first, then what the shards see, then what it says itself."""
+        """One word for a member: the state of its process first, then its state at the shards, then its own."""
         if member.process != "up":
             return member.process
         if member.status is None:
@@ -162,7 +162,7 @@ def worker_rate(worker: Member) -> float:
 
 
 def _mean_over_fragments(shards: list[Member]) -> int:
-    # Each shard says the mean over its own fragments; weighted by their number it is the mean over all.
+    # Each shard reports the mean over its own fragments. Weighted by their number, it gives the mean over all.
     weights = [max(1, len(shard.get("fragments", []))) for shard in shards]
     merged = [shard.highest("tokens_merged") for shard in shards]
     if not shards:

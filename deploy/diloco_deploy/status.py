@@ -1,4 +1,4 @@
-"""`diloco status`: how a running cluster is doing. Asks every process once and waits only a moment."""
+"""`diloco status`: the state of a running cluster. Asks every process once and waits only a moment."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from diloco_deploy.polling import fetch_all
 from diloco_deploy.snapshot import Member, Snapshot
 
 ANSWER_WITHIN_S = 1.2
-"""For all processes together; a command that finds nobody ends within two seconds."""
+"""Deadline for all processes together. If nobody answers, the command ends within two seconds."""
 
 
 def addresses_in(folder: Path) -> dict[str, str]:
-    """Name to host:port of every process that has left its address in the folder of a cluster."""
+    """Name -> host:port of every process with an address file in the folder of a cluster."""
     found = (read_address(path) for path in sorted((folder / "run").glob("*.json")))
     return {one.name: dialable(one.http) for one in found if one is not None}
 
 
 def look(addresses: Mapping[str, str], timeout_s: float = ANSWER_WITHIN_S) -> Snapshot:
-    """Ask every address once. Who does not answer is a member that says "no answer".
+    """Ask every address once. A process that does not answer becomes a member in state "no answer".
 
     Raises:
         CannotConnect: nobody answered.
@@ -35,7 +35,7 @@ def look(addresses: Mapping[str, str], timeout_s: float = ANSWER_WITHIN_S) -> Sn
     answers = fetch_all(addresses, timeout_s)
     if not answers:
         where = ", ".join(addresses.values())
-        raise CannotConnect(f"nobody answers at {where}; is the cluster running? `diloco up` starts one")
+        raise CannotConnect(f"nobody answers at {where}; if no cluster is running, start one with `diloco up`")
     members = []
     for name in addresses:
         status = answers.get(name)
@@ -46,7 +46,7 @@ def look(addresses: Mapping[str, str], timeout_s: float = ANSWER_WITHIN_S) -> Sn
 
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:
-    """What the tables show, and everything below it."""
+    """The contents of the tables, with all details."""
     return {
         "totals": asdict(snapshot.totals()),
         "versions": {str(fragment): version for fragment, version in snapshot.versions().items()},
@@ -67,12 +67,12 @@ def show_status(folder: Path, http: Sequence[str], *, as_text: bool, console: Co
     """The command. `http` lists addresses to ask instead of those in the folder.
 
     Raises:
-        CannotConnect: nobody answered, or nobody has left an address.
+        CannotConnect: nobody answered, or there are no address files.
     """
     addresses = {address: address for address in http} or addresses_in(folder)
     if not addresses:
         raise CannotConnect(
-            f"no cluster is running in {folder}; name its --folder or --http host:port, or start one with `diloco up`"
+            f"no cluster is running in {folder}; give its --folder or --http host:port, or start one with `diloco up`"
         )
     snapshot = look(addresses)
     if as_text:

@@ -1,7 +1,7 @@
 """Child processes: start them, notice when they die, start them again, and never leave one behind.
 
-What a death means is decided by `verdict_on_exit`, which is pure. Children run in sessions of their own, so
-that a Ctrl-C of the terminal reaches only us; they end with us even if we are killed (`diloco_common.child`).
+The pure function `verdict_on_exit` decides what a death means. Each child has its own POSIX session (setsid), so Ctrl-C
+reaches only us. Children end with us even if we are killed (`diloco_common.child`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.errors import EXIT_UNEXPECTED
 
 DEATHS_MAX = 5
-"""Deaths in a row after which a child is not started again."""
+"""A child is not started again after more deaths in a row than this."""
 _SETTLED_AFTER_S = 60.0
-"""A child that lived this long starts counting its deaths anew."""
+"""If a child ran this long, its deaths are counted anew."""
 _LOOK_EVERY_S = 0.05
 
 Kind = Literal["shard", "worker", "job"]
 
 
 class Action(enum.Enum):
-    """What follows from the exit of a child."""
+    """The consequence of a child's exit."""
 
     ENDED = "ended"  # it did its work
     AGAIN = "again"  # start it again after a while
@@ -42,27 +42,28 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The action and why; `wait_s` before a new start."""
+    """The action, and why."""
 
     action: Action
     why: str
     wait_s: float = 0.0
+    """Seconds before the child is started again."""
     exit_code: int = 0
-    """What `diloco up` ends with if the cluster cannot go on."""
+    """Exit code of `diloco up` if the cluster cannot go on."""
 
 
 def verdict_on_exit(
     kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool, out_of_memory: bool = False
 ) -> Verdict:
-    """Say what the exit of a child means.
+    """Decide what the exit of a child means.
 
     Args:
-        kind: a shard never ends by itself, a worker ends when the budget is reached, a job ends always.
-        code: as of `subprocess.Popen`: negative for a signal.
-        was_up: it had bound its ports in this or an earlier life.
-        deaths: in a row, this one included.
+        kind: a shard never ends by itself, a worker ends when the budget is reached, a job always ends.
+        code: exit code as in `subprocess.Popen`: negative for a signal.
+        was_up: whether this process or an earlier one of the child had bound its ports.
+        deaths: number of deaths in a row, including this one.
         restart: the setting cluster.restart.
-        out_of_memory: the kernel has killed a process for lack of memory since the exit before.
+        out_of_memory: whether the kernel has killed a process for lack of memory since the last exit.
     """
     how = describe_exit(code)
     if out_of_memory and code == -signal.SIGKILL:
@@ -75,7 +76,7 @@ def verdict_on_exit(
     if deaths > DEATHS_MAX:
         return Verdict(Action.FAIL, f"died {deaths} times in a row ({how})", exit_code=failed.exit_code)
     if not restart:
-        off = f"died ({how}), not started again (cluster.restart is off)"
+        off = f"died ({how}) and is not started again, because cluster.restart is off"
         if kind == "shard":
             return Verdict(Action.FAIL, off, exit_code=failed.exit_code)
         return Verdict(Action.LOST, off, exit_code=failed.exit_code)
@@ -88,7 +89,7 @@ def describe_exit(code: int) -> str:
 
 
 def memory_kills() -> int:
-    """Processes that the kernel has killed for lack of memory since it booted; 0 where it does not say."""
+    """Processes that the kernel has killed for lack of memory since boot; 0 if it does not say."""
     try:
         counted = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
@@ -98,13 +99,13 @@ def memory_kills() -> int:
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """How to start one child. It says in `address_file` when it is up; a job has none."""
+    """How to start one child. Once up, the child writes its `address_file`; a job has none."""
 
     name: str
     kind: Kind
     module: str
     arguments: Callable[[], Sequence[str]]
-    """Called for every start: a later life may be told the ports of the first."""
+    """Called at every start: a later process may get the ports of the first."""
     log: Path
     address_file: Path | None = None
 
@@ -149,13 +150,13 @@ class Supervisor:
         self.kill()
 
     def start(self, spec: ChildSpec) -> None:
-        """Start a child that was not there before."""
+        """Start a new child."""
         spec.log.unlink(missing_ok=True)
         self._children[spec.name] = child = _Child(spec)
         self._spawn(child)
 
     def endpoints(self, name: str) -> Endpoints | None:
-        """Where a child can be reached, once it is up in its present life."""
+        """The addresses of a child, once its present process is up."""
         child = self._children[name]
         if child.process is None or child.spec.address_file is None:
             return None
@@ -166,7 +167,7 @@ class Supervisor:
         return found
 
     def pid(self, name: str) -> int | None:
-        """The process id of a child; none while it is dead."""
+        """The process id of a child; None while it is dead."""
         process = self._children[name].process
         return process.pid if process else None
 
@@ -176,7 +177,7 @@ class Supervisor:
             _signal(process, number)
 
     def kill_for(self, name: str, dead_s: float) -> None:
-        """Kill a child, and let it be started again after `dead_s` seconds: a death that was asked for."""
+        """Kill a child on purpose. `start_due` starts it again after `dead_s` seconds."""
         child = self._children[name]
         self._kill([child])
         child.start_again_at = time.monotonic() + dead_s
@@ -186,12 +187,12 @@ class Supervisor:
         return set(self._children)
 
     def look(self, now: float) -> list[Exit]:
-        """Notice exits and judge them. Children to be started again are, by `start_due`."""
+        """Find the children that have exited, and judge their exits. `start_due` starts children again."""
         exits = []
         for name, child in self._children.items():
             if child.process is None or not _has_exited(child.process):
                 continue
-            self.endpoints(name)  # it may have been up for less time than passes between two looks
+            self.endpoints(name)  # the child may have come up and died between two looks
             code = _reap(child.process)
             child.process = None
             child.deaths = 1 if now - child.started_at > _SETTLED_AFTER_S else child.deaths + 1
@@ -206,7 +207,7 @@ class Supervisor:
         return exits
 
     def start_due(self, now: float) -> list[str]:
-        """Start the dead whose wait is over. Returns their names."""
+        """Start the dead children whose wait is over. Returns their names."""
         due = [
             child
             for child in self._children.values()
@@ -221,9 +222,9 @@ class Supervisor:
         return {name for name, child in self._children.items() if child.start_again_at is not None}
 
     def stop(self, names: Iterable[str], grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
-        """Ask children to end (SIGTERM), kill those that do not within `grace_s` or once `hurry` says so.
+        """Ask children to end (SIGTERM). Kill those that are left after `grace_s`, or once `hurry` returns true.
 
-        Returns the names of those that had to be killed.
+        Returns the names of the killed children.
         """
         children = [self._children[name] for name in names]
         for child in children:
@@ -283,7 +284,7 @@ class Supervisor:
 
 
 def _has_exited(process: subprocess.Popen[bytes]) -> bool:
-    """True once it has, without taking its exit status: until then its process group cannot be reused."""
+    """Whether the process has exited. Leaves its exit status in place, so its process group cannot be reused yet."""
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -291,7 +292,7 @@ def _has_exited(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Take the exit status, after killing whatever the child may have started itself."""
+    """Kill all processes that the child may have started, then take its exit status."""
     while not _has_exited(process):
         time.sleep(_LOOK_EVERY_S / 5)
     _signal(process, signal.SIGKILL)
@@ -299,11 +300,11 @@ def _reap(process: subprocess.Popen[bytes]) -> int:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the child alone, or with SIGKILL to everything it has started."""
+    """Signal the child alone; SIGKILL also goes to everything it has started."""
     try:
         if number is signal.SIGKILL:
             os.killpg(process.pid, number)
         else:
             os.kill(process.pid, number)
     except (ProcessLookupError, PermissionError):
-        pass  # it ended just now
+        pass  # it has just ended

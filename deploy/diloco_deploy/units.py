@@ -1,4 +1,4 @@
-"""Numbers for people: short, with units, never more digits than anybody reads."""
+"""Numbers for people: short, with units, and without needless digits."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def clock(seconds: float) -> str:
 
 
 def loss(value: float | None) -> str:
-    """A loss in four digits, "-" where there is none yet."""
+    """A loss with three decimals; "-" if there is none yet."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of a value in `width` characters, the mean of each stretch."""
+    """The course of a value in `width` characters; each shows the mean of a stretch."""
     if not values or width < 1:
         return ""
     n = min(width, len(values))

@@ -1,7 +1,7 @@
 """`diloco up`: one cluster on this machine, from the first process to the exported model.
 
-Shards first, then workers, then the evaluation of the global model while the shards still hold it. What the
-death of a child means is decided in `supervisor.py`; `live.py` shows and `watch.py` counts.
+Starts shards first, then workers. At the end it evaluates the global model while the shards still hold it.
+`supervisor.py` decides what the death of a child means, `live.py` shows the state, and `watch.py` counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from diloco_deploy.watch import Watch
 _TICK_S = 0.1
 _SAMPLE_EVERY_S = 1.0
 _DRAIN_S = 20.0
-"""Seconds that a child gets to end after SIGTERM before it is killed."""
+"""Seconds for a child to end after SIGTERM, before it is killed."""
 _TAIL_LINES = 8
 
 
@@ -63,8 +63,8 @@ def bring_up(
         poller = Poller()
         poller.start()
         try:
-            cluster = Cluster(settings, files, programs or Programs(), supervisor, interrupts, poller, display)
-            return cluster.run()
+            run = LocalRun(settings, files, programs or Programs(), supervisor, interrupts, poller, display)
+            return run.run()
         finally:
             display.close()
             poller.stop()
@@ -72,7 +72,7 @@ def bring_up(
 
 
 def check_cluster(settings: Settings) -> None:
-    """Refuse what is only wrong for a cluster whose workers are all known.
+    """Refuse settings that are wrong only for a cluster with a known number of workers.
 
     Raises:
         ConfigError: the quorum asks for more contributions than there are workers.
@@ -81,7 +81,7 @@ def check_cluster(settings: Settings) -> None:
     quorum, workers = settings.sync.quorum, settings.cluster.workers
     if quorum != "all" and quorum > workers:
         raise ConfigError(
-            f"sync.quorum ({quorum}) is above cluster.workers ({workers}): so many contributions never come; "
+            f"sync.quorum ({quorum}) is above cluster.workers ({workers}), so no round could ever close; "
             "lower the quorum or start more workers"
         )
     source = settings.data.source
@@ -94,14 +94,14 @@ class _Interrupted(Exception):
 
 
 class _ChildFailed(Exception):
-    """A child has failed in a way that starting it again does not cure."""
+    """A child has failed, and starting it again would not help."""
 
     def __init__(self, exit: Exit) -> None:
         self.exit = exit
         super().__init__(exit.name)
 
 
-class Cluster:
+class LocalRun:
     """The shards and workers of one `diloco up`. Everything here runs on the main thread."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Cluster:
         self._shards, self._workers = self._children.shards, self._children.workers
         self._ended: set[str] = set()
         self._lost: set[str] = set()
-        self._http: dict[str, str] = {}  # whom to ask for /status
+        self._http: dict[str, str] = {}  # name -> address of /status
         self._asked: dict[str, str] = {}
         self._next_sample = 0.0
         self._has_loss = False
@@ -138,7 +138,7 @@ class Cluster:
             self._train()
             wall_s = time.monotonic() - self._started_at
             self._gather()
-            # Before the evaluation pulls: what is reported is the traffic of training.
+            # Before the evaluation pulls, so the report holds only the traffic of training.
             self._report = self._make_report(wall_s)
             self._report |= _losses(self._evaluate())
             self._stop_all()
@@ -167,17 +167,17 @@ class Cluster:
         self._until(self._training_is_over)
 
     def _training_is_over(self) -> bool:
-        # Once one has ended, the budget is reached, and a dead one need not come back to hear it.
+        # Once one worker has ended, the budget is reached. Dead workers need not come back to hear it.
         left = set(self._workers) - self._ended - self._lost
         return bool(self._ended) and left <= self._supervisor.waiting()
 
     def _gather(self) -> None:
-        """Take in the last words: the workers' from their files, the shards' by asking once more."""
+        """Collect the last status of each worker from its file, and of each shard by asking once more."""
         for name in self._workers:
             try:
                 status = json.loads(self._files.final_status(name).read_text(encoding="utf-8"))
             except (OSError, ValueError):
-                continue  # killed before it could write; what it last answered stays
+                continue  # killed before it could write; its last answer stays
             if isinstance(status, dict):
                 self._watch.heard(name, status, time.monotonic())
         shards = {name: self._http[name] for name in self._shards if name in self._http}
@@ -187,19 +187,19 @@ class Cluster:
     def _evaluate(self) -> dict[str, Any]:
         self._watch.doing = "evaluating the model"
         self._display.tell("training is over; evaluating the global model on held-out text")
-        # Dead workers stay dead: what is left of the run needs only the shards.
+        # Do not start dead workers again: the rest of the run needs only the shards.
         self._supervisor.stop(self._supervisor.waiting() & set(self._workers), 0.0)
         self._supervisor.start(self._children.evaluation())
         self._until(lambda: EVALUATE in self._ended)
         try:
             found: dict[str, Any] = json.loads(self._files.evaluation.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            self._display.tell(f"the evaluation wrote no result; its log: {self._children.log(EVALUATE)}")
+            self._display.tell(f"the evaluation wrote no result; its log is {self._children.log(EVALUATE)}")
             return {}
         return found
 
     def _stop_all(self) -> None:
-        # Workers first, so that what they still push finds its shard.
+        # Workers first, so their last pushes still find the shards.
         self._stop([*self._workers, EVALUATE])
         self._stop(self._shards)
 
@@ -210,7 +210,7 @@ class Cluster:
             self._display.tell(f"{name} did not end by itself and was killed")
 
     def _interrupted(self) -> int:
-        self._display.tell("interrupted: workers and shards are ending; once more ends them at once")
+        self._display.tell("interrupted: workers and shards are ending; interrupt again to kill them at once")
         wall_s = time.monotonic() - self._started_at
         self._stop(self._workers)
         if self._interrupts.count < 2:
@@ -222,7 +222,7 @@ class Cluster:
         print(
             f"interrupted after {wall_s:.0f} s, {when}; no model was exported.\n"
             f"the report so far: {self._files.report}, logs: {self._files.logs}\n"
-            "every announced version is on disk: the same command goes on from here, with --fresh it begins anew",
+            "every announced version is on disk: run the same command to go on, or add --fresh to begin anew",
             flush=True,
         )
         return EXIT_INTERRUPTED
@@ -242,7 +242,7 @@ class Cluster:
     # ------------------------------------------------------------ the loop
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Look after the cluster until a condition holds."""
+        """Supervise the cluster until a condition holds."""
         while True:
             now = time.monotonic()
             self._look_after_children(now)

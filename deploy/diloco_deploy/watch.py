@@ -1,6 +1,6 @@
-"""Keeps what a cluster said over time: last answers, earlier lives, events, the course of loss and progress.
+"""Keeps track of a cluster over time: last answers, earlier processes, events, the course of loss and progress.
 
-Pure: answers and the time are given to it; `up.py` asks the processes.
+Pure: `up.py` hands in the answers and the time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _EVENTS_KEPT_S = 600.0
 
 @dataclass(frozen=True)
 class _Seen:
-    """An event that was told already. Shards say how long ago it was, so its time is only nearly the same."""
+    """An event that was already told. Shards report its age, so its time varies a little between answers."""
 
     key: tuple[str, str, str, str]
     at: float
 
 
 class Watch:
-    """What is known about the members of a cluster. Owned by one thread."""
+    """The members of a cluster, as far as they are known. Owned by one thread."""
 
     def __init__(self, started_at: float) -> None:
         self.doing = "starting"
@@ -38,7 +38,7 @@ class Watch:
         self._seen: list[_Seen] = []
 
     def expect(self, name: str, role: Role) -> None:
-        """A member exists from now on; known members begin a new life."""
+        """A member exists from now on. A known member has started a new process."""
         if (old := self._members.get(name)) is None:
             self._members[name] = Member(name, role)
             return
@@ -46,11 +46,11 @@ class Watch:
         self._members[name] = replace(old, process="starting", status=None, past=past)
 
     def process(self, name: str, state: str) -> None:
-        """The process of a member has changed its state."""
+        """The state of a member's process has changed."""
         self._members[name] = replace(self._members[name], process=state)
 
     def heard(self, name: str, status: Status, now: float) -> list[str]:
-        """A member answered. Returns what is new in it, as lines for people."""
+        """A member has answered. Returns its new events, as lines for people."""
         self._members[name] = replace(self._members[name], status=status)
         self._heard_at[name] = now
         if status.get("role") == "shard":
@@ -60,7 +60,7 @@ class Watch:
         return self._new_events(name, status, now)
 
     def sample_loss(self) -> None:
-        """Take the present training loss into its course; call it at a steady pace."""
+        """Add the present training loss to its course. Call this at a steady pace."""
         loss = self.snapshot(0.0).totals().loss
         if loss is None:
             return
@@ -69,7 +69,7 @@ class Watch:
             self._losses = [(a + b) / 2 for a, b in zip(self._losses[::2], self._losses[1::2], strict=False)]
 
     def snapshot(self, now: float) -> Snapshot:
-        """The cluster as it is known now."""
+        """The present state of the cluster."""
         members = tuple(
             replace(member, silent_s=max(0.0, now - self._heard_at.get(name, now)))
             for name, member in self._members.items()

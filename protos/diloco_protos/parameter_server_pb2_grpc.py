@@ -65,15 +65,15 @@ class ParameterServerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request, context):
-        """Ask for a lease. Each Join makes a new generation of the learner and fences off the older ones.
+        """Ask for a lease. Each Join starts a new generation of the learner and fences off the older ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attend(self, request_iterator, context):
-        """The control stream, which is also the heartbeat: the learner reports progress, the shard answers with
-        directives. It ends when the lease ends. One stream per generation; a newer one replaces it.
+        """The control stream, which is also the heartbeat. The learner reports progress, the shard sends directives. It ends
+        with the lease. There is one stream per generation; a newer one replaces it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,7 +81,7 @@ class ParameterServerServicer(object):
 
     def Push(self, request_iterator, context):
         """Send one contribution (or the seed of a fragment): a header, then its chunks in order.
-        Idempotent by (learner, generation, fragment, round): repeat it as often as needed.
+        Idempotent by (learner, generation, fragment, round), so it may be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,7 +95,7 @@ class ParameterServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Say goodbye, so that nobody waits for the lease to run out. Idempotent.
+        """End the lease now, so that no round waits for it to run out. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,7 @@
-"""The time by which a shard judges others: only while it is awake itself.
+"""The clock of a shard. It counts only the time during which the shard itself is awake.
 
-A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). Without this, it would then look at the
-time before it reads what its learners sent meanwhile, and take all of them for silent.
+A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). On waking, it may look at the time
+before it reads the messages of its learners. With a plain clock, it would then take all of them for silent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from diloco_common.ports import Clock
 
 
 class AwakeClock:
-    """Monotonic seconds. A gap between two calls counts as `longest_s` at most: the shard asks many times a second."""
+    """Monotonic seconds. A gap between two calls counts as at most `longest_s`: the shard asks many times a second."""
 
     def __init__(self, longest_s: float, clock: Clock) -> None:
         self._longest_s = longest_s

@@ -1,4 +1,4 @@
-"""What a shard does with what its store holds, before it serves anybody."""
+"""Recovery: a shard loads the versions in its store before it serves its first call."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from diloco_server.storage.store import Found, Store, WrongFolder
 def recover(
     store: Store, settings: Settings, optimizer: OuterOptimizer, log: Log
 ) -> tuple[Manifest, list[Restored]] | None:
-    """The model and its versions as a shard goes on from them; None where there are none. May take seconds.
+    """The model, and the versions to go on from; None if there are none. May take seconds.
 
-    Raises DataError where nothing can be used, or not be read now.
+    Raises DataError if no version can be used, or if one cannot be read now.
     """
     try:
         recovered = store.recover()
     except OSError as error:
         raise DataError(
             f"a version in shard.data_dir cannot be read now ({error.filename}: {error.strerror}). It may be intact, "
-            "so it is not passed over: see to that, and start the shard again"
+            "so the shard does not pass over it: fix the cause, and start the shard again"
         ) from None
     for words in recovered.damage:
-        log.error("version damaged or missing, the one before is used", code="VERSION_DAMAGED", why=words)
+        log.error("version damaged or missing; using the one before", code="VERSION_DAMAGED", why=words)
     if recovered.manifest is None:
         return None
     restored = [_restored(found, settings, optimizer) for found in recovered.versions]
@@ -41,13 +41,13 @@ def recover(
 
 
 def _name_missing(manifest: Manifest, restored: list[Restored], settings: Settings, log: Log) -> None:
-    """Fragments without any file: nobody had seeded them yet, or their files were taken away."""
+    """Log the fragments without any file: they were never seeded, or their files were removed."""
     there = {r.record.fragment_id for r in restored}
     missing = [f.fragment_id for f in manifest.owned_by(settings.shard.index) if f.fragment_id not in there]
     if missing and any(r.record.version > 0 for r in restored):
         log.error(
-            "fragments have no file, though others have versions: learners that hold them bring them again, from "
-            "version 0; if they had versions, end this shard and restore a checkpoint",
+            "fragments have no file, though others have versions: learners that hold them will seed them again, as "
+            "version 0. If they had versions, stop this shard and restore a checkpoint",
             code="VERSION_DAMAGED", fragments=missing,
         )  # fmt: skip
 
@@ -56,9 +56,9 @@ def _restored(found: Found, settings: Settings, optimizer: OuterOptimizer) -> Re
     stored, pull = found.stored, settings.sync.pull
     if len(stored.values.buffers) != optimizer.num_buffers:
         raise WrongFolder(
-            f"the data folder holds {len(stored.values.buffers)} buffers of the outer optimizer per fragment, "
+            f"the data folder holds {len(stored.values.buffers)} buffers of the outer optimizer per fragment, but "
             f"outer.optimizer {settings.outer.optimizer} with momentum {settings.outer.momentum:g} has "
-            f"{optimizer.num_buffers}: give the settings it was made with, or another folder (shard.data_dir)"
+            f"{optimizer.num_buffers}: give the settings that made the folder, or another folder (shard.data_dir)"
         )
     is_same_encoding = found.pull == pull
     if stored.anchor is not None and is_same_encoding:

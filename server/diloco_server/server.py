@@ -29,7 +29,7 @@ from diloco_common.http import HttpServer
 from diloco_common.logs import Log
 from diloco_common.metrics import ShardMetrics
 from diloco_common.ports import Clock, World
-from diloco_common.security import read_token
+from diloco_common.security import read_bearer_token
 from diloco_common.settings import Settings
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_server.host import ShardHost
@@ -89,8 +89,8 @@ class ShardServer:
 
     async def start(self) -> None:
         """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
-        token = _token_for(self.settings)
-        servicer = ParameterServer(self.service, self.settings.run.id, token, self.host.telemetry.call_refused)
+        bearer_token = _bearer_token_for(self.settings)
+        servicer = ParameterServer(self.service, self.settings.run.id, bearer_token, self.host.telemetry.call_refused)
         pb_grpc.add_ParameterServerServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         listen = parse_address(self.settings.shard.listen)
@@ -199,13 +199,13 @@ def on_signals(act: Callable[[], None]) -> None:
         loop.add_signal_handler(number, act)
 
 
-def _token_for(settings: Settings) -> str | None:
-    """The token that callers must send. Raises ConfigError where an open address has none."""
-    token = read_token(settings.security)
+def _bearer_token_for(settings: Settings) -> str | None:
+    """The bearer token that callers must send. Raises ConfigError where an open address has none."""
+    bearer_token = read_bearer_token(settings.security)
     listen = parse_address(settings.shard.listen)
-    if token is None and not settings.security.insecure and not is_loopback(listen.host):
+    if bearer_token is None and not settings.security.insecure and not is_loopback(listen.host):
         raise ConfigError(
             f"shard.listen = {listen} is reachable from other machines and there is no token. Set "
             "security.token_file (the same token for all shards and workers), or security.insecure = true"
         )
-    return token
+    return bearer_token

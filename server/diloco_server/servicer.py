@@ -23,15 +23,15 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
     """Every shard serves this."""
 
     def __init__(
-        self, service: ShardService, run_id: str, token: str | None, refused: Callable[[str, str, str], None]
+        self, service: ShardService, run_id: str, bearer_token: str | None, refused: Callable[[str, str, str], None]
     ) -> None:
-        """Callers must be of this run, and send this token if there is one.
+        """Callers must be of this run, and send this bearer token if there is one.
 
         `refused` is told learner id, code and words of every call that ends with an error status.
         """
         self._service = service
         self._run_id = run_id
-        self._token = token
+        self._bearer_token = bearer_token
         self._refused = refused
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
@@ -72,7 +72,7 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
             await self._refuse(context, refusal)
 
     def _caller(self, context: Context) -> Identity:
-        return rpc.identify(context.invocation_metadata() or (), self._run_id, self._token)
+        return rpc.identify(context.invocation_metadata() or (), self._run_id, self._bearer_token)
 
     async def _refuse(self, context: Context, refusal: Refusal) -> NoReturn:
         learner_id = dict(context.invocation_metadata() or ()).get("diloco-learner", "")

@@ -1,4 +1,4 @@
-"""What a shard tells about itself at /status."""
+"""The answer of a shard at /status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco_server.host import ShardHost
 
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
-    """JSON of one shard: counts, bytes, and seconds. Holds no secret."""
+    """The JSON of one shard: counts, bytes and seconds. It holds no secrets."""
     shard, settings = host.shard, host.settings
     ready, reason = host.ready()
     ledger, now = shard.ledger, host.clock()

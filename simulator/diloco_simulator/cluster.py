@@ -306,6 +306,18 @@ class Cluster:
 
             self._kill_soon(shard, kill, at_await=at_await)
 
+    def drain_shard(self, index: int, *, back_after_s: float) -> None:
+        """A shard is told to end, and is started again."""
+        shard = self.shards[index]
+        if shard.process.alive and not shard.process.frozen and shard.is_serving:
+
+            def ended() -> None:
+                if shard.process.alive:
+                    self.crash_shard(index, noticed=True, back_after_s=back_after_s)
+
+            self.counts["drains"] += 1
+            shard.drain(ended)
+
     def _kill_soon(self, what: LearnerProcess | ShardProcess, kill: Any, *, at_await: bool) -> None:
         """Now, or after some more callbacks: between any two awaits."""
         if at_await and what.process.kill_at is None and not what.process.frozen:

@@ -49,6 +49,8 @@ class Faults:
                 cluster.crash_shard(
                     shard, noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s), at_await=r.random() < 0.5
                 )
+            case "drain shard":
+                cluster.drain_shard(shard, back_after_s=min(lasts_s, lease_s))
             case "freeze shard":
                 cluster.freeze_shard(shard, lasts_s)
             case "cut" | "cut one way":

@@ -152,6 +152,7 @@ class LearnerProcess:
                 await self._step()
             self.state = "leaving"
             await self.learner.connections.leave(SETTLE_S)
+            self.learner.close()
             self.state = "done"
         except DilocoError as error:
             self.error, self.state = error, "failed"

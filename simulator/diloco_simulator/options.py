@@ -20,8 +20,8 @@ from diloco_common.settings import (
 from diloco_worker.boundary import SEED_HOLD_S
 
 FAULTS = (
-    "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "freeze shard",
-    "cut", "cut one way", "break calls", "not finite",
+    "crash learner", "freeze learner", "replace frozen learner", "hang learner", "crash shard", "drain shard",
+    "freeze shard", "cut", "cut one way", "break calls", "not finite",
 )  # fmt: skip
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
 _DEFAULTS = Settings()
@@ -91,7 +91,7 @@ class Options:
     forgets: bool = False
     """Whether shards forget at once who has no lease, as they would where far too many came and went."""
     look_every_s: float = 1.0
-    """How often it is looked whether a cluster is well, and what ended is started again."""
+    """How often to check whether the cluster is well, and to start again what has ended."""
 
     @property
     def name(self) -> str:

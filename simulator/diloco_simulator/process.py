@@ -24,7 +24,7 @@ T = TypeVar("T")
 Takes = Callable[[str], float]
 """Name of an executor -> the mean of what one of its jobs takes, in seconds."""
 STUTTER_S = 0.01
-"""By so much a process's clock may jump within a moment: some code is slow."""
+"""How far a process's clock may jump within a moment: some code is slow."""
 
 
 class Process:
@@ -145,8 +145,10 @@ class VirtualThreads(Executor):
     def _begin(self) -> None:
         timeline, drawn = self._process.timeline, self._process.random
         while self._free and self._waiting:
-            self._free -= 1
             job, future = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._free -= 1
             self.under_way.append(job)
             works_at = timeline.now + self._takes_s * drawn.random()
             timeline.at(works_at, self._work, job, future, process=self._process)
@@ -168,11 +170,10 @@ class VirtualThreads(Executor):
 
     def _end(self, future: ThreadFuture[Any], outcome: Any, error: Exception | None) -> None:
         self._free += 1
-        if not future.cancelled():
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(outcome)
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(outcome)
         self._begin()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from diloco_server.host import ShardHost
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from diloco_simulator.cluster import Cluster
 
 EPOCH_OF_A_NEW_FOLDER = 1000
-INSPECT_S = 0.005
-"""Mean of what it takes to look at the bytes of a contribution, beside what merges take."""
+DRAIN_S = 1.0
 
 
 class ShardProcess:
@@ -34,7 +34,9 @@ class ShardProcess:
         self._cluster = cluster
         self._options = options = cluster.options
         self._disk = disk
-        self.process = Process(cluster.timeline, self.name, cluster.seed_of(self.name), self._takes_s)
+        self.process = Process(
+            cluster.timeline, self.name, cluster.seed_of(self.name), self._takes_s, stutters=options.stutters / 10
+        )
         self._grace_s_max = 0.0
         self.process.start(self._run(options.settings[index]), self.name)
 
@@ -81,6 +83,17 @@ class ShardProcess:
             return None
         finally:
             self._disk.fake.crash_at = None
+
+    def drain(self, ended: Callable[[], None]) -> None:
+        """End as on SIGTERM: finish what is under way, then call `ended`."""
+
+        async def end() -> None:
+            if self.host is not None:
+                await self.host.drain(DRAIN_S)
+                self.host.close()
+            ended()
+
+        self.process.start(end(), "drain")
 
     def kill(self, *, power: bool) -> None:
         """The process ends where it is, and perhaps its machine."""

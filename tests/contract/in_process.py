@@ -21,6 +21,7 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.identity import Identity
 from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_common.messages import Progress, PushHeader
+from diloco_common.protocol import PROTOCOL
 from diloco_common.settings import Settings
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -256,7 +257,7 @@ class Caller:
     # ------------------------------------------------------------ calls
 
     def join(
-        self, tensors: Sequence[TensorSpec] = TENSORS, *, process_id: str = "", protocol: int = rpc.PROTOCOL,
+        self, tensors: Sequence[TensorSpec] = TENSORS, *, process_id: str = "", protocol: int = PROTOCOL,
         decodes: Sequence[str] = rpc.DECODES, observe: bool = False,
     ) -> pb.JoinResponse:  # fmt: skip
         request = pb.JoinRequest(

@@ -17,6 +17,7 @@ from diloco_common.errors import BadLearnerId, ConfigError, InUse
 from diloco_common.identity import Identity
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
+from diloco_common.protocol import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 
@@ -64,7 +65,7 @@ def test_every_join_is_a_new_generation(serve, clock):
         ({"decodes": []}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "decodes nothing"),
         ({"tensors": []}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable elements"),
         ({"tensors": [TensorSpec("w", (0, 3))]}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable"),
-        ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "stands twice"),
+        ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "have the same name"),
         ({"tensors": [TensorSpec("w", (-3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "has shape [-3]"),
         ({"tensors": [TensorSpec("", (3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "tensor ''"),
         ({"process_id": "x" * 65}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "process_id has 65 characters"),
@@ -430,7 +431,7 @@ def test_the_older_process_is_told_even_if_the_newer_attends_at_once(serve, cloc
     def both_at_once() -> None:
         # As when Join and Attend of the newer come before the older's stream is written to.
         host = shard.server.host
-        answer = host.join("a", JoinRequest(rpc.PROTOCOL, "another process", TENSORS))
+        answer = host.join("a", JoinRequest(PROTOCOL, "another process", TENSORS))
         host.attend(Identity(host.settings.run.id, "a", answer.generation, answer.epoch))
 
     newer.loop.look(both_at_once)

@@ -45,4 +45,4 @@ def test_a_disk_is_full_and_has_room_again_and_goes_with_its_process(tmp_path: P
 def test_where_it_may_not_mount_it_says_so(tmp_path: Path) -> None:
     done = run(SCRIPT.replace("folder =", "import os; os.setuid(65534)\nfolder ="), tmp_path / "disk")
     assert done.returncode == 1
-    assert "--disk-full mounts small disks, which cannot be done here (Operation not permitted)" in done.stderr
+    assert "--disk-full cannot mount its small disks here (Operation not permitted)" in done.stderr

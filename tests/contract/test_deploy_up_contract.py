@@ -198,7 +198,7 @@ def test_a_second_ctrl_c_kills_who_does_not_listen(
     children = up.children()
     up.process.send_signal(signal.SIGINT)
     assert up.process.stdout is not None
-    until(lambda: "once more ends them" in up.process.stdout.readline(), "the word that it ends")
+    until(lambda: "interrupt again to kill them" in up.process.stdout.readline(), "the word that it ends")
     up.process.send_signal(signal.SIGINT)
     code, said = up.end()
     assert code == 130

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,8 +67,7 @@ def test_a_learner_without_threads_seeds_contributes_and_gets_versions(serve, lo
         world = World(time.monotonic, time.thread_time, random.Random(0), lambda count, name: InLoop())
         telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log("cat"))
         learner = make_learner(
-            Replica(model), [shard.address], caller, partial(GrpcTransport, token=None), world, InLoopBackground(),
-            telemetry,
+            Replica(model), [shard.address], caller, GrpcTransport, world, InLoopBackground(), telemetry,
         )  # fmt: skip
         learner.start()
         await until_async(learner.begin, "the model holds every fragment")

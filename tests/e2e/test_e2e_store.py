@@ -72,7 +72,7 @@ def test_what_a_shard_serves_after_a_crash_is_what_its_files_say(tmp_path: Path)
         shard.start()
         until(lambda: shard.status()["ready"], "the shard to serve")
 
-        found = pull_global_model([shard.endpoints.grpc], run="local", token=None)
+        found = pull_global_model([shard.endpoints.grpc], run="local", bearer_token=None)
 
         theta = torch.cat([stored.values.theta for _, stored in sorted(kept.items())])
         served = torch.cat([tensor.flatten() for tensor in found.tensors.values()])

@@ -67,7 +67,7 @@ def test_another_model_or_run_is_refused_with_what_differs(tmp_path):
     with pytest.raises(DataError, match=r"embedding.weight: \[256, 16\] <-> \[256, 8\]") as caught:
         load_checkpoint(path, model, optimizer, run_id="r")
     assert caught.value.exit_code == EXIT_DATA
-    with pytest.raises(DataError, match="belongs to run 'r', this is 'other'"):
+    with pytest.raises(DataError, match="belongs to run 'r', but this is run 'other'"):
         load_checkpoint(path, *model_and_optimizer(), run_id="other")
 
 

@@ -98,7 +98,7 @@ def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file that is about to be linked is replaced by two later versions, once."""
-    real, seen = linking.link, set[int]()
+    real, seen = linking.hard_link, set[int]()
     stores = [open_shard(cluster, index) for index in range(NUM_SHARDS)]
 
     def late(source: Path, target: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
         real(source, target)
 
     # The stores know versions 1 and 2 as intact, so that saving 3 and 4 takes both away.
-    monkeypatch.setattr(linking, "link", late)
+    monkeypatch.setattr(linking, "hard_link", late)
     contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
 
     assert [f.version for f in contents.files] == [4] * 6
@@ -143,7 +143,7 @@ def test_a_copy_that_does_not_fit_leaves_nothing(cluster: Path, monkeypatch: pyt
     monkeypatch.setattr(linking.shutil, "copyfile", half)
     source = next((cluster / "shard-0").glob("fragment-*"))
     with pytest.raises(OSError, match="No space"):
-        linking.link(source, cluster / source.name)
+        linking.hard_link(source, cluster / source.name)
     assert not list(cluster.glob("fragment-*"))
 
 
@@ -230,7 +230,7 @@ def test_another_intact_version_in_place_of_the_one_that_is_listed_is_found(clus
     other.save(replace(version_of(file.fragment_id, 1), record=version_of(file.fragment_id, 2).record), MODEL)
     (cluster / "c" / file.name).unlink()
     (cluster / "again" / f"shard-{file.shard_index}" / file.name).rename(cluster / "c" / file.name)
-    assert "another file than the manifest lists" in find_damage(Disk(cluster / "c"), contents)[0]
+    assert "not the file that the manifest lists" in find_damage(Disk(cluster / "c"), contents)[0]
 
 
 def test_no_byte_of_a_manifest_may_change(cluster: Path) -> None:
@@ -303,7 +303,7 @@ def test_what_is_no_manifest_is_refused(text: bytes) -> None:
 def test_a_file_that_differs_from_what_is_listed_is_found(cluster: Path, what: dict[str, Any]) -> None:
     contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
     listed = replace(contents.files[0], **what)
-    with pytest.raises(VersionDamaged, match="another file than the manifest lists"):
+    with pytest.raises(VersionDamaged, match="not the file that the manifest lists"):
         read_listed(Disk(cluster / "c"), listed, contents)
 
 
@@ -358,7 +358,7 @@ def test_a_restore_touches_nothing_of_another_one_that_is_at_work(cluster: Path)
     contents, _ = take_checkpoint(shards(cluster), cluster / "c", whole=True)
     theirs = cluster / "new.restoring" / "theirs"
     theirs.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"new.restoring is there: .* delete that folder"):
+    with pytest.raises(ConfigError, match=r"new.restoring exists: .* delete that folder"):
         restore([], place(contents, 2), cluster / "new")
     assert theirs.is_dir()
     assert not (cluster / "new").exists()

@@ -126,7 +126,7 @@ def test_parts_of_two_checkpoints_are_refused_and_may_be_made_one_on_purpose(
         for words in (["checkpoint", "verify"], ["export", "--out", str(run_folder / "m.safetensors")]):
             assert main([*words, old, part]) == exit_code
     said = capsys.readouterr().err
-    assert f"{old} ends at version 2 and {part} begins at 4, so they are of two checkpoints" in said
+    assert f"{old} ends at version 2 and {part} begins at 4, so they belong to two checkpoints" in said
 
     assert main(["checkpoint", old, part, "--into", str(run_folder), "--name", "whole"]) == 0
     assert "6 of 6 fragments, versions 2 to 4" in capsys.readouterr().out

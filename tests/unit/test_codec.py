@@ -27,7 +27,6 @@ from diloco_common.codec import (
     encoding_names,
     get_codec,
     num_payload_bytes,
-    verify_checksum,
 )
 from diloco_common.codec.scratch import SLICE_ELEMENTS
 from diloco_common.errors import BadChecksum, BadEncoding, BadSize, NotFinite, UnknownEncoding
@@ -432,7 +431,7 @@ def test_a_header_that_fits_is_taken() -> None:
         (replace(GOOD, chunk_elements=-256), BadSize, "multiple of 256"),
         (replace(GOOD, chunk_elements=300), BadSize, "multiple of 256"),
         (replace(GOOD, chunk_elements=2 * CHUNK_ELEMENTS_MAX), BadSize, "to 4194304"),
-        (replace(GOOD, num_bytes=1015), BadSize, "take 1016 bytes, the header says 1015"),
+        (replace(GOOD, num_bytes=1015), BadSize, "take 1016 bytes, but the header says 1015"),
         (replace(GOOD, num_bytes=2**62), BadSize, "take 1016 bytes"),
     ],
 )
@@ -448,11 +447,11 @@ def test_a_payload_that_does_not_fit_its_header_is_not_decoded() -> None:
     for chunks in [(first,), (first, second, second), (first, second[:-1]), (second, first)]:
         with pytest.raises(BadSize):
             decode_payload(replace(payload, chunks=chunks), out)
-    with pytest.raises(BadSize, match="`out` 999"):
+    with pytest.raises(BadSize, match="`out` has 999"):
         decode_payload(payload, out[:999])
     with pytest.raises(BadSize, match="there is no chunk 2"):
         decode_chunk(payload.header, 2, first, out[:512])
-    with pytest.raises(BadSize, match="`out_slice` 511"):
+    with pytest.raises(BadSize, match="`out_slice` has 511"):
         decode_chunk(payload.header, 0, first, out[:511])
     assert not out.any()
 
@@ -500,9 +499,6 @@ def test_changed_bytes_are_noticed() -> None:
     receiver.add(bytes(changed))
     with pytest.raises(BadChecksum, match=f"the header says {payload.header.crc32c:08x}"):
         receiver.finish()
-    with pytest.raises(BadChecksum):
-        verify_checksum(replace(payload, chunks=(payload.chunks[0], bytes(changed))))
-    verify_checksum(payload)
 
 
 def test_the_checksum_is_crc32c() -> None:

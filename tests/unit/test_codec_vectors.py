@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -25,7 +26,6 @@ from diloco_common.codec import (
     encode_payload,
     encoding_names,
     get_codec,
-    verify_checksum,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -287,7 +287,7 @@ def test_a_vector_is_what_the_encoder_writes(vector: dict[str, Any]) -> None:
 @each_vector
 def test_a_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
     payload = payload_of(vector)
-    verify_checksum(payload)
+    assert google_crc32c.value(b"".join(payload.chunks)) == payload.header.crc32c
     out = torch.full((vector["num_elements"],), torch.nan)
     decode_payload(payload, out)
     assert same_bits(out, floats(vector["decoded"]))

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.security import read_token
+from diloco_common.security import read_bearer_token
 from diloco_common.settings import SecuritySettings
 from diloco_deploy.cli import main
-from diloco_deploy.token import make_token
+from diloco_deploy.token import make_bearer_token
 
 
 def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> None:
     file = tmp_path / "token"
     assert main(["token", str(file)]) == 0
-    made = read_token(SecuritySettings(token_file=file))
+    made = read_bearer_token(SecuritySettings(token_file=file))
     assert file.stat().st_mode & 0o777 == 0o600
     assert main(["token", str(file)]) == 0
-    assert read_token(SecuritySettings(token_file=file)) == made
+    assert read_bearer_token(SecuritySettings(token_file=file)) == made
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -26,7 +26,7 @@ def test_a_token_that_is_there_asks_for_no_right_to_write(tmp_path: Path, monkey
     file = tmp_path / "token"
     file.write_text("a-token-that-somebody-made")
     monkeypatch.setattr("os.open", None)
-    assert not make_token(file)
+    assert not make_bearer_token(file)
 
 
 def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
@@ -37,4 +37,4 @@ def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_said_in_one_line(tmp_path: Path, capsys) -> None:
     assert main(["token", str(tmp_path / "absent" / "token")]) == 2
-    assert "cannot make a token here: No such file or directory [BAD_CONFIG]" in capsys.readouterr().err
+    assert "cannot make a bearer token here: No such file or directory [BAD_CONFIG]" in capsys.readouterr().err

@@ -273,7 +273,7 @@ def test_a_missing_newest_version_is_noticed() -> None:
     disk.lose(version_name(0, 8))
     recovered = open_store(disk).recover()
     assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 7)}, True)
-    assert recovered.damage == [f"version 6, written before {version_name(0, 7)}, is missing; so may be later ones"]
+    assert recovered.damage == [f"version 6, written before {version_name(0, 7)}, is missing; later ones may be, too"]
 
 
 def test_a_missing_older_version_is_noticed_and_does_no_harm() -> None:
@@ -282,7 +282,7 @@ def test_a_missing_older_version_is_noticed_and_does_no_harm() -> None:
     disk.lose(version_name(0, 7))
     recovered = open_store(disk).recover()
     assert (names(recovered.versions), recovered.versions[0].is_behind) == ({0: (1, 8)}, True)
-    assert recovered.damage == [f"version 7, written before {version_name(0, 8)}, is missing; so may be later ones"]
+    assert recovered.damage == [f"version 7, written before {version_name(0, 8)}, is missing; later ones may be, too"]
 
 
 def test_nothing_intact_is_said_and_not_begun_anew() -> None:

@@ -408,7 +408,7 @@ def test_lost_versions_are_counted():
     rolled_back(lines)
     (violation,) = (v for v in violations(histories(lines)) if v.check == "lost_versions")
     assert violation.count == 1
-    assert str(violation) == ("lost_versions: shard-0 had announced version 2 of fragment 0, and came back with 1")
+    assert str(violation) == ("lost_versions: shard-0 had announced version 2 of fragment 0, but came back with 1")
 
 
 # ---------------------------------------------------------------- the model

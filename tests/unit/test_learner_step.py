@@ -142,7 +142,7 @@ def test_waiting_for_news_does_not_end_because_of_a_version_that_waits(learner):
     taken(learner)
     arrive(learner, 0, 1, 20.0)
     learner.poll()
-    assert not learner._inbox._news
+    assert not learner._inbox._has_new
 
 
 def test_the_end_is_heard_even_while_a_version_waits(learner):

@@ -165,11 +165,11 @@ def test_whatever_differs_shows_in_the_digest(other: Manifest) -> None:
     [
         ([], 1, 1, "no trainable elements"),
         ([TensorSpec("w", (0,))], 1, 1, "no trainable elements"),
-        ([TensorSpec("w", (2,)), TensorSpec("w", (3,))], 1, 1, r"stands twice: \['w'\]"),
+        ([TensorSpec("w", (2,)), TensorSpec("w", (3,))], 1, 1, r"have the same name: \['w'\]"),
         ([TensorSpec("w", (4, 3)), TensorSpec("v", (-1, 12))], 1, 1, r"tensor 'v' has shape \[-1, 12\]"),
         ([TensorSpec("w", (2,))], 0, 1, "at least 1, got 0 and 1"),
         ([TensorSpec("w", (2,))], 1, 0, "at least 1, got 1 and 0"),
-        ([TensorSpec("w", (2,))], 24, 3, "3 shards for 2 fragments"),
+        ([TensorSpec("w", (2,))], 24, 3, "3 shards are too many for 2 fragments"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(

@@ -57,7 +57,7 @@ def _run(argv: Sequence[str] | None) -> None:
 
 def _train(settings: Settings, args: Namespace) -> None:
     from diloco_common.endpoints import write_json
-    from diloco_common.security import read_token
+    from diloco_common.security import read_bearer_token
     from diloco_worker.builtin import training
     from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
     from diloco_worker.builtin.data import TokenStream, load_corpus
@@ -73,9 +73,9 @@ def _train(settings: Settings, args: Namespace) -> None:
     resumed = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
     progress = resumed or TrainingProgress()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on shards hear a goodbye
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner says goodbye to its shards
     learner = join(
-        worker.shards, model, run=run.id, learner_id=worker.learner_id, token=read_token(settings.security),
+        worker.shards, model, run=run.id, learner_id=worker.learner_id, token=read_bearer_token(settings.security),
         inner_step=progress.inner_step, tokens=progress.tokens, http=worker.http,
         address_file=args.address_file, history=run.history, resumed=resumed is not None,
     )  # fmt: skip
@@ -107,14 +107,16 @@ def _evaluate(settings: Settings, args: Namespace) -> None:
     import torch
 
     from diloco_common.endpoints import write_json
-    from diloco_common.security import read_token
+    from diloco_common.security import read_bearer_token
     from diloco_worker.builtin.data import load_corpus
     from diloco_worker.builtin.evaluation import evaluate
     from diloco_worker.builtin.gpt import build_gpt
     from diloco_worker.export import write_model
     from diloco_worker.global_model import pull_global_model
 
-    found = pull_global_model(settings.worker.shards, run=settings.run.id, token=read_token(settings.security))
+    found = pull_global_model(
+        settings.worker.shards, run=settings.run.id, bearer_token=read_bearer_token(settings.security)
+    )
     held_out = load_corpus(settings.data.source, settings.data.held_out).held_out
     model = build_gpt(settings.model, settings.run.seed)  # bit for bit what the first worker seeded
     first = evaluate(model, held_out, settings.model.context)

@@ -1,4 +1,4 @@
-"""The model as one file that plain torch and safetensors load, under the user's own parameter names."""
+"""Writes the model as one file, with the user's own parameter names. Plain torch and safetensors can load it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco_common.manifest import Fragment
 
 
 def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
-    """Lay a fragment's values [num_elements] into the tensors that its pieces are of, in their dtype."""
+    """Copy a fragment's values [num_elements] into the tensors of its pieces, in the dtype of the tensors."""
     for piece in fragment.pieces:
         flat = tensors[piece.tensor].view(-1)
         flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements] = values[
@@ -23,14 +23,14 @@ def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -
 
 
 def write_model(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file in place of any of that name; whole or not at all. Equal tensors give equal bytes.
+    """Write a safetensors file, whole or not at all. Replaces any file of that name. Equal tensors give equal bytes.
 
     Raises DataError.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"format": "pt"})  # more keys would come in any order
+        save_file(tensors, temporary, metadata={"format": "pt"})  # with more keys, their order would vary
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Look at the global model without joining: pull every fragment from every shard, in float32."""
+"""Reads the global model without joining: pulls every fragment from every shard, in float32."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CALL_S = 120.0
 
 @dataclass(frozen=True)
 class GlobalModel:
-    """The latest announced version of every fragment. Each is whole; they may be of different ages."""
+    """The latest announced version of every fragment. Each is whole, but their ages may differ."""
 
     tensors: dict[str, Tensor]
-    """By the user's own parameter names, float32."""
+    """The user's own parameter name -> values, float32."""
     versions: dict[int, int]
     """Fragment -> version."""
     tokens_merged: int
 
 
 def pull_global_model(
-    shards: Sequence[str], *, run: str = "local", token: str | None = None, wait_s: float = 5.0
+    shards: Sequence[str], *, run: str = "local", bearer_token: str | None = None, wait_s: float = 5.0
 ) -> GlobalModel:
     """Pull the global model.
 
-    Raises CannotConnect if a shard does not answer within `wait_s`, ConfigError or ManifestMismatch if the shards do
-    not make up one run, and the Refusal that a shard answers.
+    Raises CannotConnect if a shard does not answer within `wait_s` seconds, ConfigError or ManifestMismatch if the
+    shards do not form one run, and the Refusal of a shard.
     """
-    transports = {address: GrpcTransport(address, token, waits_for_shard=True) for address in shards}
+    transports = {address: GrpcTransport(address, bearer_token, waits_for_shard=True) for address in shards}
     return asyncio.run(_pull_all(transports, Identity(run), wait_s))
 
 
@@ -72,7 +72,7 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
 
 
 async def _pull(transport: Transport, fragment: Fragment, observer: Identity, tensors: dict[str, Tensor]) -> int:
-    """Lay the fragment's latest version into the tensors; returns its number."""
+    """Copy the fragment's latest version into the tensors. Returns the number of the version."""
     request = PullRequest(fragment.fragment_id, ("float32",))
     parts = transport.pull(observer, request, CALL_S)
     header, payload = await read_version(parts, request, fragment.num_elements)
@@ -88,11 +88,15 @@ def _manifest(answers: Mapping[str, JoinAnswer]) -> Manifest:
     first_address, first = next(iter(answers.items()))
     found = sorted(answer.shard_index for answer in answers.values())
     if found != list(range(first.num_shards)):
-        raise ConfigError(f"the run has {first.num_shards} shards, the addresses given are those of {found}; name all")
+        raise ConfigError(
+            f"the run has {first.num_shards} shards, but the given addresses are those of {found}; give all of them"
+        )
     manifest = cut(first.tensors, first.num_fragments, first.num_shards)
     for address, answer in answers.items():
         if answer.manifest_digest != manifest.digest:
-            raise ManifestMismatch(f"{address} holds another model than {first_address}; are they of one run?")
+            raise ManifestMismatch(
+                f"{address} and {first_address} hold different models; give the addresses of one run"
+            )
     return manifest
 
 

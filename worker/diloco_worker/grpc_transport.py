@@ -35,10 +35,10 @@ from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 class GrpcTransport:
     """The calls of one learner, or of one observer, to one shard."""
 
-    def __init__(self, address: str, token: str | None = None, *, waits_for_shard: bool = False) -> None:
-        """`token`: bearer token. `waits_for_shard`: Join waits for a shard that is not there yet, up to its timeout."""
+    def __init__(self, address: str, bearer_token: str | None = None, *, waits_for_shard: bool = False) -> None:
+        """`bearer_token`: if the shard asks for one. `waits_for_shard`: Join waits for an absent shard."""
         self._address = address
-        self._token = token
+        self._bearer_token = bearer_token
         self._waits_for_shard = waits_for_shard
         self._channels: list[grpc.aio.Channel] = []
 
@@ -106,7 +106,7 @@ class GrpcTransport:
         return pb_grpc.ParameterServerStub(channel)  # type: ignore[no-untyped-call]
 
     def _metadata(self, caller: Identity) -> tuple[tuple[str, str], ...]:
-        return rpc.metadata_of(caller, self._token)
+        return rpc.metadata_of(caller, self._bearer_token)
 
 
 class GrpcControlStream:

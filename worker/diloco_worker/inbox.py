@@ -1,4 +1,4 @@
-"""What the network thread hands to the training thread, in order."""
+"""Passes events from the network thread to the training thread, in order."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ class Inbox:
 
     def __init__(self) -> None:
         self._events = EventQueue()
-        self._some = threading.Condition()
-        self._news = False  # whether something was put since the last of it was popped, or put back
+        self._changed = threading.Condition()
+        self._has_new = False  # whether the queue holds an event that was not put back
 
     def put(self, event: Event) -> None:
-        with self._some:
+        with self._changed:
             self._events.put(event)
-            self._news = True
-            self._some.notify()
+            self._has_new = True
+            self._changed.notify()
 
     def pop(self) -> Event | None:
-        """The oldest event that waits; None: there is none. Never waits."""
-        with self._some:
+        """The oldest event; None: there is none. Never waits."""
+        with self._changed:
             event = self._events.pop()
-            self._news = len(self._events) > 0
+            self._has_new = len(self._events) > 0
             return event
 
     def put_back(self, event: Event) -> None:
-        """The reader cannot use it yet: it is the next to be popped, unless a newer one of its kind has come."""
-        with self._some:
+        """The reader cannot use the event yet. It will be popped next, unless a newer one of its kind has come."""
+        with self._changed:
             self._events.put_back(event)
-            self._news = False
+            self._has_new = False
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something is there that was not put back, or the time is over."""
-        with self._some:
-            self._some.wait_for(lambda: self._news, timeout_s)
+        """Wait until there is an event that was not put back, or until the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_new, timeout_s)

@@ -89,7 +89,7 @@ def join(
         telemetry.log.warning("no native kernels: encoding takes several times as long", why=why)
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry))
     learner = make_learner(
-        replica, addresses, caller, partial(GrpcTransport, token=token), world, network, telemetry,
+        replica, addresses, caller, partial(GrpcTransport, bearer_token=token), world, network, telemetry,
         inner_step=inner_step, tokens=tokens, resumed=resumed,
     )  # fmt: skip
     try:

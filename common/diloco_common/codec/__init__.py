@@ -1,8 +1,9 @@
-"""Encodings of fragments: values to payloads and back. The format is written down in docs/wire-format.md.
+"""Encodings of fragments: values to payloads and back. docs/wire-format.md specifies the format.
 
-`base.py` says what an encoding is, `plain.py`, `int8.py`, `nibbles.py` and `topk.py` are the encodings, `registry.py`
-finds one by its name. `payload.py` cuts a fragment into chunks and describes them, `receiver.py` takes them
-in. Pure: torch and arithmetic; no sockets, no files.
+`base.py` defines the interface of an encoding. `plain.py`, `int8.py`, `nibbles.py` and `topk.py` are the encodings, and
+`registry.py` finds one by its name. `change.py` encodes versions as changes. `payload.py` cuts a fragment into chunks
+and describes them, `receiver.py` takes them in, and `native.py` runs the inner loops in C. Pure: no sockets, and no
+files but the compiled loops.
 """
 
 from diloco_common.codec.base import Codec
@@ -19,7 +20,7 @@ from diloco_common.codec.payload import (
     encode_payload,
     num_payload_bytes,
 )
-from diloco_common.codec.receiver import Checksum, PayloadReceiver, verify_checksum
+from diloco_common.codec.receiver import Checksum, PayloadReceiver
 from diloco_common.codec.registry import encoding_names, get_codec
 
 __all__ = [
@@ -39,5 +40,4 @@ __all__ = [
     "encoding_names",
     "get_codec",
     "num_payload_bytes",
-    "verify_checksum",
 ]

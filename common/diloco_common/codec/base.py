@@ -1,7 +1,7 @@
-"""What an encoding is: how one chunk of float32 values becomes bytes and values again.
+"""The interface of an encoding: one chunk of float32 values becomes bytes, and values again.
 
-A codec holds no state. It runs on the device of the tensors it is given, over cache-sized slices in reused
-buffers, and its result depends on nothing but the values: not on slicing, threads or earlier calls.
+A codec holds no state. It runs on the device of its tensors, over cache-sized slices in reused buffers. Its result
+depends only on the values, not on slicing, threads or earlier calls.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class Part(NamedTuple):
-    """Elements of a chunk that was checked, from `start` on; how many follows from where they go."""
+    """Elements of a checked chunk, from `start` on. The length of the output says how many."""
 
     data: Tensor
     num_elements: int
-    """Of the whole chunk."""
+    """Elements of the whole chunk."""
     start: int
 
 
@@ -35,7 +35,7 @@ class Codec(ABC):
     """One encoding. Tensors are 1-D and contiguous: values float32, data uint8, both on the same device."""
 
     name: ClassVar[str]
-    """As it stands in the header of a payload."""
+    """The name in the header of a payload."""
 
     @abstractmethod
     def num_bytes(self, num_elements: int) -> int:
@@ -43,23 +43,22 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_values(self, values: Tensor, out: Tensor) -> None:
-        """Encode a chunk: `values` (n,) float32 into `out` (num_bytes(n),) uint8, which begins at a multiple
-        of 4 bytes of its storage. Waits for the device once.
+        """Encode a chunk: `values` (n,) float32 into `out` (num_bytes(n),) uint8. Waits for the device once.
 
-        Raises NotFinite if a value is NaN or infinite; `out` then holds nothing of use.
+        `out` begins at a multiple of 4 bytes of its storage. Raises NotFinite if a value is NaN or infinite; `out` then
+        holds nothing of use.
         """
 
     @abstractmethod
     def check(self, data: Tensor, num_elements: int) -> None:
-        """Look whether `data` is a chunk of that many elements, so that `decode_range` cannot fail on it.
+        """Check that `data` is a valid chunk of that many elements, so that `decode_range` cannot fail on it.
 
         Waits for the device at most once. Raises BadSize, and BadEncoding with the index of the block.
         """
 
     @abstractmethod
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
-        """Decode elements start..start+m of a chunk of `num_elements` that was checked, into `out` (m,)
-        float32.
+        """Decode elements start..start+m of a checked chunk of `num_elements` into `out` (m,) float32.
 
         `start` is a multiple of BLOCK_ELEMENTS, m at most SLICE_ELEMENTS. Does not wait for the device.
         """
@@ -73,9 +72,9 @@ class Codec(ABC):
         plus: Tensor | None = None,
         loss: Tensor | None = None,
     ) -> None:
-        """Encode x = `values - minus + plus`, a chunk: each (n,) float32, into `out` as `encode_values` does.
+        """Encode the chunk x = `values - minus + plus`, each (n,) float32, into `out` as `encode_values` does.
 
-        `loss` (n,) float32 is set to x - decoded; it may be `values` itself. Raises NotFinite.
+        Sets `loss` (n,) float32 to x - decoded. `loss` may be `values` itself. Raises NotFinite.
         """
         x = difference(values, minus, plus, loss)
         self.encode_values(x, out)
@@ -83,7 +82,7 @@ class Codec(ABC):
             self.accumulate(out, loss, weight=-1.0)
 
     def encode_change(self, values: Tensor, base: Tensor, out: Tensor, anchor: Tensor) -> None:
-        """Encode the change from `base` to `values`, a chunk, into `out`; `anchor` <- base + decoded, rounded.
+        """Encode the change of a chunk from `base` to `values` into `out`; `anchor` <- base + decoded, rounded.
 
         `values` (n,) float32; base and anchor (n,) bfloat16. Raises NotFinite.
         """
@@ -116,7 +115,7 @@ class Codec(ABC):
             self.accumulate_range(data, num_elements, part.start, out[part], weight)
 
     def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
-        """out += weight * elements start..start+m of a chunk of `num_elements` that was checked; `out` (m,) float32.
+        """out += weight * elements start..start+m of a checked chunk of `num_elements`; `out` (m,) float32.
 
         Any `start`; m at most SLICE_ELEMENTS - BLOCK_ELEMENTS, or SLICE_ELEMENTS where it is a multiple of
         BLOCK_ELEMENTS.
@@ -138,13 +137,13 @@ class Codec(ABC):
         return float(torch.linalg.vector_norm(out)) ** 2
 
     def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
-        """The weighted sum for a kernel that goes on with it, where there are kernels."""
+        """The weighted sum in a form that other kernels can use; None if there are no kernels."""
         return None
 
     def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
-        """Sum of squares of elements start..stop of a chunk of `num_elements` that was checked; any start and stop.
+        """Sum of squares of elements start..stop of a checked chunk of `num_elements`; any start and stop.
 
-        NaN or infinite where an element is, and where a sum leaves the range of float32.
+        NaN or infinite if an element is, or if a sum leaves the range of float32.
         """
         total, step = 0.0, SLICE_ELEMENTS - BLOCK_ELEMENTS
         for first in range(start, stop, step):
@@ -166,7 +165,7 @@ class Codec(ABC):
 
 
 def difference(values: Tensor, minus: Tensor | None, plus: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """`values - minus + plus`, in `out` if there is one, else in `values` itself or in scratch; `values` stays."""
+    """`values - minus + plus`, in `out` if given, else in scratch; `values` itself if there is nothing to compute."""
     if out is None:
         if minus is None and plus is None:
             return values
@@ -184,9 +183,9 @@ def add_rounded(base: Tensor, decoded: Tensor, out: Tensor) -> None:
 
 
 def refuse_non_finite(values: Tensor) -> None:
-    """Raise NotFinite for the first value that is NaN or infinite; call it knowing that there is one."""
+    """Raise NotFinite for the first value that is NaN or infinite. Call it only if there is one."""
     index = int(torch.isfinite(values).logical_not_().nonzero()[0])
     raise NotFinite(
-        f"element {index} of {values.numel()} is {values[index].item()}: it cannot be encoded; "
-        "the model has diverged, so look at its loss and learning rate"
+        f"element {index} of {values.numel()} is {values[index].item()} and cannot be encoded; "
+        "the model has diverged, so check its loss and learning rate"
     )

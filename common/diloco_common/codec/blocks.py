@@ -1,10 +1,10 @@
-"""What the block encodings have in common: a chunk is the scales of all its blocks, then the codes.
+"""The base of the block encodings: a chunk is the scales of all its blocks, then the codes.
 
-A block is 256 elements (the last of a chunk may have fewer) and its scale follows from its largest magnitude:
-`scale = absmax / code_max`, in float32. A block of zeros, or one so small that its scale would be below
-`scale_min`, is written as zeros with scale 1; what is lost goes to the error-feedback residual. Every scale
-that is written lies in scale_min..scale_max, which keeps each decoded value finite and either 0 or normal on
-any machine; a decoder refuses others, and so refuses 0, negative numbers, NaN and infinity.
+A block is 256 elements (the last of a chunk may have fewer). Its scale follows from its largest magnitude:
+`scale = absmax / code_max`, in float32. If the scale would be below `scale_min`, the block is written as zeros with
+scale 1, and the loss goes to the error-feedback residual. Every written scale lies in scale_min..scale_max. So each
+decoded value is finite, and either 0 or normal, on any machine. A decoder refuses other scales, and so refuses 0,
+negative numbers, NaN and infinity.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class BlockCodec(Codec):
     """Scales, then codes. A subclass says how a scaled value becomes a code."""
 
     code_max: ClassVar[float]
-    """What `absmax` becomes when it is divided by the scale."""
+    """`absmax` divided by the scale: the largest code."""
     scale_min: ClassVar[float]
     scale_max: ClassVar[float]
     native_bits: ClassVar[int] = 0
-    """Bits per code, where kernels.c knows the encoding."""
+    """Bits per code, if kernels.c has the encoding; 0: it has not."""
 
     @abstractmethod
     def num_code_bytes(self, num_elements: int) -> int:
-        """Bytes that the codes of that many elements take."""
+        """Bytes of the codes of that many elements."""
 
     @abstractmethod
     def encode_codes(self, scaled: Tensor, out: Tensor) -> None:
@@ -44,7 +44,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def codes_are_valid(self, codes: Tensor, num_elements: int) -> Tensor:
-        """Whether all codes of a chunk are ones that an encoder writes, as a bool on the device, shape ()."""
+        """Whether an encoder could have written all codes of a chunk; a bool on the device, shape ()."""
 
     @abstractmethod
     def refuse_codes(self, codes: Tensor, num_elements: int) -> NoReturn:
@@ -122,7 +122,7 @@ class BlockCodec(Codec):
         block = int(bad_blocks[0])
         raise BadEncoding(
             f"{self.name}: block {block} has scale {scales[block].item():g}, "
-            f"which is not in {self.scale_min:g}..{self.scale_max:g}; the sender's encoder is at fault"
+            f"not in {self.scale_min:g}..{self.scale_max:g}; the sender's encoder is at fault"
         )
 
     def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:

@@ -1,14 +1,15 @@
-"""Versions as changes: what a learner adds to the anchor that it has, so that every learner holds the same anchor.
+"""Versions as changes: a learner adds the change to its anchor, so every learner holds the same anchor.
 
-The encodings of one or two bytes per element that keep every value are those of `VALUES`. In any other (`sync.pull`)
-a shard sends the change since the version before, and keeps what the learners hold: the anchor, which is always
-representable in bfloat16. Both sides compute the next anchor by one rule, in float32, bit for bit:
+In the encodings of `VALUES` (`sync.pull`), a shard sends every version by itself. In any other encoding it sends the
+change since the version before, and keeps the anchor that learners hold. The anchor is always representable in
+bfloat16. Both sides compute the next anchor by one rule, in float32, bit for bit:
 
     change = encode(theta - anchor)
     anchor <- bfloat16(anchor + decode(change))         to nearest, ties to even; saturating
 
-What the encoding lost, and the rounding, stay in `theta - anchor`, and so are in the next change: error feedback that
-needs no memory. Who has no anchor, or an older one, gets the anchor itself as bfloat16, which is exact.
+The losses of encoding and rounding stay in `theta - anchor`, and so enter the next change. This is error feedback
+without extra memory. A learner without an anchor, or with an older one, gets the anchor itself as bfloat16, which is
+exact.
 """
 
 from __future__ import annotations
@@ -31,26 +32,28 @@ from diloco_common.codec.scratch import scratch, slices
 from diloco_common.errors import BadSize, NotFinite
 
 ANCHOR = "bfloat16"
-"""Encoding of an anchor that changes lead to."""
+"""Encoding of anchors."""
 VALUES = ("float32", ANCHOR)
-"""Encodings in which every version is sent by itself; in all others it is sent as a change."""
+"""In these encodings every version is sent by itself; in all others it is sent as a change."""
 
 
 def pull_encodings(pull: str) -> tuple[str, ...]:
-    """What a learner takes where a run's pull encoding is `pull`, best first; the last one is that of the values."""
+    """The encodings that a learner takes, best first; the last one is for values. `pull` is the run's pull encoding."""
     return (pull,) if pull in VALUES else (pull, ANCHOR)
 
 
 @torch.no_grad()
 def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload, Payload]:
-    """The change from an anchor to `values` (n,) float32, and the anchor that it leads to.
+    """The change from an anchor to `values` (n,) float32, and the resulting anchor.
 
-    `base` is the anchor as bfloat16; both results are cut into chunks as it is. Raises UnknownEncoding, BadSize if
-    `base` has another number of elements, and NotFinite.
+    `base` is the anchor as bfloat16. Both results have the chunks of `base`. Raises UnknownEncoding, BadSize if `base`
+    has another number of elements, and NotFinite.
     """
     header, codec = base.header, get_codec(encoding)
     if header.encoding != ANCHOR or header.num_elements != values.numel():
-        raise BadSize(f"{values.numel()} values, and {header.num_elements} of the anchor as {header.encoding}")
+        raise BadSize(
+            f"there are {values.numel()} values, but the anchor has {header.num_elements}, as {header.encoding}"
+        )
     changes = ChunkWriter(encoding, header.num_elements, header.chunk_elements)
     anchors = ChunkWriter(ANCHOR, header.num_elements, header.chunk_elements)
     for bound, chunk in zip(changes.bounds, base.chunks, strict=True):
@@ -68,10 +71,10 @@ def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload
 
 @torch.no_grad()
 def decode_version(payload: Payload, base: Tensor | None, out: Tensor) -> None:
-    """The version that a payload holds, into `out` (n,) float32 on any device.
+    """Decode the version in a payload into `out` (n,) float32 on any device.
 
-    `base` is the anchor that the payload is a change of: float32 (n,) on the same device, only read. Without one, the
-    payload holds the values themselves. Raises as `decode_payload`.
+    If the payload is a change, `base` is the anchor to add it to: float32 (n,) on the same device, only read. Without
+    `base`, the payload holds the values themselves. Raises as `decode_payload`.
     """
     if base is None:
         decode_payload(payload, out)

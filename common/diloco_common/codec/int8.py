@@ -15,15 +15,14 @@ from diloco_common.errors import BadEncoding
 class Int8(BlockCodec):
     """y = code * scale with codes -127..127, `code = round(x / scale)` to nearest, ties to even.
 
-    Error: |x - y| <= 0.5001 scale, that is absmax / 253; in a block that is flushed to zeros |x| < 127 *
-    2^-126.
+    Error: |x - y| <= 0.5001 scale, that is absmax / 253. In a block flushed to zeros, |x| < 127 * 2^-126.
     """
 
     name = "int8"
     code_max = 127.0
     native_bits = 8
     scale_min = FLOAT32_TINY
-    scale_max = float.fromhex("0x1.020406p+121")  # the largest float32 that 127 times does not overflow
+    scale_max = float.fromhex("0x1.020406p+121")  # the largest float32 whose product with 127 does not overflow
 
     def num_code_bytes(self, num_elements: int) -> int:
         return num_elements

@@ -1,10 +1,10 @@
-"""The encodings' inner loops in C (kernels.c), three to nine times as fast on a CPU as the same in torch.
+"""The encodings' inner loops in C (kernels.c). On a CPU they are three to nine times as fast as the same in torch.
 
-Compiled with the machine's C compiler when they are first used, in under a second, and kept under the user's cache
-folder by the hash of source, compiler flags and CPU. Nothing depends on them: without a compiler, with DILOCO_NATIVE=0,
-or on another device, the torch code runs and gives the same bytes. `python -m diloco_common.codec.native` compiles them
-now and says whether they are used; with `--portable` it lays a library beside the source that runs on other machines
-too, for container images, which have no compiler. Where that library fits the CPU, it is the one that is used.
+The machine's C compiler compiles them at first use, in under a second. The user's cache folder keeps them, named by the
+hash of source, compiler flags and CPU. Nothing depends on them: without a compiler, with DILOCO_NATIVE=0, or on another
+device, the torch code runs and gives the same bytes. `python -m diloco_common.codec.native` compiles them now and says
+whether they are used. With `--portable` it puts a library beside the source that runs on other machines too, for
+container images without a compiler. If that library fits the CPU, it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 PORTABLE = {"x86_64": ("-march=x86-64-v3", "abm avx2 bmi1 bmi2 f16c fma movbe"), "aarch64": ("-march=armv8-a", "asimd")}
-"""Machine -> the instruction set of a portable library, and what /proc/cpuinfo says where a CPU has it."""
+"""Machine -> the instruction set of a portable library, and the flags in /proc/cpuinfo of a CPU that has it."""
 COMPILE_S = 60.0
 BLOCK = 256
 """BLOCK_ELEMENTS of the encodings; kernels.c has it too."""
@@ -46,7 +46,7 @@ class Kernels:
         self, bits: int, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None,
         limits: tuple[float, float, float], out: Tensor,
     ) -> bool:  # fmt: skip
-        """Encode `values - minus + plus` (n,) float32 as int8 or int4 into `out` uint8; `loss` is what was lost.
+        """Encode `values - minus + plus` (n,) float32 as int8 or int4 into `out` uint8. `loss` gets the encoding error.
 
         `limits`: code_max, scale_min, scale_max of the codec. Returns False if an element is not finite.
         """
@@ -91,14 +91,14 @@ class _Source(ctypes.Structure):
 
 
 class WeightedSum:
-    """A sum over contributions that is formed block by block, in the registers of what uses it."""
+    """A sum over contributions. The kernel that uses it forms it block by block, in registers."""
 
     def __init__(
         self, kernels: Kernels, bits: int, parts: Sequence[tuple[Tensor, int, int]], weights: Sequence[float]
     ) -> None:
-        """`parts`: chunk, its elements, the first one to sum; these differ by multiples of BLOCK_ELEMENTS."""
+        """`parts`: a chunk, its number of elements, the first element to sum. These differ by multiples of BLOCK."""
         self._library, self._bits = kernels.library, bits
-        self._chunks = [chunk for chunk, _, _ in parts]  # to keep them alive
+        self._chunks = [chunk for chunk, _, _ in parts]  # keeps them alive
         self._sources = (_Source * len(parts))(*map(partial(_source, bits), parts, weights))
         self._start = parts[0][2] % BLOCK
 
@@ -112,7 +112,7 @@ class WeightedSum:
         return float(self._library.diloco_sum(*self._arguments(self._start + num_elements), 0))
 
     def nesterov(self, theta: Tensor, velocity: Tensor, momentum: float, lr: float) -> None:
-        """Take a step of Nesterov's along the sum, in place; both (m,) float32."""
+        """Take a Nesterov step along the sum, in place; both (m,) float32."""
         stop = self._start + theta.numel()
         self._library.diloco_sum_nesterov(*self._arguments(stop), momentum, lr, velocity.data_ptr(), theta.data_ptr())
 
@@ -121,21 +121,21 @@ class WeightedSum:
 
 
 def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Source:
-    """Where the block of the part's first element has its scale and its codes."""
+    """The addresses of scale and codes of the block with the part's first element."""
     chunk, num_elements, start = part
     block, num_blocks, address = start // BLOCK, -(-num_elements // BLOCK), chunk.data_ptr()
     return _Source(address + 4 * block, address + 4 * num_blocks + block * BLOCK * bits // 8, weight)
 
 
 def kernels() -> Kernels | None:
-    """The kernels, compiled if need be; None where they cannot be had."""
+    """The kernels, compiled if necessary; None if they cannot be used."""
     found = find()
     return found if isinstance(found, Kernels) else None
 
 
 @cache
 def find() -> Kernels | str:
-    """The kernels, compiled if need be, or why they cannot be had: then torch does it."""
+    """The kernels, compiled if necessary, or the reason why they cannot be used and torch does the work."""
     if os.environ.get("DILOCO_NATIVE", "1") == "0":
         return "DILOCO_NATIVE is 0"
     try:
@@ -151,11 +151,11 @@ def find() -> Kernels | str:
 
 
 class _Unusable(Exception):
-    """Why the kernels cannot be had."""
+    """The kernels cannot be used; the message says why."""
 
 
 def _check_owner(path: Path) -> None:
-    """What is loaded runs: nobody else may have put it there. Raises _Unusable."""
+    """Loading a library runs its code, so nobody else may be able to write it. Raises _Unusable."""
     for place in (path, path.parent):
         status = place.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -163,7 +163,7 @@ def _check_owner(path: Path) -> None:
 
 
 def compile_portable() -> Path | None:
-    """Lay the portable library beside the source; None where this CPU could not run it.
+    """Put the portable library beside the source; None if this CPU could not run it.
 
     Raises OSError or CalledProcessError.
     """
@@ -174,9 +174,9 @@ def compile_portable() -> Path | None:
 
 
 def _compiled() -> Path:
-    """Where the compiled kernels are; compiles them if they are not there yet.
+    """The path of the compiled kernels. Compiles them if they are not there yet.
 
-    Raises _Unusable, SubprocessError, OSError, and RuntimeError where there is no home folder.
+    Raises _Unusable, SubprocessError, OSError, and RuntimeError if there is no home folder.
     """
     portable = _portable()
     if portable is not None and portable.exists():
@@ -192,7 +192,7 @@ def _compiled() -> Path:
 
 
 def _portable() -> Path | None:
-    """Where the library beside the source lies, if there is one; None where this CPU could not run it."""
+    """The path of the library beside the source, if there is one; None if this CPU could not run it."""
     march, needed = PORTABLE.get(platform.machine(), ("", ""))
     if not march or not set(needed.split()) <= set(_cpu().split()):
         return None
@@ -212,11 +212,11 @@ def _compile(march: str, path: Path) -> None:
         made = Path(folder, path.name)
         command = [_compiler(), march, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        made.replace(path)  # at once, so that processes that start together do not read half of it
+        made.replace(path)  # in one step, so a process that starts at the same time never reads half of it
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a home folder may be shared by machines."""
+    """The facts that -march=native depends on. Several machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """The 4-bit encodings, int4 and e3m0: two elements per byte, the earlier one in the low nibble.
 
-With a scale per 256 elements they take 4.125 bits per element. In both, the nibble 1000 is no code (it would
-be -8 and a negative zero); after an odd number of elements the last high nibble is 0. A decoder refuses
+With a scale per 256 elements they take 4.125 bits per element. In both, the nibble 1000 is not a code: it would be -8
+in int4 and a negative zero in e3m0. After an odd number of elements the last high nibble is 0. A decoder refuses
 anything else.
 """
 
@@ -21,7 +21,7 @@ from diloco_common.errors import BadEncoding
 
 
 class NibbleCodec(BlockCodec):
-    """Packs nibbles. A subclass says how a scaled value becomes a nibble, and what each nibble means."""
+    """Packs nibbles. A subclass turns a scaled value into a nibble, and gives the value of each nibble."""
 
     levels: ClassVar[tuple[float, ...]]
     """Unscaled value of each nibble 0..15."""
@@ -71,18 +71,16 @@ class NibbleCodec(BlockCodec):
 
 
 class Int4(NibbleCodec):
-    """y = code * scale with codes -7..7 in two's complement, `code = round(x / scale)` to nearest, ties to
-    even.
+    """y = code * scale with codes -7..7 in two's complement, `code = round(x / scale)` to nearest, ties to even.
 
-    Error: |x - y| <= 0.5001 scale, that is absmax / 13.9; in a block that is flushed to zeros |x| < 7 *
-    2^-126.
+    Error: |x - y| <= 0.5001 scale, that is absmax / 13.9. In a block flushed to zeros, |x| < 7 * 2^-126.
     """
 
     name = "int4"
     code_max = 7.0
     native_bits = 4
     scale_min = FLOAT32_TINY
-    scale_max = float.fromhex("0x1.249248p+125")  # the largest float32 that 7 times does not overflow
+    scale_max = float.fromhex("0x1.249248p+125")  # the largest float32 whose product with 7 does not overflow
     levels = tuple(float(nibble - 16 if nibble > 7 else nibble) for nibble in range(16))
 
     def encode_nibbles(self, scaled: Tensor, out: Tensor) -> None:
@@ -93,7 +91,7 @@ class E3M0(NibbleCodec):
     """y = +-2^(e - 7) * scale for e = 1..7, and 0 for e = 0; scale = absmax. Rounded to the nearest of these
     values, ties away from zero. The nibble is `sign << 3 | e`; zero has no sign.
 
-    Error: |x - y| <= 1.0001 max(|x| / 3, absmax / 128); in a block that is flushed to zeros |x| < 2^-120.
+    Error: |x - y| <= 1.0001 max(|x| / 3, absmax / 128). In a block flushed to zeros, |x| < 2^-120.
     """
 
     name = "e3m0"
@@ -107,9 +105,8 @@ class E3M0(NibbleCodec):
         negative = scratch("negative", torch.int8, out.numel(), out.device)
         torch.le(scaled, -(2.0**-7), out=negative)
         torch.ge(scaled.abs_(), 2.0**-7, out=at_least_one)
-        # Half of the mantissa's range added to the bits carries into the exponent from 1.5 * 2^k on, where
-        # 2^(k+1) is as near as 2^k. Between 2^-7 and 1.5 * 2^-7 this gives 0 or less, but 2^-6 is as near as
-        # 0.
+        # Adding half of the mantissa's range to the bits carries into the exponent from 1.5 * 2^k on, where
+        # 2^(k+1) is as near as 2^k. Between 2^-7 and 1.5 * 2^-7 this gives 0 or less, but 2^-6 is as near as 0.
         exponent = scaled.view(torch.int32).add_(0x0040_0000).bitwise_right_shift_(23).sub_(127 - 7)
         torch.maximum(out.copy_(exponent), at_least_one, out=out)
         out.bitwise_or_(negative.bitwise_left_shift_(3))
@@ -117,7 +114,7 @@ class E3M0(NibbleCodec):
 
 @lru_cache(maxsize=64)
 def _pair_table(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """The two unscaled values of each byte as the 64 bits that two float32 take, (256,) int64."""
+    """The two unscaled values of each byte, as the 64 bits of two float32: (256,) int64."""
     with torch.inference_mode(False):
         pairs = [(levels[byte & 0x0F], levels[byte >> 4]) for byte in range(256)]
         return torch.tensor(pairs, dtype=torch.float32, device=device).view(torch.int64).view(256)

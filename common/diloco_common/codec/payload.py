@@ -1,8 +1,8 @@
 """A fragment on the wire: its header and its chunks.
 
-The flat float32 fragment is cut into chunks of `chunk_elements` elements (the last may have fewer). Each
-chunk is encoded on its own, travels as one message, and can be decoded alone. The header says everything that
-a receiver must know to refuse, or to allocate, before the first chunk comes.
+The flat float32 fragment is cut into chunks of `chunk_elements` elements (the last may have fewer). Each chunk is
+encoded on its own, travels as one message, and can be decoded alone. From the header alone, a receiver can refuse the
+payload, or allocate memory for it, before the first chunk comes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK_ELEMENTS_MAX = 2**22
 
 @dataclass(frozen=True, slots=True)
 class PayloadHeader:
-    """Describes the bytes that follow. Nothing in it is to be trusted before `check_header`."""
+    """Describes the bytes that follow. Trust nothing in it before `check_header`."""
 
     encoding: str
     num_elements: int
@@ -77,30 +77,30 @@ def num_payload_bytes(encoding: str, num_elements: int, chunk_elements: int = CH
 def check_header(header: PayloadHeader, num_elements_expected: int, allowed: Collection[str]) -> None:
     """Refuse a payload before its bytes come.
 
-    Raises UnknownEncoding if the encoding is not among `allowed`; BadSize if the elements are not those of
-    the fragment, or the sizes do not follow from each other.
+    Raises UnknownEncoding if the encoding is not among `allowed`; BadSize if the number of elements is wrong, or the
+    sizes contradict each other.
     """
     if header.encoding not in allowed:
         raise UnknownEncoding(f"encoding {header.encoding!r} is not taken here; send {' or '.join(sorted(allowed))}")
     if header.num_elements != num_elements_expected:
         raise BadSize(
             f"the payload has {header.num_elements} elements, the fragment {num_elements_expected}; "
-            "does the model differ, or how it is cut?"
+            "check that the sender has the same model and cuts it in the same way"
         )
     check_layout(header)
 
 
 def check_layout(header: PayloadHeader) -> None:
-    """Look whether the sizes in a header follow from each other. Raises UnknownEncoding and BadSize."""
+    """Check that the sizes in a header agree with each other. Raises UnknownEncoding and BadSize."""
     codec = get_codec(header.encoding)
     if header.num_elements < 1:
-        raise BadSize(f"a payload has at least 1 element, not {header.num_elements}")
+        raise BadSize(f"a payload must have at least 1 element, not {header.num_elements}")
     _check_chunk_elements(header.chunk_elements)
     expected = num_payload_bytes(codec.name, header.num_elements, header.chunk_elements)
     if header.num_bytes != expected:
         raise BadSize(
             f"{header.num_elements} elements as {codec.name} in chunks of {header.chunk_elements} take "
-            f"{expected} bytes, the header says {header.num_bytes}"
+            f"{expected} bytes, but the header says {header.num_bytes}"
         )
 
 
@@ -114,13 +114,13 @@ def encode_payload(
     loss: Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Payload:
-    """Encode x = `values - minus + plus`, a fragment: all (n,) float32, contiguous, n >= 1, on one device.
+    """Encode the fragment x = `values - minus + plus`: all (n,) float32, contiguous, n >= 1, on one device.
 
-    `loss` (n,) float32 is set to what the encoding lost, `x - decoded`, where `decoded` is bit for bit what
-    `decode_payload` gives: the residual that error feedback adds to the next contribution. It may be `values` itself.
+    Sets `loss` (n,) float32 to the encoding error `x - decoded`, where `decoded` is bit for bit the result of
+    `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` itself.
 
-    Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; what `loss`
-    holds is then of no use.
+    Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss` then
+    holds nothing of use.
     """
     for tensor in (values, minus, plus, loss):
         if tensor is not None:
@@ -144,7 +144,7 @@ def encode_payload(
 
 
 class ChunkWriter:
-    """A payload that is made chunk by chunk: on a CPU right in the bytes that will be sent."""
+    """Makes a payload chunk by chunk. On a CPU it encodes directly into the bytes to send."""
 
     def __init__(self, encoding: str, num_elements: int, chunk_elements: int) -> None:
         num_bytes = num_payload_bytes(encoding, num_elements, chunk_elements)
@@ -155,7 +155,7 @@ class ChunkWriter:
         self._crc32c = 0
 
     def next(self, device: torch.device) -> Tensor:
-        """Where to encode the next chunk: uint8, on the device."""
+        """The buffer for the next encoded chunk: uint8, on the device."""
         num_bytes = self._header.chunk_bytes(len(self._chunks))
         self._chunks.append(_new_bytes(None, num_bytes))
         return (
@@ -163,35 +163,34 @@ class ChunkWriter:
         )
 
     def written(self, encoded: Tensor) -> None:
-        """The chunk that `next` gave the room for is there."""
+        """The chunk is in the buffer that `next` returned."""
         chunk = self._chunks[-1]
         if encoded.device.type != "cpu":
             as_tensor(chunk).copy_(encoded)
         self._crc32c = google_crc32c.extend(self._crc32c, chunk)
 
     def payload(self) -> Payload:
-        """All chunks were written."""
+        """The payload, once all chunks are written."""
         return Payload(replace(self._header, crc32c=self._crc32c), tuple(self._chunks))
 
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-"""Bytes that hold anything yet. Who asks for them may write to them, through `as_tensor`, until somebody else has them:
-encoding elsewhere and copying took a third of the time of publishing a version."""
+"""Makes uninitialised bytes. Their maker may write to them, through `as_tensor`, until it hands them on. Encoding
+elsewhere and copying took a third of the time of publishing a version."""
 _new_bytes.argtypes, _new_bytes.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 def decode_payload(payload: Payload, out: Tensor) -> None:
     """Decode a fragment into `out` (num_elements,) float32, contiguous, on any device.
 
-    Does not look at the checksum (`verify_checksum` does, and `PayloadReceiver` has). Raises UnknownEncoding
-    and BadSize before anything is written, and BadEncoding with the index of chunk and block, when earlier
-    chunks are written.
+    Does not verify the checksum; `PayloadReceiver` does. Raises UnknownEncoding and BadSize before anything is written.
+    Raises BadEncoding, with the index of chunk and block, after earlier chunks are written.
     """
     header = payload.header
     check_layout(header)
     _check_flat(out)
     if out.numel() != header.num_elements:
-        raise BadSize(f"the payload has {header.num_elements} elements, `out` {out.numel()}")
+        raise BadSize(f"the payload has {header.num_elements} elements, but `out` has {out.numel()}")
     check_chunk_sizes(payload)
     for index, chunk in enumerate(payload.chunks):
         decode_chunk(header, index, chunk, out[header.chunk_slice(index)])
@@ -206,7 +205,9 @@ def decode_chunk(header: PayloadHeader, index: int, data: bytes, out_slice: Tens
     _check_flat(out_slice)
     bounds = header.chunk_slice(index)
     if out_slice.numel() != bounds.stop - bounds.start:
-        raise BadSize(f"chunk {index} has {bounds.stop - bounds.start} elements, `out_slice` {out_slice.numel()}")
+        raise BadSize(
+            f"chunk {index} has {bounds.stop - bounds.start} elements, but `out_slice` has {out_slice.numel()}"
+        )
     check_chunk_size(header, index, data)
     try:
         get_codec(header.encoding).decode(as_tensor(data, out_slice.device), out_slice)
@@ -215,7 +216,7 @@ def decode_chunk(header: PayloadHeader, index: int, data: bytes, out_slice: Tens
 
 
 def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
-    """Look whether chunk `index`, as uint8, can be decoded. Raises BadSize, and BadEncoding with chunk and block."""
+    """Check that chunk `index`, as uint8, can be decoded. Raises BadSize, and BadEncoding with chunk and block."""
     bounds = header.chunk_slice(index)
     try:
         get_codec(header.encoding).check(data, bounds.stop - bounds.start)
@@ -224,15 +225,15 @@ def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
 
 
 def check_chunk_sizes(payload: Payload) -> None:
-    """Look whether all chunks are there and have their sizes. Raises BadSize."""
+    """Check that all chunks are there and have the right sizes. Raises BadSize."""
     if len(payload.chunks) != payload.header.num_chunks:
-        raise BadSize(f"the header announces {payload.header.num_chunks} chunks, there are {len(payload.chunks)}")
+        raise BadSize(f"the header announces {payload.header.num_chunks} chunks, but there are {len(payload.chunks)}")
     for index, chunk in enumerate(payload.chunks):
         check_chunk_size(payload.header, index, chunk)
 
 
 def check_chunk_size(header: PayloadHeader, index: int, data: bytes) -> None:
-    """Look whether chunk `index` has its size. Raises BadSize."""
+    """Check the size of chunk `index`. Raises BadSize."""
     if len(data) != header.chunk_bytes(index):
         raise BadSize(f"chunk {index} of {header.num_chunks} takes {header.chunk_bytes(index)} bytes, got {len(data)}")
 
@@ -254,11 +255,11 @@ def _check_flat(values: Tensor) -> None:
 
 
 def as_tensor(data: bytes, device: torch.device | str = "cpu") -> Tensor:
-    """View bytes as a uint8 tensor, without a copy on a CPU. Only ever read from."""
+    """View bytes as a uint8 tensor, without a copy on a CPU. Read-only for everyone but `ChunkWriter`."""
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
-# torch warns, once per process, that bytes are read-only; here is the once.
+# torch warns once per process that bytes are read-only. This uses up that one warning.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """The encodings without blocks: float32 and bfloat16, element after element, little-endian.
 
-Their decoders pass NaN and infinity on (encoders never write them): whoever merges looks at the norm anyway.
+Encoders never write NaN or infinity. Decoders pass them on, because the shard checks the norm anyway.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainCodec(Codec):
         self._check_size(out, values.numel())
         if self._encode_natively(values, out):
             return
-        # On a CPU slice by slice, which is then in the cache when it is cast; elsewhere at once, to wait only once.
+        # On a CPU slice by slice, so each is still in the cache when it is cast; elsewhere at once, to wait only once.
         parts = slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]
         for part in parts:
             least, greatest = torch.aminmax(values[part])
@@ -42,7 +42,7 @@ class PlainCodec(Codec):
             self._cast(values[part], out.view(self.dtype)[part], absmax)
 
     def _encode_natively(self, values: Tensor, out: Tensor) -> bool:
-        """Whether a kernel has done it. Raises NotFinite."""
+        """Encode with a kernel; False if there is none. Raises NotFinite."""
         return False
 
     def check(self, data: Tensor, num_elements: int) -> None:
@@ -63,8 +63,7 @@ class Float32(PlainCodec):
 
 
 class Bfloat16(PlainCodec):
-    """2 bytes per element, rounded to nearest, ties to even; magnitudes above the largest bfloat16 become
-    that one.
+    """2 bytes per element, rounded to nearest, ties to even, and clamped to the largest bfloat16.
 
     Error: |x - y| <= max(2^-8 |x|, 2^-134).
     """

@@ -1,4 +1,4 @@
-"""Taking a payload in, chunk by chunk, from a sender that is not trusted; and checksums."""
+"""Receives a payload, chunk by chunk, from a sender that is not trusted; and checksums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diloco_common.errors import BadChecksum, BadSize
 
 
 class Checksum:
-    """CRC-32C (Castagnoli) of bytes that come in parts."""
+    """CRC-32C (Castagnoli) of bytes that arrive in parts."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -21,23 +21,14 @@ class Checksum:
         """Raises BadChecksum."""
         if self.value != expected:
             raise BadChecksum(
-                f"the bytes have crc32c {self.value:08x}, the header says {expected:08x}; they changed on the way"
+                f"the bytes have crc32c {self.value:08x}, the header says {expected:08x}: they changed on the way"
             )
 
 
-def verify_checksum(payload: Payload) -> None:
-    """Raises BadChecksum if the chunks are not those that the header was made for."""
-    checksum = Checksum()
-    for chunk in payload.chunks:
-        checksum.update(chunk)
-    checksum.verify(payload.header.crc32c)
-
-
 class PayloadReceiver:
-    """Holds the chunks as they come, without a copy; what it holds never exceeds `header.num_bytes`.
+    """Holds the chunks as they come, without copies, and never more than `header.num_bytes`.
 
-    The caller has been through `check_header`; raises UnknownEncoding and BadSize for sizes that do not fit
-    each other.
+    The caller has called `check_header`. Raises UnknownEncoding, and BadSize for sizes that contradict each other.
     """
 
     def __init__(self, header: PayloadHeader) -> None:
@@ -47,7 +38,7 @@ class PayloadReceiver:
         self._checksum = Checksum()
 
     def add(self, chunk: bytes) -> None:
-        """Take the next chunk. Raises BadSize, without holding it, for a wrong size or one chunk too many."""
+        """Take the next chunk. Raises BadSize for a wrong size or one chunk too many, and does not keep the chunk."""
         check_chunk_size(self.header, len(self._chunks), chunk)
         self._checksum.update(chunk)
         self._chunks.append(chunk)

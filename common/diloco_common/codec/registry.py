@@ -1,4 +1,4 @@
-"""The encodings by name. The only place to add one."""
+"""The encodings by name. Add new ones only here."""
 
 from __future__ import annotations
 

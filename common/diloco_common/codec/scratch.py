@@ -1,7 +1,7 @@
 """Buffers that are allocated once and used again: a fresh large tensor costs more than the work done in it.
 
-Each thread has its own, per device. A name is one buffer: asking for it again gives the same memory. On CUDA
-a thread must not have two streams in flight through the codecs, since they would share its buffers.
+Each thread has its own buffers, per device. The same name always gives the same memory. On CUDA, a thread must not run
+two streams through the codecs at once, because they would share its buffers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SLICE_ELEMENTS = 2**18
-"""Elements that encoders and decoders work on at a time: 1 MiB of float32, which stays in the cache."""
+"""Encoders and decoders work on this many elements at a time: 1 MiB of float32, which stays in the cache."""
 
 
 class _Buffers(threading.local):
@@ -24,7 +24,7 @@ _buffers = _Buffers()
 
 
 def scratch(name: str, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
-    """The first `size` elements of this thread's buffer of that name; what they hold is arbitrary."""
+    """The first `size` elements of this thread's buffer of that name, with arbitrary contents."""
     key = (name, dtype, device)
     buffer = _buffers.by_key.get(key)
     if buffer is None or buffer.numel() < size:

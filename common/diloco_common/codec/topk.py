@@ -1,9 +1,9 @@
-"""topk64_2bit: of every 4096 elements the 64 of largest magnitude, a 12-bit index and 2 bits each.
+"""topk64_2bit: the 64 elements of largest magnitude among every 4096, each with a 12-bit index and 2 bits.
 
-With two levels per block that is 120 bytes per 4096 elements, 0.234 bits per element (SparseLoCo, arXiv
-2508.15706). What is not sent decodes to 0, so it is of use only with error feedback. A chunk is the levels of
-all its blocks, then all indices, then all codes; every block but the last has 64 entries, so entry i belongs to
-block i // 64 and the positions of a chunk ascend from its first entry to its last.
+With two levels per block that is 120 bytes per 4096 elements, or 0.234 bits per element (SparseLoCo, arXiv 2508.15706).
+Elements that are not sent decode to 0, so this encoding needs error feedback. A chunk is the levels of all its blocks,
+then all indices, then all codes. Every block but the last has 64 entries. So entry i belongs to block i // 64, and the
+positions of a chunk ascend from its first entry to its last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diloco_common.errors import BadEncoding
 BLOCK = 4096
 """Elements that share two levels; only the last block of a chunk may have fewer."""
 SHARE = 64
-"""Of n elements, ceil(n / SHARE) are sent."""
+"""ceil(n / SHARE) of n elements are sent."""
 KEPT = BLOCK // SHARE
 
 assert SLICE_ELEMENTS % BLOCK == 0
@@ -26,29 +26,29 @@ assert SLICE_ELEMENTS % BLOCK == 0
 LEVEL_MIN = torch.finfo(torch.float32).tiny  # 2^-126: a level is 0 or a normal number
 INFINITY_BITS = 0x7F80_0000
 FRACTION_BITS = 46
-"""Magnitudes are summed as multiples of 2^-46 of the largest one's power of two: 64 of them stay below 2^53, so
-that float64 sums are exact and do not depend on their order."""
+"""Magnitudes are summed as multiples of 2^-46 of the largest one's power of two. 64 of them stay below 2^53, so
+float64 sums are exact and do not depend on their order."""
 
 LAST = BLOCK - 1
 MAGNITUDE = 0x7FFF_FFFF
 
 GROUPS = 512
 CROWDED = GROUPS // 2
-"""A block with more groups to look into than this, such as one of equal magnitudes, is looked through at once."""
+"""If more groups of a block than this reach its bound (equal magnitudes do), all its elements are candidates."""
 BISECTIONS = 6
 BLOCKS_AT_ONCE = 128
-"""Selected from together. Fewer cost more calls of torch per element, more leave the cache (measured)."""
+"""Blocks per selection. With fewer there are more calls of torch per element, with more they leave the cache."""
 
 
 class TopK(Codec):
     """y = +-low or +-high for the elements that are sent, 0 for the others.
 
-    Sent are the ceil(n / 64) largest magnitudes of a block of n elements; of equal ones those that come first.
-    The larger of them decode to `high`, the others to `low`, each the mean of its group, and the border between
-    the groups is where the squared error is least. A level below 2^-126 is written as 0.
+    The ceil(n / 64) largest magnitudes of a block of n elements are sent; among equal ones, the first. The larger of
+    them decode to `high`, the others to `low`. Each level is the mean of its group. The border between the groups gives
+    the least squared error. A level below 2^-126 is written as 0.
 
-    Error: the sum of (x - y)^2 over a block is at most the sum of x^2; a gaussian block keeps 12 % of that sum,
-    a heavy-tailed one up to 70 %.
+    Error: the sum of (x - y)^2 over a block is at most the sum of x^2. A gaussian block keeps 12 % of that sum, a
+    heavy-tailed one up to 70 %.
     """
 
     name = "topk64_2bit"
@@ -115,7 +115,7 @@ class TopK(Codec):
         num_elements = out.numel()
         self.check(data, num_elements)
         positions, sent = _entries(data, num_elements, 0, _num_blocks(num_elements))
-        out.index_add_(0, positions, sent, alpha=weight)  # no position comes twice, so no order matters
+        out.index_add_(0, positions, sent, alpha=weight)  # no position comes twice, so the order does not matter
 
 
 def _num_blocks(num_elements: int) -> int:
@@ -123,7 +123,7 @@ def _num_blocks(num_elements: int) -> int:
 
 
 def _num_kept(num_elements: int) -> int:
-    return -(-num_elements // SHARE)  # of all blocks, since whole ones have a multiple of SHARE elements
+    return -(-num_elements // SHARE)  # for all blocks together: whole ones have a multiple of SHARE elements
 
 
 def _num_index_bytes(num_kept: int) -> int:
@@ -135,15 +135,15 @@ def _num_code_bytes(num_kept: int) -> int:
 
 
 def _split(data: Tensor, num_elements: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The levels (blocks, 2) float32: low and high, and the bytes of indices and of codes, as views."""
+    """As views: the levels, low and high, (blocks, 2) float32; the bytes of the indices; the bytes of the codes."""
     levels_end = 8 * _num_blocks(num_elements)
     indices_end = levels_end + _num_index_bytes(_num_kept(num_elements))
     return data[:levels_end].view(torch.float32).view(-1, 2), data[levels_end:indices_end], data[indices_end:]
 
 
 # ------------------------------------------------------------------ selecting
-# A key is magnitude bits << 13 | (4095 - index in block) << 1 | sign bit: no two of a block are equal, and the
-# largest keys are the entries to send, so that ties need no further rule.
+# A key is magnitude bits << 13 | (4095 - index in block) << 1 | sign bit. No two keys of a block are equal, and the
+# largest keys are the entries to send. So ties need no further rule.
 
 
 def _select(bits: Tensor, out: Tensor) -> None:
@@ -162,22 +162,22 @@ def _select_dense(bits: Tensor, out: Tensor) -> None:
 
 
 def _keys(bits: Tensor, in_block: Tensor) -> Tensor:
-    """From `bits` int64, which are overwritten: float32 with its sign extended."""
+    """The keys of `bits`: the bits of float32, sign-extended to int64. Overwrites `bits`."""
     signs = bits < 0
     return bits.bitwise_and_(MAGNITUDE).bitwise_left_shift_(13).bitwise_or_((LAST - in_block) << 1).bitwise_or_(signs)
 
 
 def _select_among_candidates(bits: Tensor, out: Tensor) -> None:
-    """The same result, on a CPU 1.2 GB/s instead of 0.7; blocks of zeros or of equal magnitudes take longer so.
+    """The result of `_select_dense`, on a CPU at 1.2 instead of 0.7 GB/s. Blocks of equal magnitudes take longer.
 
-    At least 64 elements of a block reach its bound, so nothing below it is sent; about 90 do in most blocks.
-    They are looked for in the groups (of 8 elements, 512 apart) whose maximum reaches it.
+    At least 64 elements of a block reach its bound, and about 90 in most blocks. So no element below the bound is sent.
+    The search covers only groups (8 elements, 512 apart) whose maximum reaches the bound.
     """
     num_blocks, device = bits.shape[0], bits.device
     maxima = _group_maxima(bits)
     bounds = _bounds(maxima)
     reached = maxima >= bounds.clamp(min=1)
-    # Where the bound is 0, every element that is not 0 is a candidate, and the first 64 are: enough zeros.
+    # If the bound is 0, all elements other than 0 are candidates, and so are the first 64: those are zeros enough.
     reached[:, :KEPT].logical_or_(bounds == 0)
     crowded = reached.sum(1) > CROWDED
     any_crowded = bool(crowded.any())
@@ -216,7 +216,7 @@ def _group_maxima(bits: Tensor) -> Tensor:
 
 
 def _bounds(maxima: Tensor) -> Tensor:
-    """Of each block a number near the largest that 64 of 128 groups reach, and never above: (blocks, 1) int32."""
+    """For each block, just below the largest number that 64 of 128 groups reach, or equal to it: (blocks, 1) int32."""
     maxima = maxima.view(maxima.shape[0], -1, 2 * KEPT).amax(1)
     low, high = maxima.amin(1, keepdim=True), maxima.amax(1, keepdim=True)
     for _ in range(BISECTIONS):
@@ -243,7 +243,7 @@ def _quantise(keys: Tensor, levels: Tensor, entries: Tensor) -> None:
     lows = highs[:, -1:] - highs
     num_high = torch.arange(1, num_kept + 1, dtype=torch.float64, device=device)
     num_low = (num_kept - num_high).clamp_(min=1)
-    # The squared error is the sum of squares less the sum, over both groups, of (sum of the group)^2 / its size.
+    # The squared error is the sum of squares minus, for each of both groups, (sum of the group)^2 / its size.
     last_high = (highs * highs / num_high).add_(lows * lows / num_low).argmax(1, keepdim=True)
     means = torch.cat([(lows / num_low).gather(1, last_high), (highs / num_high).gather(1, last_high)], 1)
     if num_kept == 1:
@@ -271,7 +271,7 @@ def _pack(entries: Tensor, index_bytes: Tensor, code_bytes: Tensor) -> None:
 
 
 def _entries(data: Tensor, num_elements: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Blocks first..last of a chunk: positions (entries,) int64, counted from the first of them, and values."""
+    """Entries of blocks first..last of a chunk: positions (entries,) int64, from the first block on, and values."""
     levels, index_bytes, code_bytes = _split(data, num_elements)
     start, stop = first * KEPT, min(last * KEPT, _num_kept(num_elements))
     num_kept = stop - start
@@ -283,7 +283,7 @@ def _entries(data: Tensor, num_elements: int, first: int, last: int) -> tuple[Te
 
 
 def _positions(index_bytes: Tensor, num_kept: int) -> Tensor:
-    """Where in the chunk each entry is, (num_kept,) int64."""
+    """The position of each entry in the chunk, (num_kept,) int64."""
     device = index_bytes.device
     num_triples = -(-num_kept // 2)
     triples = torch.zeros(num_triples, 4, dtype=torch.uint8, device=device)
@@ -297,7 +297,7 @@ def _positions(index_bytes: Tensor, num_kept: int) -> Tensor:
 
 
 def _levels_valid(levels: Tensor) -> Tensor:
-    """Whether low and high of each block are 0 or normal, and low <= high; (blocks,) bool. By their bits."""
+    """Whether low and high of each block are 0 or normal, and low <= high: (blocks,) bool. Compares their bits."""
     low, high = levels.view(torch.int32).unbind(1)
     smallest = 0x0080_0000
     return (
@@ -306,12 +306,12 @@ def _levels_valid(levels: Tensor) -> Tensor:
 
 
 def _what_is_wrong(levels: Tensor, levels_valid: Tensor, positions: Tensor, num_elements: int) -> tuple[int, str]:
-    """The first block that no encoder writes, and why. One of them is."""
+    """The first block that no encoder could have written, and why. There is one."""
     bad_levels = levels_valid.logical_not().nonzero()
     if bad_levels.numel():
         block = int(bad_levels[0])
         low, high = levels[block].tolist()
-        return block, f"levels {low:g} and {high:g}, which are not 0 or normal, finite and in this order"
+        return block, f"levels {low:g} and {high:g}: each must be 0 or normal and finite, the lower one first"
     not_ascending = (positions[1:] <= positions[:-1]).nonzero()
     if not_ascending.numel():
         return int(not_ascending[0] + 1) // KEPT, "indices that do not ascend"

@@ -1,15 +1,15 @@
 """`diloco chaos`: run a local cluster, inject faults by a seeded plan, and judge what every process recorded.
 
-plan.py      which fault hits whom, and when: a pure function of the seed
+plan.py      the targets and times of the faults: a pure function of the seed
 cluster.py   runs a cluster for a while and injects the faults of a plan
-run.py       what was done to the cluster, as plain values
+run.py       the injected faults, and how the run ended, as plain values
 disks.py     disks that can be filled
-links.py     links that can be cut
-goodput.py   how much work got through, and the longest time that a living worker stood still
+links.py     network links that can be cut
+goodput.py   how much work got through, and the longest pause of a living worker
 losses.py    where the rest of the work went
-result.py    all of it as numbers and words
-timeline.py  all of it as a picture
+result.py    the result as numbers and words
+timeline.py  the result as a picture
 command.py   the command, from the fault-free run to the exit code
 
-The promises are judged by diloco_common/judge.py.
+diloco_common/judge.py judges whether the promises were kept.
 """

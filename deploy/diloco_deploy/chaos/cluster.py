@@ -23,9 +23,9 @@ from diloco_deploy.supervisor import Supervisor
 
 _TICK_S = 0.02
 _READY_S = 120.0
-"""Seconds that the cluster has until every worker trains."""
+"""Seconds for the cluster to come up, until every worker trains."""
 _TAIL_S = 3.0
-"""Seconds that everybody trains on after the cluster has healed, so that all work of the measured time is merged."""
+"""Seconds of further training after the cluster has healed, so that all work of the measured time is merged."""
 _DRAIN_S = 20.0
 
 
@@ -36,7 +36,7 @@ class NeverReady(DilocoError):
 
 
 class ChaosCluster:
-    """A local cluster and the faults that it gets."""
+    """A local cluster, and its faults."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class ChaosCluster:
     def _until_ready(self, deadline: float) -> None:
         self._supervise(time.monotonic())
         if time.monotonic() > deadline or self._run.exits:
-            why = "; ".join(self._run.exits) or f"not every worker trained after {_READY_S:.0f} s"
-            raise NeverReady(f"the cluster did not come up: {why}; see {self._files.logs}")
+            why = "; ".join(self._run.exits) or f"not every worker trained within {_READY_S:.0f} s"
+            raise NeverReady(f"the cluster did not come up: {why}; its logs are in {self._files.logs}")
         self._wait()
 
     def _heal(self, heal_s: float) -> None:
@@ -114,7 +114,7 @@ class ChaosCluster:
         while run.healed_s is None or time.monotonic() < now + run.healed_s + _TAIL_S:
             if run.healed_s is None and time.monotonic() > now + heal_s:
                 late = ", ".join(sorted(marks.keys() - progressed))
-                run.exits.append(f"{late} did not get on within {heal_s:.0f} s after the last fault")
+                run.exits.append(f"{late} made no progress within {heal_s:.0f} s after the last fault")
                 return
             self._supervise(time.monotonic())
             self._wait()
@@ -144,7 +144,7 @@ class ChaosCluster:
         self._active.append((now + fault.for_s, fault, now))
 
     def _link(self, name: str) -> tuple[int, int]:
-        """Number of the worker, and port of the shard, at the two ends of a link."""
+        """The two ends of a link: the number of the worker and the port of the shard."""
         worker, shard = name.split(LINK)
         return self._children.workers.index(worker), self._children.port(shard)
 
@@ -166,7 +166,7 @@ class ChaosCluster:
     def _supervise(self, now: float) -> None:
         self._lift(now)
         for exit in self._supervisor.look(now):
-            self._run.exits.append(f"{exit.name} ended by itself: {exit.verdict.why}; its log: {exit.log}")
+            self._run.exits.append(f"{exit.name} ended by itself: {exit.verdict.why}; its log is {exit.log}")
             self._tell(self._run.exits[-1])
         self._supervisor.start_due(now)
 

@@ -1,4 +1,4 @@
-"""`diloco chaos`: a run without faults, a run with faults, and what became of them."""
+"""`diloco chaos`: a run without faults, a run with faults, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ _OURS: dict[str, object] = {
 DEFAULTS = {name: Given(value, "a default of `diloco chaos`") for name, value in _OURS.items()}
 """A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
 HEAL_S = 60.0
-"""Seconds after the last fault in which every process has to make progress."""
+"""Every process must make progress within this many seconds after the last fault."""
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """What the user asked for."""
+    """The options of the command."""
 
     seconds: float
     every_s: float
     dead_share: float
     gap_max_s: float
     disk_full: bool = False
-    """Whether disks are filled too. Needs root."""
+    """Whether to fill disks, too. Needs root."""
     json: Path | None = None
     timeline: Path | None = None
     baseline: Path | None = None
-    """The result of an earlier command, to take its fault-free run; None: run one."""
+    """The result of an earlier command, whose fault-free run is used; None: run one."""
     compared: bool = True
-    """Whether there is a fault-free run. Without one, goodput is not known."""
+    """Whether there is a fault-free run. Without one, goodput is unknown."""
 
 
 def run_chaos(settings: Settings, chaos: Chaos) -> int:
-    """Do it all. The exit code says whether every promise was kept.
+    """Run the command. The exit code says whether every promise was kept.
 
     Raises ConfigError, DataError, InUse, or NeverReady if the cluster does not come up.
     """
@@ -92,7 +92,10 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
             run, histories = _run(settings, "fault-free", (), chaos.seconds, interrupts, links)
             baseline = make_baseline(histories, run, _comparable(settings))
         elif baseline is not None and baseline["settings"] != _comparable(settings):
-            raise ConfigError(f"{chaos.baseline}: its fault-free run had other settings; leave out --baseline")
+            raise ConfigError(
+                f"--baseline {chaos.baseline}: its fault-free run had other settings. Give the same settings, or leave "
+                "out --baseline"
+            )
         _tell(f"{len(plan)} faults in {chaos.seconds:.0f} s, seed {settings.run.seed}")
         run, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, links, disk_full=chaos.disk_full)
     result = make_result(
@@ -114,7 +117,7 @@ def _run(
     *,
     disk_full: bool = False,
 ) -> tuple[ChaosRun, Histories]:
-    """Run one cluster in its own folder, which is emptied first."""
+    """Run one cluster in its own folder. Empties the folder first."""
     folder = settings.cluster.folder / name
     files = Files(folder, Outputs())
     history = folder / "history"
@@ -137,16 +140,16 @@ def _run(
 
 
 def _links() -> Links | None:
-    """The links of the clusters; None, and a line that says why, if they cannot be cut here."""
+    """The network links of the clusters. If they cannot be cut here, print why, and return None."""
     try:
         return Links()
     except NoLinks as why:
-        _tell(f"no links are cut: it takes root, nft and a network namespace ({why})")
+        _tell(f"no links are cut: cutting them needs root, nft and a network namespace ({why})")
         return None
 
 
 def _within(settings: Settings) -> Settings:
-    """Settings for a network namespace: shards listen on every address, as nobody else is there."""
+    """Settings for a network namespace: shards listen on every address, because nobody else can reach them."""
     shard = settings.shard.model_copy(update={"listen": LISTEN})
     insecure = settings.security.token_file is None
     security = settings.security.model_copy(update={"insecure": insecure})
@@ -171,7 +174,7 @@ def _read_baseline(path: Path) -> Result:
         found = json.loads(path.read_text(encoding="utf-8"))
         return dict(found["baseline"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is no result of `diloco chaos`; give the file of an earlier --json") from None
+        raise ConfigError(f"{path} is not a result of `diloco chaos`; give the file of an earlier --json") from None
 
 
 def _comparable(settings: Settings) -> dict[str, Any]:

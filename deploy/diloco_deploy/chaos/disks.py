@@ -1,6 +1,6 @@
-"""Small disks for the data folders of shards, which can be filled: tmpfs, in a mount namespace of this process alone.
+"""Small disks that can be filled, for the data folders of shards: tmpfs, in a mount namespace of this process alone.
 
-Needs root. The mounts go when this process and its children end, in whatever way.
+Needs root. The mounts vanish when this process and its children end in any way.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from diloco_common.errors import ConfigError
 DISK_MIB = 64
 _BALLAST = "ballast"
 _NEW_MOUNTS = 0x00020000
-"""CLONE_NEWNS. (os.unshare is there from Python 3.12 on.)"""
+"""CLONE_NEWNS. (os.unshare exists only from Python 3.12 on.)"""
 
 
 class SmallDisks:
     """One disk per shard."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        """Mount a disk at each folder: name of a shard -> where it keeps its versions. Raises ConfigError."""
+        """Mount a disk at each folder. `folders`: name of a shard -> its data folder. Raises ConfigError."""
         self._folders = dict(folders)
         if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:
             raise _refused(os.strerror(ctypes.get_errno()))
@@ -62,4 +62,4 @@ def _mount(*arguments: str) -> None:
 
 
 def _refused(why: str) -> ConfigError:
-    return ConfigError(f"--disk-full mounts small disks, which cannot be done here ({why}); be root, or leave it out")
+    return ConfigError(f"--disk-full cannot mount its small disks here ({why}): run as root, or leave out --disk-full")

@@ -1,9 +1,9 @@
 """How much work got through, from the histories and the faults of a run.
 
-alive      from the time that a worker asks to join until it is killed, less the time that it is frozen
-tokens     of merged contributions, per fragment; accepted twice (fenced off, then sent again) counts once
-goodput    tokens per alive worker-second, or per second, over that of a fault-free run of the same length
-progress   share of the seconds in which a version was announced: the job as a whole moved on
+alive      from a worker's request to join until its kill, without the time during which it is frozen
+tokens     of merged contributions, per fragment; one that is accepted twice (fenced off, then sent again) counts once
+goodput    tokens per alive worker-second, or per second, divided by the same of a fault-free run of equal length
+progress   share of the seconds in which a version was announced, so the job as a whole moved on
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco_deploy.chaos.run import ChaosRun
 
 @dataclass(frozen=True)
 class Work:
-    """What a cluster did in its measured time."""
+    """The work of a cluster in its measured time."""
 
     seconds: float
     alive_s: float
@@ -31,7 +31,7 @@ class Work:
     tokens_accepted: float
     """Accepted by the shards in that time, mean over the fragments. A contribution that was sent again counts again."""
     step_s: float
-    """Median time of an inner step. If it is below that of a fault-free run, the dead made the living faster."""
+    """Median time of an inner step. If it is below that of a fault-free run, dead workers left the others more CPU."""
     progress: float
     """Share of the seconds in which a version was announced."""
 
@@ -64,7 +64,7 @@ def work_of(histories: Histories, run: ChaosRun) -> Work:
 
 
 def tokens_merged(histories: Histories, run: ChaosRun) -> Counter[tuple[str, int, int]]:
-    """Worker, number of its process, fragment -> tokens that it trained in the measured time and that were merged."""
+    """Worker, number of its process, fragment -> merged tokens that the process trained in the measured time."""
     trained = {
         (process.name, process.number): (tokens_at(process, run.began), tokens_at(process, run.ended))
         for process in histories.learner_processes()
@@ -79,7 +79,7 @@ def tokens_merged(histories: Histories, run: ChaosRun) -> Counter[tuple[str, int
 
 
 def tokens_at(process: Process, t: float) -> int:
-    """The learner's own count of tokens at a time; before its first step, the count that it began with."""
+    """The learner's own count of tokens at a time; before its first step, its initial count."""
     counts = [int(line["tokens"]) for line in process.of("born", "stepped") if line["t"] <= t]
     return counts[-1] if counts else int(process.lines[0]["tokens"])
 
@@ -96,9 +96,9 @@ def alive_times(process: Process, run: ChaosRun) -> Iterator[tuple[float, float]
 
 
 def longest_gaps(histories: Histories, run: ChaosRun) -> list[tuple[float, str]]:
-    """The longest time without an inner step of each learner process, in seconds, with its name; longest first.
+    """For each learner process, the longest time without an inner step, in seconds, and its name; longest first.
 
-    Counted from its first step on, while it was alive and not frozen.
+    Counts from its first step on, while it was alive and not frozen.
     """
     gaps = []
     for process in histories.learner_processes():

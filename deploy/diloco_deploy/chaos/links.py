@@ -1,7 +1,7 @@
-"""Links between workers and shards, which can be cut: in a network namespace of this process and its children alone.
+"""Network links between workers and shards that can be cut, in a network namespace of this process and its children.
 
-Each worker dials the shards at its own loopback address, so a rule can tell its links from those of the others. Needs
-root, `ip` and `nft`. Namespace and rules go when the last process in it ends, in whatever way.
+Each worker dials the shards at a loopback address of its own, so a rule can tell the links of different workers apart.
+Needs root, `ip` and `nft`. Namespace and rules vanish when the last process in it ends in any way.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import subprocess
 
 _NEW_NETWORK = 0x40000000
-"""CLONE_NEWNET. (os.unshare is there from Python 3.12 on.)"""
+"""CLONE_NEWNET. (os.unshare exists only from Python 3.12 on.)"""
 LISTEN = "0.0.0.0:0"
-"""Where shards listen. Nobody outside the namespace can reach it."""
+"""The address of shards. Nobody outside the namespace can reach it."""
 _RULES = """
 table inet diloco {
   set cut { type ipv4_addr . inet_service; }
@@ -31,11 +31,15 @@ class NoLinks(Exception):
 
 
 class Links:
-    """All links of a cluster. Make it in the main thread: that enters the namespace, with all that it starts later."""
+    """All network links of a cluster.
+
+    Make it in the main thread: this thread enters the namespace, and so does every process that it starts later.
+    """
 
     def __init__(self) -> None:
         """Raises NoLinks."""
-        _run("unshare", "--net", "sh", "-c", "ip link set lo up && nft -f -", given=_RULES)  # there is no way back
+        # Try in a child first, because this process cannot leave the namespace again.
+        _run("unshare", "--net", "sh", "-c", "ip link set lo up && nft -f -", given=_RULES)
         if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK) != 0:
             raise NoLinks(os.strerror(ctypes.get_errno()))
         _run("ip", "link", "set", "lo", "up")
@@ -47,11 +51,11 @@ class Links:
         return f"127.1.{worker // 250}.{worker % 250 + 1}"
 
     def cut(self, worker: int, port: int) -> None:
-        """Let nothing through, either way, between a worker and the shard that listens on `port`."""
+        """Block all traffic between a worker and the shard that listens on `port`, in both directions."""
         self._element("add", worker, port)
 
     def heal(self, worker: int, port: int) -> None:
-        """Let everything through again."""
+        """Let traffic through again."""
         self._element("delete", worker, port)
 
     def _element(self, verb: str, worker: int, port: int) -> None:

@@ -1,6 +1,6 @@
 """Losses: the alive worker-seconds that left no token in the model, by cause.
 
-All but the last are read from the histories. The last one is the remainder, so they add up to what goodput lacks.
+All but the last are read from the histories. The last one is the remainder, so their sum explains all missing goodput.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ LOSSES = {
     "joining": "joining: from asking to join to the beginning of the first inner step",
     "cut_short": "inner steps cut short by a kill",
     "died_unmerged": "trained, but not merged yet when its worker was killed",
-    "died_shard_away": "the same, where the shard had been away, or cut off, since",
-    "never_merged": "trained by workers that live, and not merged",
-    "slower": "inner steps slower than without faults, and what was in hand when the time began and ended",
+    "died_shard_away": "the same, but the shard was down or cut off in the meantime",
+    "never_merged": "trained by living workers, but not merged",
+    "slower": "inner steps slower than without faults, and work in hand when the measured time began and ended",
 }
-"""Cause, as in the result -> what it means."""
+"""Cause, as in the result -> its meaning."""
 
 
 def losses(histories: Histories, run: ChaosRun, work: Work, baseline: dict[str, Any]) -> dict[str, float]:
-    """Worker-seconds that goodput lacks, by cause, at the fault-free pace. `baseline` comes from result.py."""
+    """Worker-seconds missing in goodput, by cause, at the fault-free pace. `baseline` comes from result.py."""
     pace, step_s = baseline["tokens_per_alive_s"], baseline["step_s"]
     lost = dict.fromkeys(LOSSES, 0.0)
     merged, fragments = tokens_merged(histories, run), histories.num_fragments
@@ -57,7 +57,7 @@ def losses(histories: Histories, run: ChaosRun, work: Work, baseline: dict[str, 
 
 
 def _joining_s(process: Process, alive: list[tuple[float, float]], step_s: float) -> float:
-    """Seconds that the process was alive before its first inner step began."""
+    """Seconds for which the process was alive before its first inner step began."""
     first = next(iter(steps_of(process)), float("inf")) - step_s
     return sum(max(0.0, min(end, first) - begin) for begin, end in alive)
 
@@ -68,7 +68,7 @@ def _reached(process: Process, tokens: int) -> float:
 
 
 def _away(histories: Histories, run: ChaosRun) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Shard and worker -> when the worker could not reach it: from the fault to the next version of the shard."""
+    """Shard and worker -> times when the worker could not reach it: from a fault to the shard's next version."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for fault in run.faults:
         for shard, workers in _affected(histories, fault.target):
@@ -79,7 +79,7 @@ def _away(histories: Histories, run: ChaosRun) -> dict[tuple[str, str], list[tup
 
 
 def _affected(histories: Histories, target: str) -> Iterator[tuple[str, list[str]]]:
-    """The shards that a fault takes away, each with the workers that lose it."""
+    """The shards that a fault makes unreachable, each with the workers it affects."""
     if target in histories.shards:
         yield target, list(histories.learners)
     elif LINK in target:

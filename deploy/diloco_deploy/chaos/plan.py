@@ -1,4 +1,4 @@
-"""The plan: which fault hits whom, and when. A pure function of the seed and the size of the cluster."""
+"""The plan: the kind, target and time of each fault. A pure function of the seed and the size of the cluster."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 START_S = 5.0
-"""Seconds from the start of a worker to its first step, by assumption; part of the time that a kill costs it."""
+"""Assumed seconds from the start of a worker to its first step. They count as part of the cost of a kill."""
 SETTLE_S = 2.0
-"""Seconds without another fault for a process that has recovered from one."""
+"""A process that has recovered from a fault gets no other fault for this many seconds."""
 FILL_SHARE = 1 / 3
-"""Of the faults that hit shards, where disks can be filled."""
+"""Share of the faults on shards that fill a disk, if disks can be filled."""
 KILL_SHARE = 0.7
-"""Of all faults; the others freeze."""
+"""Share of all faults that kill; the others freeze."""
 CUT_SHARE = 0.1
-"""Of all faults, where links can be cut."""
+"""Share of all faults that cut a link, if links can be cut."""
 SHARD_SHARE = 0.2
-"""Of all faults, at least. Shards are few, but they are the ones that must not lose anything."""
+"""Least share of all faults that hit shards. Shards are few, but only they can lose merged work."""
 
 
 class FaultKind(Enum):
-    """What a fault does."""
+    """The kind of a fault."""
 
     KILL = "kill"  # SIGKILL; the process is started again after a while
     FREEZE = "freeze"  # SIGSTOP; SIGCONT follows after a while
     FILL = "fill"  # the disk of a shard is full for a while
-    CUT = "cut"  # for a while nothing gets through between a worker and a shard, either way
+    CUT = "cut"  # no traffic between a worker and a shard for a while, in both directions
 
 
 TIMES = {
@@ -38,7 +38,7 @@ TIMES = {
 }
 """Shortest and longest time of a fault of a shard or a link, in seconds."""
 LINK = " to "
-"""Between the names of a worker and a shard."""
+"""Joins the names of a worker and a shard into the name of their link."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Fault:
     """One fault of the plan."""
 
     at_s: float
-    """Seconds after the measured time has begun."""
+    """Seconds after the beginning of the measured time."""
     kind: FaultKind
     target: str
     """Name of a process, or of a link: "worker-0 to shard-1"."""
     for_s: float
-    """Seconds until it is over: the process is started again or goes on, the disk has room, the link is back."""
+    """Seconds until the process is started again or goes on, the disk has room, or the link is back."""
 
     def __str__(self) -> str:
         return f"{self.at_s:7.1f} s  {self.kind.value:6}  {self.target:21}  for {self.for_s:.1f} s"
@@ -68,17 +68,17 @@ def make_plan(
     disk_full: bool = False,
     links: bool = False,
 ) -> tuple[Fault, ...]:
-    """One fault in every interval of `every_s`, at a random moment, that hits a healthy process.
+    """One fault in every interval of `every_s`, at a random moment. It hits a healthy process.
 
     Args:
         seed: the same seed makes the same plan.
         seconds: length of the measured time. A fault may last longer.
         every_s: mean time between two faults, in seconds.
-        shards: names.
-        workers: names.
-        dead_share: share of all worker-seconds that workers are to be dead or frozen, from 0 to 1.
-        disk_full: a third of the faults that hit shards fill their disks.
-        links: a tenth of all faults cut a link.
+        shards: their names.
+        workers: their names.
+        dead_share: share of all worker-seconds for which workers should be dead or frozen, from 0 to 1.
+        disk_full: fill a disk in a third of the faults that hit shards.
+        links: cut a link in a tenth of all faults.
     """
     chance = random.Random(seed)
     shard_share = max(SHARD_SHARE, len(shards) / (len(shards) + len(workers)))
@@ -118,7 +118,7 @@ def make_plan(
 
 
 def _stretch(faults: Sequence[Fault], seconds: float, dead_share: float) -> float:
-    """The factor for all durations that makes them add up to this share of the measured time."""
+    """The factor for all durations with which they add up to this share of the measured time."""
     if not faults:
         return 1.0
     low, high = 0.0, seconds / 3.0  # no absence is longer than half the measured time

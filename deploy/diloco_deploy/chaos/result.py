@@ -1,4 +1,4 @@
-"""What `diloco chaos` found, as numbers for `--json` and words for people."""
+"""The result of `diloco chaos`, as numbers for `--json` and as words for people."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CHECKS = {
     "fencing": "contributions of generations that were over",
     "accounting": "contributions unaccounted for",
     "stood_still": "living workers that stood still",
-    "unplanned": "processes that ended or did not get on",
+    "unplanned": "processes that ended or made no progress",
 }
-"""Check, as in the result -> what it counts."""
+"""Check, as in the result -> what it counts, in words."""
 _SHOWN_MAX = 20
 
 
 def make_baseline(histories: Histories, run: ChaosRun, settings: dict[str, Any]) -> Result:
-    """What a fault-free run did. Goodput is measured against it."""
+    """The result of a fault-free run. Goodput is relative to it."""
     work = work_of(histories, run)
     return {
         "seconds": round(work.seconds, 2),
@@ -51,7 +51,7 @@ def make_result(
     gap_max_s: float,
     gapless: bool = True,
 ) -> Result:
-    """Everything that is printed and written. `violations` must be 0. Without a `baseline` there is no goodput.
+    """The whole result, to print and to write. `violations` must be 0. Without a `baseline` there is no goodput.
 
     `gapless`: whether learners carry (`sync.on_commit`).
     """
@@ -96,7 +96,7 @@ def summary(result: Result) -> str:
     kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(result["faults_by_kind"].items()))
     lines = [
         f"{result['faults']} faults in {result['seconds']:.0f} s, seed {result['seed']}: {kinds}",
-        f"workers dead, starting or frozen {result['dead_share']:.1%} of their time, {result['evictions']} evictions",
+        f"workers dead, starting or frozen {result['dead_share']:.1%} of the time, {result['evictions']} evictions",
         f"{result['versions']} versions announced, {result['contributions']} contributions merged",
         "",
         *(f"  {result[check]:6}  {words}" for check, words in CHECKS.items()),
@@ -149,8 +149,8 @@ def _kind(target: str) -> str:
 
 def _healed(healed_s: float | None) -> str:
     if healed_s is None:
-        return "healing      did not come"
-    return f"healing      {healed_s:.1f} s after the last fault everybody got on"
+        return "healing      not complete: some processes made no progress after the last fault"
+    return f"healing      every process made progress within {healed_s:.1f} s after the last fault"
 
 
 def _tokens(work: Work) -> Result:

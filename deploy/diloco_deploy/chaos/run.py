@@ -1,4 +1,4 @@
-"""What was done to a cluster, and how it ended, as plain values. cluster.py fills them in."""
+"""The faults injected into a cluster, and how its run ended, as plain values. cluster.py fills them in."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault as it was carried out. Times are monotonic seconds, as in the histories."""
+    """A fault that was injected. Times are monotonic seconds, as in the histories."""
 
     kind: str
     """Value of a FaultKind."""
     target: str
     began: float
     ended: float
-    """When the process was started again or went on, when its disk had room again, or when the link was back."""
+    """When the process was started again or went on, its disk had room again, or the link was back."""
 
 
 @dataclass
@@ -27,6 +27,6 @@ class ChaosRun:
     """When the measured time was over."""
     faults: list[InjectedFault] = field(default_factory=list)
     exits: list[str] = field(default_factory=list)
-    """Processes that ended although nobody asked them to, in words."""
+    """Processes that ended by themselves or made no progress in the end, in words."""
     healed_s: float | None = None
-    """Seconds from the last fault until every worker and every shard made progress; None: some did not."""
+    """Seconds from the last fault until every worker and every shard had made progress; None: some did not."""

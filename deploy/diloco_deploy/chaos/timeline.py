@@ -1,4 +1,4 @@
-"""The timeline: one row per shard and worker. Ticks show what it did, bars and marks the faults that hit it.
+"""The timeline: one row per shard and worker. Ticks show its steps or versions, bars and marks its faults.
 
 matplotlib is imported only to draw. It comes with the `dev` extra.
 """
@@ -21,20 +21,20 @@ STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"
 AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9", "cut": "#dcc8ee"}
 MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00"), "cut": ("P", "#7b3fb0")}
-"""Kind of a fault -> its marker and colour."""
+"""Kind of a fault -> marker and colour."""
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
 _WIDTH_IN, _DPI = 16.0, 100
 _ROW_IN = 0.46
 _SAME_MARK_S = 0.3
-"""Shards evict the same worker one after the other. Marks this close, in seconds, are drawn as one."""
+"""Several shards evict the same worker within a short time. Marks this close, in seconds, are drawn as one."""
 
 
 def check_timeline(path: Path) -> None:
-    """Raise ConfigError if no picture can be drawn here. To be called before the run."""
+    """Raise ConfigError if no picture can be drawn here. Call it before the run."""
     if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--timeline {path}: a timeline is a .png or a .svg")
+        raise ConfigError(f"--timeline {path}: give a name that ends with .png or .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--timeline needs matplotlib: pip install matplotlib")
 
@@ -89,7 +89,7 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
 
 
 def _shadows(axes: Any, histories: Histories, run: ChaosRun, place: dict[str, float]) -> None:
-    """The times that a shard was away, across the rows of all workers: their steps go on."""
+    """Draw the times when a shard was away across the rows of all workers, to show that their steps go on."""
     low, high = min(place.values()) - 0.4, min(place[name] for name in histories.shards) - 0.4
     for fault in run.faults:
         if fault.kind != "fill" and (processes := histories.shards.get(fault.target)) is not None:
@@ -99,7 +99,7 @@ def _shadows(axes: Any, histories: Histories, run: ChaosRun, place: dict[str, fl
 
 
 def _absences(axes: Any, name: str, histories: Histories, run: ChaosRun, y: float) -> None:
-    """The times that a process was dead, starting or frozen, as bars."""
+    """Draw the times when a process was dead, starting or frozen, as bars."""
     processes = [*histories.shards.get(name, ()), *histories.learners.get(name, ())]
     end = run.ended - run.began
     for fault in run.faults:
@@ -113,7 +113,7 @@ def _absences(axes: Any, name: str, histories: Histories, run: ChaosRun, y: floa
 
 
 def _back(processes: Sequence[Process], fault: InjectedFault, run: ChaosRun) -> float:
-    """When a killed process was of use again: its first inner step, or its first version."""
+    """When a killed process was useful again: at its first inner step, or its first version."""
     later = (process for process in processes if process.began > fault.began)
     return float(next((line["t"] for process in later for line in process.of("stepped", *ANNOUNCED)), run.ended))
 
@@ -146,7 +146,7 @@ def _tick(run: ChaosRun) -> float:
 
 
 def _memberships(axes: Any, histories: Histories, run: ChaosRun, place: dict[str, float]) -> None:
-    """Evictions and joins of workers, as the shards recorded them."""
+    """Draw the evictions and joins of workers that the shards recorded."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for process in histories.shard_processes():
         for line in process.of("joined", "gone"):
@@ -185,7 +185,7 @@ def _marks(axes: Any, run: ChaosRun, place: dict[str, float]) -> None:
 
 
 def _pace(axes: Any, histories: Histories, run: ChaosRun, result: dict[str, Any]) -> None:
-    """Merged tokens per second, and what the living workers would do without faults."""
+    """Draw merged tokens per second, and the fault-free pace of the living workers."""
     seconds = run.ended - run.began
     bins = max(1, min(120, round(seconds / 2.0)))
     width = seconds / bins
@@ -222,7 +222,7 @@ def _title(figure: Any, height: float, result: dict[str, Any]) -> None:
     first = f"{result['faults']} faults in {result['seconds']:.0f} s: {broken}"
     second = (
         f"{_goodput(result)}workers away "
-        f"{result['dead_share']:.0%} of the time; no living worker went longer than "
+        f"for {result['dead_share']:.0%} of the time; no living worker went longer than "
         f"{result['longest_step_gap_s']:.2f} s without a step.   diloco chaos --seed {result['seed']}"
     )
     colour = MARKS["kill"][1] if result["violations"] else INK
@@ -248,7 +248,7 @@ def _key(figure: Any, height: float, run: ChaosRun) -> None:
     done = {fault.kind for fault in run.faults}
     handles = [
         mark("|", STEP, "inner step", 10),
-        mark("|", VERSION, "version, as high as many contributed", 12),
+        mark("|", VERSION, "version, higher with more contributions", 12),
         mark(*MARKS["kill"], "SIGKILL"),
         Patch(color=AWAY["kill"], label="dead"),
         Patch(color=STARTING, label="starting"),

@@ -1,1 +1,1 @@
-"""The commands around checkpoints: take, list, verify, copy, restore, export."""
+"""The commands for checkpoints: take, list, verify, copy, restore, export."""

@@ -1,4 +1,4 @@
-"""The command lines of `diloco checkpoint`, `restore` and `export`; imports nothing that is slow."""
+"""The command lines of `diloco checkpoint`, `restore` and `export`. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def add_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     checkpoint = commands.add_parser(
         "checkpoint",
         help="take, list, verify and copy checkpoints",
-        description="`diloco checkpoint FOLDER` takes one: hard links to the newest version of each fragment, "
-        "at once, while shards run or not.",
+        description="`diloco checkpoint FOLDER` takes a checkpoint at once: hard links to the newest version of each "
+        "fragment. The shards may run or not.",
         allow_abbrev=False,
     )
     actions = checkpoint.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=CommandParser)
@@ -39,11 +39,13 @@ def add_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     take.add_argument("--name", metavar="NAME", help="default: the time")
     take.add_argument("--into", type=Path, metavar="PATH", help="default: `checkpoints` in the (first) folder")
     _add_json(take)
-    listing = actions.add_parser("list", help="show those that there are", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show all checkpoints in a folder", allow_abbrev=False)
     listing.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", default=[Path("runs/local")])
     _add_json(listing)
     verify = actions.add_parser("verify", help="check every byte; exit code 3 if one is wrong", allow_abbrev=False)
-    verify.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="folder or URL; parts of one checkpoint")
+    verify.add_argument(
+        "checkpoints", nargs="+", metavar="CHECKPOINT", help="folder or URL; several: the parts of one checkpoint"
+    )
     _add_json(verify)
     copy = actions.add_parser("copy", help="copy one to an object store", allow_abbrev=False)
     copy.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or URL")
@@ -52,17 +54,19 @@ def add_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     restore = commands.add_parser(
         "restore",
         help="make data folders from a checkpoint, for any number of shards",
-        description="Parameters and outer momentum come back bit for bit, on as many shards as you like.",
+        description="Restore parameters and outer momentum bit for bit, on any number of shards.",
         allow_abbrev=False,
     )
     restore.add_argument("sources", nargs="+", metavar="CHECKPOINT", help=_SOURCE)
-    restore.add_argument("--shards", type=int, required=True, metavar="M", help="of the cluster that goes on")
-    restore.add_argument("--folder", type=Path, required=True, metavar="DEST", help="new; gets shard-0, shard-1, ...")
+    restore.add_argument("--shards", type=int, required=True, metavar="M", help="shards of the restored run")
+    restore.add_argument(
+        "--folder", type=Path, required=True, metavar="DEST", help="a new folder, for shard-0, shard-1, ..."
+    )
 
     export = commands.add_parser(
         "export",
         help="write the model as one safetensors file with its own parameter names",
-        description="Write the model as one safetensors file that plain torch loads.",
+        description="Write the model as one safetensors file. Plain torch can load it.",
         allow_abbrev=False,
     )
     export.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)

@@ -1,4 +1,4 @@
-"""What `diloco checkpoint`, `restore` and `export` do, and what they say."""
+"""Runs `diloco checkpoint`, `restore` and `export`, and prints their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry a command out; returns its exit code. Raises DilocoError."""
+    """Run a command and return its exit code. Raises DilocoError."""
     work = {
         "take": _take,
         "list": _list,
@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
 def _take(args: argparse.Namespace) -> int:
     name = args.name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     if not _NAME.fullmatch(name) or name.startswith((".", "version-")):
-        raise ConfigError(f"--name {name}: give 1 to 64 of A-Z a-z 0-9 . _ -, and not version-... (shards' own are)")
+        raise ConfigError(
+            f"--name {name}: give 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with '.' or with version- (shards name "
+            "their own checkpoints so)"
+        )
     began = time.perf_counter()
     sources = [path for folder in args.folders for path in data_folders(folder)]
     target = (args.into or args.folders[0] / FOLDER) / name
@@ -145,7 +148,7 @@ def _shards(contents: Contents) -> str:
 
 
 def _settings_of(contents: Contents) -> str:
-    """The settings, other than defaults, that a shard must have to take these versions."""
+    """The settings other than defaults that a shard needs to accept these versions."""
     default = Settings()
     given = [
         ("run.id", contents.run, default.run.id),

@@ -11,9 +11,9 @@ from diloco_worker.export import lay_out, write_model
 
 
 def export_model(whole: Whole, out: Path, dtype: str) -> None:
-    """Write every parameter in its own shape as `dtype`, in place of any file `out`.
+    """Write every parameter in its own shape as `dtype`. Replaces any file `out`.
 
-    Raises VersionDamaged, DataError where `out` cannot be written, and OSError.
+    Raises VersionDamaged, DataError if `out` cannot be written, and OSError.
     """
     contents = whole.contents
     tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, dtype)) for spec in contents.tensors}

@@ -1,4 +1,4 @@
-"""Which checkpoints there are below a folder: those that were taken, and those that shards made by themselves."""
+"""Lists the checkpoints below a folder: those of `diloco checkpoint`, and the regular ones of shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco_server.storage.regular import FOLDER
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint, or the parts of one that shards made under one name."""
+    """A checkpoint, or its parts: one per shard, under the same name."""
 
     paths: tuple[Path, ...]
     contents: Contents | None
@@ -35,7 +35,7 @@ class Entry:
 
 
 def find_checkpoints(folder: Path) -> list[Entry]:
-    """Those in `folder`, in its `checkpoints`, and in those of the shards below it. Raises NoCheckpoint, OSError."""
+    """Checkpoints in `folder`, in its `checkpoints`, and in its shards' `checkpoints`. Raises NoCheckpoint, OSError."""
     if not folder.is_dir():
         raise NoCheckpoint(f"there is no folder {folder}")
     taken = sorted(_below(folder / FOLDER) or [p for p in _below(folder) if any(p.glob("checkpoint.json"))])
@@ -49,7 +49,7 @@ def find_checkpoints(folder: Path) -> list[Entry]:
 def show(entries: Sequence[Entry]) -> None:
     """A table for people."""
     if not entries:
-        print("no checkpoints yet: `diloco checkpoint FOLDER` takes one, checkpoint.every makes shards do so")
+        print("no checkpoints yet: `diloco checkpoint FOLDER` takes one; with checkpoint.every, shards take them too")
         return
     table = Table(box=None, pad_edge=False)
     for name in ("checkpoint", "state", "versions", "size"):
@@ -79,7 +79,7 @@ def _entry(paths: list[Path]) -> Entry:
 
 
 def _pattern(paths: Sequence[Path]) -> str:
-    """The paths as one word that a shell makes them of again."""
+    """The paths as one word that a shell expands to them."""
     if len(paths) == 1:
         return str(paths[0])
     shard = paths[0].parent.parent

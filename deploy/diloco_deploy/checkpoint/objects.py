@@ -1,7 +1,8 @@
-"""Checkpoints in an object store, through `obstore`, which is loaded when it is needed and installed by an extra.
+"""Checkpoints in an object store, through `obstore`. An extra installs it, and it is loaded only when needed.
 
 Credentials, region and endpoint come from the usual variables of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
-...). The manifest is put last, and never over another: who finds it finds everything, and no checkpoint ever changes.
+...). The manifest is written last, and never over another one. So a checkpoint with a manifest is complete, and no
+checkpoint ever changes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version
 
 PART_BYTES = 8 * 2**20
-"""Sent at a time; S3 takes no less than 5 MiB."""
+"""Size of an upload part. S3 accepts no less than 5 MiB."""
 BLOCK_BYTES = 8 * 2**20
-"""Read at a time."""
+"""Size of a read."""
 RETRIES = 5
 RETRY_S = 60.0
 SCHEMES = ("s3", "gs", "az", "file")
@@ -41,7 +42,7 @@ class MissingExtra(ConfigError):
 
 
 class ObjectStoreFailed(CannotConnect):
-    """The object store refused, or does not answer."""
+    """The object store refused a request, or does not answer."""
 
     code = "OBJECT_STORE"
 
@@ -51,10 +52,10 @@ def is_url(text: str) -> bool:
 
 
 class ObjectFolder:
-    """What lies under a URL, to read: a folder of `storage.filesystem`."""
+    """The objects under a URL, as `Files` of `storage.filesystem`."""
 
     def __init__(self, url: str) -> None:
-        """Raises MissingExtra, ConfigError for a URL that cannot be one, ObjectStoreFailed."""
+        """Raises MissingExtra, ConfigError for a wrong URL, and ObjectStoreFailed."""
         self.url = url.rstrip("/")
         self._obstore = _load()
         self.store = _open(self._obstore, self.url)
@@ -84,12 +85,12 @@ class ObjectFolder:
             return bytes(self._obstore.get_range(self.store, name, start=start, end=end))
 
     def put(self, name: str, blocks: Iterator[bytes]) -> None:
-        """Write an object in place of any of that name; it is there whole or not at all. Raises ObjectStoreFailed."""
+        """Write an object, whole or not at all. Replaces any object of that name. Raises ObjectStoreFailed."""
         with self._told():
             self._obstore.put(self.store, name, blocks, chunk_size=PART_BYTES, max_concurrency=4)
 
     def put_new(self, name: str, content: bytes) -> None:
-        """Write an object that is not there yet. Raises CheckpointExists if it is, and ObjectStoreFailed."""
+        """Write a new object. Raises CheckpointExists if it exists already, and ObjectStoreFailed."""
         with self._told():
             try:
                 self._obstore.put(self.store, name, content, mode="create", use_multipart=False)
@@ -105,13 +106,13 @@ class ObjectFolder:
             yield
         except self._obstore.exceptions.BaseError as error:
             raise ObjectStoreFailed(
-                f"{self.url}: {str(error).splitlines()[0]}. Look at the URL, the credentials and the endpoint in the "
+                f"{self.url}: {str(error).splitlines()[0]}. Check the URL, the credentials and the endpoint in the "
                 "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL)"
             ) from None
 
 
 class _OldObject:
-    """Read in blocks, of which the last one is kept: a version is read from front to end in small slices."""
+    """Reads blocks and keeps the last one, because a version is read from front to end in small slices."""
 
     def __init__(self, folder: ObjectFolder, name: str, size: int) -> None:
         self.size = size
@@ -135,9 +136,9 @@ class _OldObject:
 
 
 def copy_checkpoint(source: Files, contents: Contents, url: str) -> None:
-    """Copy a checkpoint whose files are intact; one that was interrupted may be begun again.
+    """Copy a checkpoint with intact files. After an interruption, call it again.
 
-    Raises VersionDamaged, CheckpointExists if something else is at `url`, ObjectStoreFailed, and ConfigError.
+    Raises VersionDamaged, CheckpointExists if there is something else at `url`, ObjectStoreFailed, and ConfigError.
     """
     target = ObjectFolder(url)
     there, listed = target.names(), {file.name for file in contents.files}
@@ -181,7 +182,7 @@ def _load() -> ModuleType:
 def _open(obstore: ModuleType, url: str) -> Any:
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
-        raise ConfigError(f"{url}: URLs of checkpoints begin with {', '.join(s + '://' for s in SCHEMES)}")
+        raise ConfigError(f"{url}: the URL of a checkpoint begins with {' or '.join(s + '://' for s in SCHEMES)}")
     try:
         if scheme == "file":
             return obstore.store.from_url(url, mkdir=True)

@@ -1,4 +1,4 @@
-"""What a person may name: the folder of `diloco up`, data folders, checkpoints, URLs; and what is read from them."""
+"""The sources that a user may name: a folder of `diloco up`, data folders, checkpoints and URLs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from diloco_server.storage.version_file import Header, VersionDamaged, version_n
 
 @dataclass(frozen=True)
 class Source:
-    """Versions that were named: one folder or URL of them."""
+    """One named folder or URL, and the versions in it."""
 
     where: str
     files: Files
@@ -38,20 +38,20 @@ class Source:
 
 @dataclass(frozen=True)
 class Whole:
-    """Sources that make up a model."""
+    """Sources that together hold a whole model."""
 
     sources: tuple[Source, ...]
     contents: Contents
 
     def read(self) -> Iterator[tuple[Header, StoredVersion]]:
-        """Every fragment, one after the other, every byte checked. Raises VersionDamaged and OSError."""
+        """Every fragment, one after the other, with every byte checked. Raises VersionDamaged and OSError."""
         for source in self.sources:
             for file in source.contents.files:
                 yield read_listed(source.files, file, source.contents)
 
 
 def open_whole(names: Sequence[str]) -> Whole:
-    """Raises NoCheckpoint, CheckpointIncomplete where a fragment is in none of them, CheckpointsDiffer, ..."""
+    """Open the named sources. Raises NoCheckpoint, CheckpointsDiffer, CheckpointIncomplete (fragments missing), ..."""
     named = [(name, open_sources(name)) for name in names]
     sources = tuple(source for _, found in named for source in found)
     contents = join([(name, joined([source.contents for source in found])) for name, found in named])
@@ -59,31 +59,31 @@ def open_whole(names: Sequence[str]) -> Whole:
         homes = {f.fragment_id: f.shard_index for f in contents.manifest.fragments}
         shards = sorted({homes[i] for i in missing})
         raise CheckpointIncomplete(
-            f"{len(missing)} of {len(homes)} fragments are not in {', '.join(names)}: those of shards "
-            f"{', '.join(map(str, shards))} of {contents.num_shards}; name the parts of all shards"
+            f"{len(missing)} of {len(homes)} fragments are missing in {', '.join(names)}: those of shards "
+            f"{', '.join(map(str, shards))} of {contents.num_shards}. Name the parts of all shards"
         )
     return Whole(sources, contents)
 
 
 def join(parts: Sequence[tuple[str, Contents]]) -> Contents:
-    """Parts of one checkpoint, each with what a person named, as one. Raises CheckpointsDiffer.
+    """The checkpoint that these parts form. Each part has the name that the user gave. Raises CheckpointsDiffer.
 
     Fragments of a run are at most one version apart, unless a shard was away or writes by interval. So parts that are
-    further apart are of two checkpoints, unless they bear one name, as those do that shards made by themselves.
+    further apart belong to two checkpoints, unless they have the same name, as the regular checkpoints of shards do.
     """
     contents = joined([part for _, part in parts])
     old, new = min(parts, key=lambda part: part[1].versions[1]), max(parts, key=lambda part: part[1].versions[0])
     before, after = old[1].versions[1], new[1].versions[0]
     if after - before > 1 and len({Path(name).name for name, _ in parts}) > 1:
         raise CheckpointsDiffer(
-            f"{old[0]} ends at version {before} and {new[0]} begins at {after}, so they are of two checkpoints: name "
-            "the parts of one. Where a shard was away, make them one first: diloco checkpoint PART PART ... --name NAME"
+            f"{old[0]} ends at version {before} and {new[0]} begins at {after}, so they belong to two checkpoints: "
+            "name the parts of one. If a shard was away, join them first: diloco checkpoint PART PART ... --name NAME"
         )
     return contents
 
 
 def open_sources(name: str) -> list[Source]:
-    """The checkpoint, or the data folders, that a person named. Raises NoCheckpoint, CheckpointDamaged, OSError."""
+    """Open a named checkpoint, or the named data folders. Raises NoCheckpoint, CheckpointDamaged, OSError."""
     if is_url(name):
         files = ObjectFolder(name)
         return [Source(name, files, read_manifest(files, name))]
@@ -104,19 +104,21 @@ def open_checkpoint(name: str) -> Source:
 
 
 def data_folders(folder: Path) -> list[Path]:
-    """The data folders of the shards that `folder` is about: itself, or those of `diloco up`. Raises NoCheckpoint."""
+    """The data folders in `folder`: itself, or those of `diloco up`. Raises NoCheckpoint."""
     if not folder.is_dir():
         raise NoCheckpoint(f"there is no folder {folder}")
     if fragments_in(folder):
         return [folder]
     found = [path for path in shard_folders(folder) if fragments_in(path)]
     if not found:
-        raise NoCheckpoint(f"{folder} holds no versions: it is no checkpoint, no folder of `diloco up`, no data folder")
+        raise NoCheckpoint(
+            f"{folder} holds no versions: give a checkpoint, a folder of `diloco up`, or a data folder of a shard"
+        )
     return found
 
 
 def shard_folders(folder: Path) -> list[Path]:
-    """The folders shard-0, shard-1, ... of a cluster that `diloco up` runs or ran in `folder`."""
+    """The folders shard-0, shard-1, ... of the cluster that `diloco up` runs, or ran, in `folder`."""
     saved = folder / "settings.json"
     home = (load_saved(saved).settings.shard.data_dir if saved.exists() else None) or folder
     found = [path for path in home.glob("shard-*") if path.is_dir() and re.fullmatch(r"shard-\d+", path.name)]
@@ -124,7 +126,7 @@ def shard_folders(folder: Path) -> list[Path]:
 
 
 class _HeldDisk(Disk):
-    """Keeps files open, so that those which a running shard takes away can still be read."""
+    """Keeps files open, so they can still be read after a running shard has removed them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -145,7 +147,7 @@ class _HeldFile:
         return self._file.read_into(out, offset)
 
     def close(self) -> None:
-        """It stays open."""
+        """Does nothing: the file stays open."""
 
 
 def _newest(folder: Path) -> Source:
@@ -160,5 +162,5 @@ def _newest_of(disk: _HeldDisk, fragment_id: int) -> tuple[Header, CheckpointFil
             try:
                 return describe(disk, name)
             except VersionDamaged:
-                continue  # or it has gone; then so have those before it, and there is a newer one
+                continue  # or the file has gone; then older ones have, too, and there is a newer one
     raise CheckpointIncomplete(f"fragment {fragment_id} has no intact version in {disk.folder}")

@@ -1,1 +1,1 @@
-"""Where versions are kept: what a file looks like, in which order it is written, and who may write."""
+"""Keeps versions on disk: the format of a file, the order of writes, and the lock on the folder."""

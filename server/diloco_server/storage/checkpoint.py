@@ -1,8 +1,8 @@
-"""A checkpoint: one version file per fragment, and a manifest beside them that says what there should be.
+"""A checkpoint: one version file per fragment, and a manifest that lists them.
 
-The manifest is written last, so a folder without one is no checkpoint. It repeats the checksums that each version file
-ends with, so making one reads only headers, however large the model is. Who puts the files there is the business of
-`linking.py` (hard links) and of `diloco checkpoint copy` (an object store). docs/checkpoints.md has the format.
+The manifest is written last, so a folder without one is not a checkpoint. Each version file ends with its checksums.
+The manifest copies them, so making one reads only headers, however large the model is. `linking.py` (hard links) and
+`diloco checkpoint copy` (object store) put the files in place. docs/checkpoints.md specifies the format.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ FORMAT = "diloco-checkpoint-1"
 
 
 class NoCheckpoint(DataError):
-    """There is no checkpoint where one should be."""
+    """There is no checkpoint in the given place."""
 
     code = "NO_CHECKPOINT"
 
 
 class CheckpointDamaged(DataError):
-    """A checkpoint is not what was made."""
+    """The bytes of a checkpoint have changed since it was made."""
 
     code = "CHECKPOINT_DAMAGED"
 
@@ -53,13 +53,13 @@ class CheckpointIncomplete(DataError):
 
 
 class CheckpointExists(DataError):
-    """There is a checkpoint of that name already; none is ever changed."""
+    """There is a checkpoint of that name already. Checkpoints never change."""
 
     code = "CHECKPOINT_EXISTS"
 
 
 class CheckpointsDiffer(DataError):
-    """Parts that should make one checkpoint are of different runs, models or times."""
+    """The parts do not belong to one checkpoint: their runs, models or times differ."""
 
     code = "CHECKPOINTS_DIFFER"
 
@@ -74,7 +74,7 @@ class CheckpointFile:
     """The last 8 bytes of the file, in hex: CRC-32C of its header, then of its values."""
     fragment_id: int
     shard_index: int
-    """That it was taken from."""
+    """The shard it was taken from."""
     epoch: int
     version: int
     tokens_merged: int
@@ -82,30 +82,33 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     run: str
     num_shards: int
     num_fragments: int
-    """P as the settings had it."""
+    """P of the settings."""
     optimizer: str
     tensors: tuple[TensorSpec, ...]
     digest: str
-    """Of the manifest of the model."""
+    """Digest of the model's manifest."""
     files: tuple[CheckpointFile, ...]
-    """By fragment."""
+    """Sorted by fragment."""
 
     @cached_property
     def manifest(self) -> Manifest:
-        """How the model was cut and placed. Raises DataError where this version cuts it in another way."""
+        """How the model was cut and placed. Raises DataError if this release cuts it in another way."""
         manifest = cut(self.tensors, self.num_fragments, self.num_shards)
         if manifest.digest != self.digest:
-            raise DataError("the checkpoint's model is cut in another way by this version: use the one that made it")
+            raise DataError(
+                "this release of decoupled-diloco cuts the checkpoint's model in another way: use the release that "
+                "made the checkpoint"
+            )
         return manifest
 
     @property
     def missing(self) -> list[int]:
-        """Fragments of the model that are not in it: those of shards that it was not taken from."""
+        """Fragments of the model that are not in the checkpoint. They belong to shards outside it."""
         there = {file.fragment_id for file in self.files}
         return [f.fragment_id for f in self.manifest.fragments if f.fragment_id not in there]
 
@@ -115,7 +118,7 @@ class Contents:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The lowest and the highest of its versions."""
+        """The lowest and the highest version in it."""
         versions = [file.version for file in self.files]
         return min(versions), max(versions)
 
@@ -124,7 +127,7 @@ class Contents:
 
 
 def describe(fs: Files, name: str) -> tuple[Header, CheckpointFile]:
-    """What a manifest says of a version file; reads its header only. Raises VersionDamaged and OSError."""
+    """A version file as a manifest lists it. Reads only its header and checksums. Raises VersionDamaged and OSError."""
     header = read_header(fs, name)
     file = fs.open(name)
     try:
@@ -140,7 +143,7 @@ def describe(fs: Files, name: str) -> tuple[Header, CheckpointFile]:
 
 
 def contents_of(described: Sequence[tuple[Header, CheckpointFile]]) -> Contents:
-    """What these files make together. Raises CheckpointsDiffer where they are not of one run and model."""
+    """The checkpoint that these files form. Raises CheckpointsDiffer unless they belong to one run and model."""
     assert described, "a checkpoint of nothing"
     return joined([_part(header, file) for header, file in described])
 
@@ -159,19 +162,19 @@ def _part(header: Header, file: CheckpointFile) -> Contents:
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """Parts of one checkpoint as one. Raises CheckpointsDiffer."""
+    """The checkpoint that these parts form. Raises CheckpointsDiffer."""
     first, files = parts[0], dict[int, CheckpointFile]()
     for part in parts:
         mine, theirs = _identity(first), _identity(part)
         lines = [f"{key}: {mine[key]} <-> {theirs[key]}" for key in mine if mine[key] != theirs[key]]
         lines = lines or differences(first.tensors, part.tensors)
         if lines or part.digest != first.digest:
-            raise CheckpointsDiffer("these are of different runs or models:\n  " + "\n  ".join(lines))
+            raise CheckpointsDiffer("these belong to different runs or models:\n  " + "\n  ".join(lines))
         for file in part.files:
             if (other := files.get(file.fragment_id)) is not None:
                 raise CheckpointsDiffer(
-                    f"fragment {file.fragment_id} is there twice, as version {other.version} and {file.version}: "
-                    "name the parts of one checkpoint only"
+                    f"fragment {file.fragment_id} is there twice, as version {other.version} and as version "
+                    f"{file.version}: name only the parts of one checkpoint"
                 )
             files[file.fragment_id] = file
     return Contents(
@@ -196,7 +199,7 @@ def encode_manifest(contents: Contents) -> bytes:
 
 
 def write_manifest(fs: FileSystem, contents: Contents) -> None:
-    """Make a folder that holds all the files a checkpoint: write, sync, rename, sync the names. Raises OSError."""
+    """Turn a folder of version files into a checkpoint: write, sync, rename, sync the names. Raises OSError."""
     temporary = MANIFEST + ".tmp"
     file = fs.create(temporary)
     try:
@@ -204,7 +207,7 @@ def write_manifest(fs: FileSystem, contents: Contents) -> None:
         file.sync()
     finally:
         file.close()
-    fs.sync_names()  # the files before what names them
+    fs.sync_names()  # the listed files must be durable before the list
     fs.rename(temporary, MANIFEST)
     fs.sync_names()
 
@@ -213,14 +216,16 @@ def write_manifest(fs: FileSystem, contents: Contents) -> None:
 
 
 def decode_manifest(text: bytes, where: str) -> Contents:
-    """What a checkpoint holds. Raises CheckpointDamaged, or DataError for another format."""
+    """The contents of a checkpoint. Raises CheckpointDamaged, or DataError for another format."""
     try:
         whole = json.loads(text)
         body = whole["checkpoint"]
-        if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # so that a changed space is found, too
+        if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # comparing the text finds a changed space, too
             raise CheckpointDamaged(f"{where} is damaged: its checksum differs")
         if (found := body.pop("format")) != FORMAT:
-            raise DataError(f"{where} has format {found!r}, this version reads {FORMAT!r}")
+            raise DataError(
+                f"{where} has format {found!r}, but this release reads {FORMAT!r}: use the release that made it"
+            )
         names = ("name", "shape", "mean_merge")
         tensors = [dict(zip(names, tensor, strict=True)) for tensor in body["tensors"]]
         contents = _CONTENTS.validate_json(_dump(body | {"tensors": tensors}), strict=True)
@@ -228,15 +233,15 @@ def decode_manifest(text: bytes, where: str) -> Contents:
         return contents
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = str(error).splitlines()[0]
-        raise CheckpointDamaged(f"{where} is damaged: it is no manifest of a checkpoint ({why})") from None
+        raise CheckpointDamaged(f"{where} is damaged: it is not the manifest of a checkpoint ({why})") from None
 
 
 def _check_files(contents: Contents) -> None:
-    """Raises ValueError: anybody can make a checksum that is right, and files are opened by these names."""
+    """Raises ValueError. A right checksum proves nothing, because anybody can make one, and these names get opened."""
     fragments = {fragment.fragment_id for fragment in contents.manifest.fragments}
     for file in contents.files:
         if file.fragment_id not in fragments:
-            raise ValueError(f"it lists fragment {file.fragment_id}, once more than the model has it")
+            raise ValueError(f"it lists fragment {file.fragment_id} twice, or the model has no such fragment")
         fragments.remove(file.fragment_id)
         if file.name != version_name(file.fragment_id, file.version):
             raise ValueError(f"it lists {file.name!r} as version {file.version} of fragment {file.fragment_id}")
@@ -248,11 +253,11 @@ _CONTENTS = TypeAdapter(Contents)
 
 
 def read_manifest(fs: Files, where: str) -> Contents:
-    """What the checkpoint in this folder holds. Raises NoCheckpoint, CheckpointDamaged and OSError."""
+    """The contents of the checkpoint in this folder. Raises NoCheckpoint, CheckpointDamaged and OSError."""
     if MANIFEST not in fs.names():
         raise NoCheckpoint(
-            f"{where} is no checkpoint: there is no {MANIFEST}, which is written last; making it was interrupted, "
-            "or it lies elsewhere (`diloco checkpoint list`)"
+            f"{where} is not a checkpoint: it has no {MANIFEST}. That file is written last, so making the checkpoint "
+            "was interrupted, or this is the wrong place (`diloco checkpoint list`)"
         )
     file = fs.open(MANIFEST)
     try:
@@ -264,7 +269,7 @@ def read_manifest(fs: Files, where: str) -> Contents:
 
 
 def find_damage(fs: Files, contents: Contents) -> list[str]:
-    """Look at every byte; what is damaged, a line each. Raises OSError where a file may be intact."""
+    """Check every byte. Returns one line per damaged file. Raises OSError if a file may be intact."""
     found = []
     for file in contents.files:
         try:
@@ -276,21 +281,21 @@ def find_damage(fs: Files, contents: Contents) -> list[str]:
 
 
 def read_listed(fs: Files, file: CheckpointFile, contents: Contents) -> tuple[Header, StoredVersion]:
-    """A version, every byte of it checked. Raises VersionDamaged and OSError."""
+    """A version, with every byte checked. Raises VersionDamaged and OSError."""
     check_listed(fs, file, contents)
     return read_version(fs, file.name)
 
 
 def check_listed(fs: Files, file: CheckpointFile, contents: Contents) -> None:
-    """Raises VersionDamaged where the file is another one than the manifest lists, if an intact one."""
+    """Raises VersionDamaged if the file is not the one in the manifest, even if it is intact."""
     header, found = describe(fs, file.name)
     part = _part(header, found)
     if found != file or part.digest != contents.digest or _identity(part) != _identity(contents):
-        raise VersionDamaged(file.name, "it is another file than the manifest lists")
+        raise VersionDamaged(file.name, "it is not the file that the manifest lists")
 
 
 def placed(origin: Origin, num_shards: int, shard_index: int) -> Origin:
-    """The same run on another number of shards."""
+    """The same run, placed on another number of shards."""
     return Origin(origin.run, shard_index, num_shards, origin.num_fragments, origin.optimizer, origin.pull)
 
 
@@ -303,5 +308,5 @@ def _dump(value: Any) -> bytes:
 
 
 def total_tokens(files: Iterable[CheckpointFile]) -> int:
-    """Tokens whose work is in every fragment."""
+    """Tokens that are merged into every fragment."""
     return min((file.tokens_merged for file in files), default=0)

@@ -1,6 +1,6 @@
-"""The few calls by which a store touches the disk, and the real disk behind them.
+"""The few calls with which a store touches the disk, and the real disk behind them.
 
-The simulator puts a disk of its own under the same store: one that loses what was not synced, tears and rots.
+The simulator puts its own disk under the same store. That disk loses unsynced data, tears writes and rots.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Protocol
 
 
 class NewFile(Protocol):
-    """A file that is being written, from its beginning. Every call raises OSError where the disk does."""
+    """A file being written from its beginning. Every call may raise OSError."""
 
     def write(self, data: memoryview) -> None:
         """Append all of `data`, bytes."""
 
     def sync(self) -> None:
-        """Return once what was written outlives a crash of the machine. The file's name may not, see `sync_names`."""
+        """Return once the written bytes survive a crash of the machine. For the file's name, see `sync_names`."""
 
     def close(self) -> None: ...
 
 
 class OldFile(Protocol):
-    """A file that is being read, from its beginning."""
+    """A file being read."""
 
     size: int
     """Bytes."""
 
     def read_into(self, out: memoryview, offset: int) -> int:
-        """Read bytes from `offset`, as many as `out` takes; returns how many there were."""
+        """Read from `offset` until `out` is full or the file ends; return the number of bytes."""
 
     def close(self) -> None: ...
 
 
 class Files(Protocol):
-    """One folder of files without subfolders, to read. Every call raises OSError where the disk does."""
+    """The files of one folder, without subfolders, read-only. Every call may raise OSError."""
 
     def names(self) -> Sequence[str]: ...
 
@@ -45,31 +45,31 @@ class Files(Protocol):
 
 
 class FileSystem(Files, Protocol):
-    """One that is written, too."""
+    """A folder that can be written, too."""
 
     def create(self, name: str) -> NewFile:
-        """A new, empty file in place of any of that name."""
+        """A new, empty file. Replaces any file of that name."""
 
     def rename(self, old: str, new: str) -> None:
-        """Replaces a file of the new name; whoever looks sees one of the two."""
+        """Replace any file of the new name, atomically: readers see the old file or the new one."""
 
     def remove(self, name: str) -> None: ...
 
     def sync_names(self) -> None:
-        """Return once all created, renamed and removed names outlive a crash of the machine."""
+        """Return once all created, renamed and removed names survive a crash of the machine."""
 
     def free_bytes(self) -> int:
-        """Room that is left."""
+        """Free space, in bytes."""
 
 
 class Disk:
-    """A folder of the machine. Made where there is none. Raises OSError."""
+    """A real folder. It is made if there is none. Raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         new = [place for place in (folder, *folder.parents) if not place.is_dir()]
         folder.mkdir(parents=True, exist_ok=True)
-        for place in new:  # a name outlives a power cut once the folder that it is in was synced
+        for place in new:  # a name survives a power cut once its folder is synced
             _sync_folder(place.parent)
 
     def names(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Opens the store that the settings ask for."""
+"""Opens the store that the settings name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from diloco_server.storage.version import Origin
 
 
 def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:
-    """The store, and what keeps others out of its folder. Raises InUse, and DataError where the disk refuses.
+    """The store, and the lock on its folder. Raises InUse, and DataError if the disk refuses.
 
-    `epoch_in_memory` is for a shard without a folder, `first_epoch` for a folder that names none.
+    `epoch_in_memory` is for a shard without a folder, `first_epoch` for a folder that names no epoch.
     """
     folder = settings.shard.data_dir
     if folder is None:
@@ -27,6 +27,6 @@ def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) ->
         if lock is not None:
             lock.release()
         raise DataError(
-            f"shard.data_dir {folder} cannot be used: {error.strerror}. Make it a folder that this process may write "
-            "to, on a disk with space"
+            f"shard.data_dir {folder} cannot be used: {error.strerror}. Give a folder that this process may write to, "
+            "on a disk with free space"
         ) from None

@@ -1,7 +1,7 @@
-"""Takes checkpoints by hard links, straight out of the data folders of shards that run or not, without asking them.
+"""Takes checkpoints by hard links, directly from the data folders of shards. It does not matter whether the shards run.
 
-A version file never changes once it has its name, and the last two are kept. So a link to one is a copy; all that can
-happen is that a file goes between looking and linking, and then a newer one is there.
+A version file never changes once it has its name, so a hard link to it is as good as a copy. The last two versions are
+kept. A file may vanish before it is linked; then there is a newer one.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.version_file import Header, VersionDamaged, parse_version_name, version_names
 
 TRIES = 100
-"""Looks at a fragment whose files go each time: a shard would have to make as many versions meanwhile."""
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
-"""Another disk, or one that knows no hard links."""
+"""Attempts to link a fragment whose files keep vanishing. A shard would have to make a version during each of them."""
+_NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+"""The target is on another disk, or its disk has no hard links."""
 
 
 def fragments_in(folder: Path) -> list[int]:
-    """Fragments that a data folder has versions of. Raises OSError."""
+    """The fragments with versions in a data folder. Raises OSError."""
     return sorted({found[0] for entry in os.scandir(folder) if (found := parse_version_name(entry.name))})
 
 
 def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tuple[Contents, list[str]]:
-    """Link the newest version of each fragment into a new folder, and return what is there and what was passed over.
+    """Link the newest version of each fragment into a new folder. Returns its contents, and the damage passed over.
 
     Args:
         sources: data folders of shards.
         target: the checkpoint; must not exist.
-        whole: every fragment of the model has to be there; else those of the shards that were named.
+        whole: require every fragment of the model; otherwise only those of the named shards.
 
     Raises:
         CheckpointExists, NoCheckpoint (nothing to take), CheckpointIncomplete, CheckpointsDiffer, OSError.
     """
-    Disk(target.parent)  # and new folders above it outlive a crash, too
+    Disk(target.parent)  # makes the folders above the target, and makes them survive a crash
     try:
         target.mkdir()
     except FileExistsError:
@@ -84,7 +84,7 @@ def _link_newest(
         if name is None:
             raise CheckpointIncomplete(f"fragment {fragment_id} has no intact version in {source}")
         try:
-            link(source / name, target / name)
+            hard_link(source / name, target / name)
         except FileNotFoundError:
             continue  # there is a newer one now
         try:
@@ -93,27 +93,32 @@ def _link_newest(
             damage.append(str(error))
             worse.append(name)
             disk.remove(name)
-    raise CheckpointIncomplete(f"the versions of fragment {fragment_id} in {source} went as often as they were found")
+    raise CheckpointIncomplete(
+        f"fragment {fragment_id} in {source}: its versions vanished {TRIES} times before they were linked; try again"
+    )
 
 
-def link(source: Path, target: Path) -> None:
-    """Give a version file another name, in place of any file of that name; where there are no links, copy it. The name
-    may not outlive a crash until the folder is synced. Raises OSError; FileNotFoundError if it has gone."""
+def hard_link(source: Path, target: Path) -> None:
+    """Give a version file another name, in place of any file of that name. Without hard links, copy it.
+
+    The name may not survive a crash until the folder is synced. Raises OSError, and FileNotFoundError if the file has
+    gone.
+    """
     temporary = target.with_name(target.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _NO_HARD_LINKS:
             raise
         try:
             shutil.copyfile(source, temporary)
             _sync(temporary)
         except OSError:
-            temporary.unlink(missing_ok=True)  # it may have been what filled the disk
+            temporary.unlink(missing_ok=True)  # this file may have filled the disk
             raise
     temporary.rename(target)
-    with contextlib.suppress(FileNotFoundError):  # renaming one link over another of the same file leaves both
+    with contextlib.suppress(FileNotFoundError):  # renaming one hard link over another of the same file leaves both
         temporary.unlink()
 
 
@@ -122,7 +127,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Take a checkpoint away if it is there, its manifest first: what is left after a crash is none. Raises OSError."""
+    """Remove a checkpoint if it is there, its manifest first, so a crash never leaves half of one. Raises OSError."""
     if not folder.is_dir():
         return
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -136,13 +141,15 @@ def _check_complete(contents: Contents, shards: set[int] | None) -> None:
     missing = [i for i in contents.missing if shards is None or homes[i] in shards]
     if missing:
         raise CheckpointIncomplete(
-            f"{len(missing)} of {len(homes)} fragments have no version here (fragment {missing[0]} of shard "
-            f"{homes[missing[0]]} is the first): name the data folders of all shards, or wait until the run is seeded"
+            f"{len(missing)} of {len(homes)} fragments have no version here (the first is fragment {missing[0]} of "
+            f"shard {homes[missing[0]]}): name the data folders of all shards, or wait until the run is seeded"
         )
 
 
 def _exists(target: Path) -> CheckpointExists:
-    what = "is a checkpoint already" if is_checkpoint(target) else "exists, and is no checkpoint (perhaps half of one)"
+    what = (
+        "is already a checkpoint" if is_checkpoint(target) else "exists, but is not a checkpoint (perhaps half of one)"
+    )
     return CheckpointExists(f"{target} {what}: give another --name, or delete it")
 
 

@@ -10,10 +10,10 @@ from diloco_common.errors import InUse
 
 
 class FolderLock:
-    """Holds a folder until `release`, or until the process ends, however it ends."""
+    """Holds a folder until `release`, or until the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InUse, which names the owner, and OSError."""
+        """Raises OSError, and InUse with the name of the owner."""
         self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""A shard's own checkpoints: one every so many versions, in `checkpoints/version-NNN` of its data folder.
+"""The regular checkpoints of a shard, one every `checkpoint.every` versions: `checkpoints/version-NNN` in its folder.
 
-Checkpoint N takes of each fragment the first version at or above N that reaches the disk: N itself, unless versions are
-written by interval. So all shards agree on names and on what is in them, without talking. Not for several threads.
+Checkpoint N takes the first version of each fragment, from N on, that reaches the disk. That is N itself, unless
+versions are written by interval. So all shards agree on names and contents without talking. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from diloco_common.manifest import Manifest
 from diloco_server.storage.checkpoint import contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.linking import fragments_in, is_checkpoint, link, remove_checkpoint
+from diloco_server.storage.linking import fragments_in, hard_link, is_checkpoint, remove_checkpoint
 from diloco_server.storage.version_file import VersionDamaged, version_name, version_names
 
 FOLDER = "checkpoints"
@@ -23,7 +23,7 @@ _NAME = re.compile(r"version-(\d{12})")
 
 
 class RegularCheckpoints:
-    """Makes them as versions reach the disk, and takes old ones away."""
+    """Makes checkpoints as versions reach the disk, and removes old ones."""
 
     def __init__(self, data_dir: Path, every: int, keep: int) -> None:
         self._data_dir, self._every, self._keep = data_dir, every, keep
@@ -32,10 +32,10 @@ class RegularCheckpoints:
         self._open: dict[int, set[int]] = {}  # checkpoint -> fragments that are in it
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest, shard_index: int) -> list[int]:
-        """Go on from what earlier epochs left, with the version that each fragment came back with. Raises OSError."""
+        """Go on after earlier epochs. `recovered`: fragment -> the version it came back with. Raises OSError."""
         found = {int(m[1]): path for path in self._folder.glob("version-*") if (m := _NAME.fullmatch(path.name))}
         self._done = sorted(number for number, path in found.items() if is_checkpoint(path))
-        for number in found.keys() - self._done:  # begun anew from what came back: a later version may have been lost
+        for number in found.keys() - self._done:  # begin unfinished ones anew: they may hold a version that is lost now
             shutil.rmtree(found[number])
         finished: list[int] = []
         for fragment_id, newest in recovered.items():
@@ -47,11 +47,13 @@ class RegularCheckpoints:
         return finished
 
     def written(self, fragment_id: int, version: int, manifest: Manifest, shard_index: int) -> list[int]:
-        """A version is on disk; returns the checkpoints that are whole with it. Raises OSError; the fragment's next
-        version takes its place then."""
+        """A version is on disk. Returns the checkpoints that it completes.
+
+        Raises OSError. Then the fragment's next version takes its place.
+        """
         due = version // self._every * self._every
         if due > max([0, *self._done[-1:], *self._open]):
-            Disk(self._folder / _name(due))  # made, and a crash takes no folder above it from what is announced
+            Disk(self._folder / _name(due))  # makes the folder, and makes it survive a crash
             self._open[due] = set(fragments_in(self._folder / _name(due)))
         owned = {fragment.fragment_id for fragment in manifest.owned_by(shard_index)}
         finished: list[int] = []
@@ -61,12 +63,12 @@ class RegularCheckpoints:
             if fragment_id not in there:
                 name = version_name(fragment_id, version)
                 try:
-                    link(self._data_dir / name, self._folder / _name(number) / name)
+                    hard_link(self._data_dir / name, self._folder / _name(number) / name)
                 except FileNotFoundError:
                     if (self._data_dir / name).exists():
-                        del self._open[number]  # somebody has deleted what there was of it
+                        del self._open[number]  # somebody has deleted the checkpoint's folder
                         continue
-                    return finished  # there are later ones already
+                    return finished  # the fragment has later versions already
                 there.add(fragment_id)
             if there == owned and self._finish(number, owned):
                 finished.append(number)
@@ -75,7 +77,7 @@ class RegularCheckpoints:
     def _finish(self, number: int, owned: set[int]) -> bool:
         folder = self._folder / _name(number)
         if not folder.is_dir() or set(fragments_in(folder)) != owned:
-            del self._open[number]  # somebody has deleted of it
+            del self._open[number]  # somebody has deleted files of it
             return False
         disk = Disk(folder)
         names = [name for name in disk.names() if name.startswith("fragment-") and not name.endswith(".tmp")]

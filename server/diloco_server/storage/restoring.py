@@ -1,8 +1,8 @@
-"""Puts versions into data folders for a number of shards, the same as before or another.
+"""Writes versions into data folders for any number of shards.
 
-How a model is cut into fragments does not depend on the number of shards, only where fragments are placed does. So
-values, momentum and anchors are written as they were, bit for bit; what changes in a file is its header. No `epoch-`
-file is written: the shards take epochs that the run cannot have had before (docs/version-file.md).
+The number of shards decides where fragments are placed, but not how the model is cut. So values, momentum and anchors
+are written unchanged, bit for bit; only the header of a file changes. No `epoch-` file is written: the shards take
+epochs that the run cannot have had before (docs/version-file.md).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from diloco_server.storage.version_file import Header, version_name, write_versi
 
 
 def place(contents: Contents, num_shards: int) -> Manifest:
-    """Place a checkpoint's fragments on shards. Raises ConfigError where there are too few of them."""
+    """Place a checkpoint's fragments on shards. Raises ConfigError if there are too few fragments."""
     try:
         manifest = cut(contents.tensors, contents.num_fragments, num_shards)
     except ValueError as error:
         raise ConfigError(f"--shards {num_shards}: {error}") from None
     mine = [(f.fragment_id, f.pieces) for f in manifest.fragments]
-    assert mine == [(f.fragment_id, f.pieces) for f in contents.manifest.fragments], "the cut knows the shards"
+    assert mine == [(f.fragment_id, f.pieces) for f in contents.manifest.fragments], "the cut depends on the shards"
     return manifest
 
 
 def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest, target: Path) -> None:
-    """Write a version of every fragment as `target`/shard-N; all of it is there afterwards, or nothing.
+    """Write a version of every fragment to `target`/shard-N: afterwards all of it is there, or nothing.
 
-    Raises ConfigError if `target` holds something or another restore into it is at work, and OSError.
+    Raises OSError, and ConfigError if `target` is not empty or another restore writes to it.
     """
     target = target.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -44,7 +44,7 @@ def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest
         half.mkdir()
     except FileExistsError:
         raise ConfigError(
-            f"{half} is there: another restore is at work, or one was killed. Wait for it, or delete that folder"
+            f"{half} exists: another restore is running, or one was killed. Wait for it, or delete that folder"
         ) from None
     try:
         homes = {f.fragment_id: f.shard_index for f in manifest.fragments}

@@ -1,10 +1,10 @@
-"""A shard's versions on a disk: in which order files are written, what is kept, and what is found after a crash.
+"""A shard's versions on a disk: the order of writes, which versions are kept, and what is found after a crash.
 
-A version is announced only after `save` has returned. It is written under a temporary name, synced, renamed, and then
-the names are synced: so after a crash at any call either the old version is the newest one or the new one, whole. The
+A version is announced only after `save` has returned. It is written under a temporary name, synced and renamed, and
+then the names are synced. So after a crash at any point, the newest version is whole: the old one or the new one. The
 last two versions of each fragment are kept, in case the newest one rots.
 
-Each start gets an epoch of its own: an empty file whose name holds the number, so there is no content to damage.
+Each start of a shard gets its own epoch: an empty file with the number in its name, so there is no content to damage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)
 
 
 class NothingIntact(DataError):
-    """There are versions of a fragment, but none can be used."""
+    """A fragment has versions, but none of them is intact."""
 
     code = "NOTHING_INTACT"
 
@@ -54,53 +54,56 @@ class Found:
     pull: str
     """`sync.pull` when it was written."""
     is_behind: bool
-    """A later version was there once, and may have been announced."""
+    """A later version once existed, and may have been announced."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a folder holds."""
+    """The versions found in a folder."""
 
     manifest: Manifest | None
-    """None: it holds no version."""
+    """None: there is no version."""
     versions: list[Found] = field(default_factory=list)
-    """By fragment; fragments that have none are not there."""
+    """Sorted by fragment. Fragments without a version are left out."""
     damage: list[str] = field(default_factory=list)
-    """What was found damaged or missing, in words that name the file."""
+    """Damaged or missing versions, one line each, with the name of the file."""
 
 
 class Store(Protocol):
     """One shard's versions. `save` may be called from several threads, for different fragments."""
 
     epoch: int
-    """Of this start of the shard; no two have the same."""
+    """The epoch of this start of the shard. No two starts have the same."""
 
     def recover(self) -> Recovered:
-        """What earlier epochs left, once, before anything is saved. Raises DataError and OSError."""
+        """The versions of earlier epochs. Call once, before `save`. Raises DataError and OSError."""
 
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
-        """Make a version durable, and return its bytes.
+        """Make a version durable, and return its size in bytes.
 
-        Raises OSError; the version is then not announced, and `save` is tried again.
+        Raises OSError. The caller then does not announce the version, and tries again.
         """
 
     def free_bytes(self) -> int | None:
-        """Room that is left where versions are kept; None where nothing runs full. May hang. Raises OSError."""
+        """Free space for versions, in bytes; None: there is no disk that could run full. May hang. Raises OSError."""
 
 
 class MemoryStore:
-    """Keeps nothing beyond the process: a shard that restarts begins empty, in a new epoch, and is seeded again by the
-    learners that are still there, from the version they applied last."""
+    """Keeps nothing when the process ends.
+
+    A restarted shard begins empty, in a new epoch. Learners that are still there seed it again, from the version they
+    applied last.
+    """
 
     def __init__(self, epoch: int) -> None:
-        """`epoch` is drawn at random, so that a learner tells a restarted shard from the one it knew."""
+        """`epoch` is drawn at random, so a learner can tell a restarted shard from the one before."""
         self.epoch = epoch
 
     def recover(self) -> Recovered:
         return Recovered(None)
 
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
-        """The values already live in memory."""
+        """Does nothing: the values are already in memory."""
         return 0
 
     def free_bytes(self) -> int | None:
@@ -111,16 +114,16 @@ class FileStore:
     """Versions in a folder that nobody else writes to."""
 
     def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
-        """Begins an epoch, durably.
+        """Begin an epoch, durably.
 
-        `first_epoch` is for a folder that names none: it may be new, emptied, or restored from a checkpoint. It must be
-        above every epoch that the run may have had, or versions of two epochs would have one name. Seconds since 1970
-        are. Raises OSError.
+        `first_epoch` is for a folder that names no epoch: a new one, an emptied one, or one restored from a checkpoint.
+        It must be above every earlier epoch of the run, or versions of two epochs would have the same name. Seconds
+        since 1970 are high enough. Raises OSError.
         """
         self._fs = fs
         self._origin = origin
-        self._intact: dict[int, list[int]] = {}  # fragment -> versions that there are good files of, ascending
-        self._unneeded: dict[int, set[str]] = {}  # fragment -> files to take away once there is a later version
+        self._intact: dict[int, list[int]] = {}  # fragment -> versions with an intact file, ascending
+        self._unneeded: dict[int, set[str]] = {}  # fragment -> files to remove once there is a later version
         names = fs.names()
         for name in names:
             if name.endswith(TEMPORARY):
@@ -143,7 +146,7 @@ class FileStore:
     # ------------------------------------------------------------ recovery
 
     def recover(self) -> Recovered:
-        """The newest intact version of each fragment; damage is named, and the version before used.
+        """The newest intact version of each fragment. If the newest one is damaged, `damage` names it.
 
         Raises NothingIntact, WrongFolder, and OSError.
         """
@@ -167,18 +170,18 @@ class FileStore:
                 damage.append(str(error))
                 worse.append(name)
                 continue
-            # The one before is taken away only when a later one is there: so where it is missing, that one may be, too.
+            # The version before is removed only once there is a later one. If it is missing, a later one may be, too.
             is_missing = header.previous is not None and header.previous not in versions
             if is_missing and not worse and not self._was_restored:
-                damage.append(f"version {header.previous}, written before {name}, is missing; so may be later ones")
+                damage.append(f"version {header.previous}, written before {name}, is missing; later ones may be, too")
             self._unneeded[fragment_id] = set(worse)
             self._intact[fragment_id] = versions[: versions.index(version) + 1]
             is_behind = bool(worse) or is_missing or self._was_restored
             return header, Found(stored, header.origin.pull, is_behind)
         files = ", ".join(worse)
         raise NothingIntact(
-            f"fragment {fragment_id} has no intact version ({'; '.join(damage[-len(worse) :])}). Restore a checkpoint, "
-            f"or take {files} away: learners that hold the fragment then bring it again"
+            f"fragment {fragment_id} has no intact version ({'; '.join(damage[-len(worse) :])}). Restore a checkpoint. "
+            f"Or remove {files}: then a learner that holds the fragment seeds it again"
         )
 
     def _check_origin(self, header: Header, first: Header) -> None:
@@ -188,14 +191,14 @@ class FileStore:
             raise WrongFolder(
                 "the data folder belongs to another run or shard (the folder's <-> this one's):\n  "
                 + "\n  ".join(lines)
-                + "\ngive the settings it was made with, or another folder (shard.data_dir)"
+                + "\ngive the settings that made it, or another folder (shard.data_dir)"
             )
         if header.manifest.digest != first.manifest.digest:
             lines = differences(first.manifest.tensors, header.manifest.tensors)
             raise WrongFolder("the data folder holds versions of two models:\n  " + "\n  ".join(lines))
 
     def _versions(self) -> dict[int, list[int]]:
-        """Fragment -> versions that there are files of, ascending."""
+        """Fragment -> versions with a file, ascending."""
         found: dict[int, list[int]] = {}
         for name in self._fs.names():
             if (parsed := parse_version_name(name)) is not None:
@@ -205,13 +208,13 @@ class FileStore:
     # ------------------------------------------------------------ saving
 
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
-        """Write, sync, rename, sync the names; then take away what is no longer kept. Raises OSError."""
+        """Write, sync, rename, sync the names; then remove what is no longer kept. Raises OSError."""
         record = version.record
         name = version_name(record.fragment_id, record.version)
         temporary = name + TEMPORARY
         intact = [v for v in self._intact.get(record.fragment_id, []) if v < record.version]
         unneeded = self._unneeded.setdefault(record.fragment_id, set())
-        unneeded |= {temporary, name}  # where this fails, either may stay, and perhaps no later save is of this name
+        unneeded |= {temporary, name}  # if this fails, either may stay behind, and no later save may use the name
         try:
             file = self._fs.create(temporary)
             try:
@@ -221,13 +224,13 @@ class FileStore:
                 file.close()
             self._fs.rename(temporary, name)
         except OSError:
-            with contextlib.suppress(OSError):  # it may have been what filled the disk
+            with contextlib.suppress(OSError):  # this file may have filled the disk
                 self._fs.remove(temporary)
             raise
         self._fs.sync_names()
         unneeded -= {temporary, name}
         self._intact[record.fragment_id] = [*intact, record.version]
-        with contextlib.suppress(OSError):  # the version is durable; what is left over goes with the next one
+        with contextlib.suppress(OSError):  # the version is durable; the next save removes the leftovers
             self._clear(record.fragment_id)
         return num_bytes
 

@@ -1,4 +1,4 @@
-"""What is kept of one fragment at one version, and of the run that it belongs to."""
+"""The stored state of one fragment at one version, and the run it belongs to."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from diloco_server.core.record import Record
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """All that it takes to go on from a version, bit for bit."""
+    """Everything a shard needs to go on from a version, bit for bit."""
 
     record: Record
     values: Values
     anchor: Payload | None
-    """What learners hold of this version, where it does not follow from the values: a run that sends changes."""
+    """The anchor of the learners, if it does not follow from the values: in a run that sends changes."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The float32 tensors [num_elements], by the name that they have in a file."""
+        """The float32 tensors [num_elements], by their names in a file."""
         return {"theta": self.values.theta} | {f"outer.{i}": b for i, b in enumerate(self.values.buffers)}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose versions they are: files of another origin are refused."""
+    """The run and shard that wrote a version. A shard refuses files of another origin."""
 
     run: str
     shard_index: int
     num_shards: int
     num_fragments: int
-    """P as the settings have it: more than the manifest has, where the model has few pieces."""
+    """P of the settings. The manifest has fewer fragments if the model has few pieces."""
     optimizer: str
-    """Name of the outer optimizer, whose state is kept."""
+    """Name of the outer optimizer. Its state is kept."""
     pull: str
-    """`sync.pull`: decides which bytes learners hold of a version. The only one that may change."""
+    """`sync.pull`. It decides which bytes learners hold of a version. The only field that may change."""
 
     @classmethod
     def of(cls, settings: Settings) -> Origin:

@@ -1,14 +1,14 @@
-"""One version of one fragment as one file: a safetensors file that any safetensors library reads. Never pickle.
+"""One version of one fragment as one safetensors file, which any safetensors library can read. Never pickle.
 
     8 bytes   length of the header, little-endian
     header    JSON, padded with spaces to a multiple of 8 bytes
     theta     float32 [n]
     outer.0   float32 [n], outer.1 ...: state of the outer optimizer
-    anchor    bfloat16 [n], where learners hold something that does not follow from theta
+    anchor    bfloat16 [n], if the learners' anchor does not follow from theta
     checksums uint8 [8]: CRC-32C of length and header, then CRC-32C of everything between header and checksums
 
-The checksums cover every byte, and come last, so that tensors are written as they are, once, without copies. Layout and
-metadata are documented in docs/version-file.md.
+The checksums cover every byte. They come last, so each tensor is written once, without a copy. docs/version-file.md
+documents layout and metadata.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from diloco_server.storage.version import Origin, StoredVersion
 
 FORMAT = "diloco-version-1"
 HEADER_BYTES_MAX = 64 * 2**20
-"""What a reader allocates on a file's word; nothing larger is written, either."""
+"""A reader allocates at most this much because a file says so. Larger headers are not written, either."""
 SLICE_BYTES = 2**18
-"""Checked and written, or read and checked, at a time: it is still in the cache."""
+"""Data is checked and written, or read and checked, in slices of this size, which stay in the cache."""
 CHECKSUM_BYTES = 8
 _LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
-"""What is wrong with a file itself. Any other error may pass, and a version that is there must not be passed over."""
+"""Errors of the file itself. Any other error may pass, and a version that may be intact must not be passed over."""
 
 
 class VersionDamaged(DataError):
-    """A version file is not what was written."""
+    """The bytes of a version file have changed since it was written."""
 
     code = "VERSION_DAMAGED"
 
@@ -58,22 +58,22 @@ class VersionDamaged(DataError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself; its checksum was right."""
+    """The header of a file, after its checksum was verified."""
 
     origin: Origin
     manifest: Manifest
     record: Record
     previous: int | None
-    """The version that was kept beside this one when it was written."""
+    """The version kept beside this one when it was written."""
     num_buffers: int
     has_anchor: bool
     chunk_elements: int
-    """Of the anchor."""
+    """Elements of a chunk of the anchor."""
     num_elements: int
 
     @property
     def num_data_bytes(self) -> int:
-        """Between header and checksums."""
+        """Bytes between header and checksums."""
         return self.num_elements * sum(width for _, _, width in _layout(self))
 
 
@@ -83,9 +83,9 @@ class Header:
 def write_version(
     file: NewFile, stored: StoredVersion, origin: Origin, manifest: Manifest, previous: int | None
 ) -> int:
-    """Write a version, and return how many bytes it took. Does not sync.
+    """Write a version, and return its size in bytes. Does not sync.
 
-    Raises OSError, also where the header would be larger than a reader takes.
+    Raises OSError, also if the header would be larger than a reader accepts.
     """
     chunk_elements = stored.anchor.header.chunk_elements if stored.anchor is not None else CHUNK_ELEMENTS
     head = _encode_header(
@@ -97,8 +97,8 @@ def write_version(
     if len(head) > HEADER_BYTES_MAX:
         raise OSError(
             errno.EFBIG,
-            f"its header would have {len(head)} bytes, and no more than {HEADER_BYTES_MAX} are ever read: names of "
-            "tensors and of shard.max_learners learners are in it",
+            f"its header would have {len(head)} bytes, but readers accept at most {HEADER_BYTES_MAX}. It holds the "
+            "names of all tensors, and of up to shard.max_learners learners: use shorter names, or fewer learners",
         )
     file.write(memoryview(head))
     crc32c, num_bytes = 0, 0
@@ -113,7 +113,7 @@ def write_version(
 
 
 def _encode_header(header: Header) -> bytes:
-    """Length and header as they stand in a file."""
+    """Length and header, as bytes of a file."""
     metadata = {
         "format": FORMAT,
         "origin": asdict(header.origin),
@@ -132,7 +132,7 @@ def _encode_header(header: Header) -> bytes:
 
 
 def _table(header: Header) -> dict[str, Any]:
-    """What a header says of each tensor."""
+    """The entries of all tensors in a header."""
     table: dict[str, Any] = {}
     end = 0
     for name, kind, width in _layout(header):
@@ -163,8 +163,8 @@ def _data(stored: StoredVersion) -> Iterator[memoryview]:
 def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
     """Read a whole version.
 
-    Raises VersionDamaged, which names the file, and OSError where the file may be intact: too many files are open, this
-    process may not read it, ...
+    Raises VersionDamaged, which names the file. Raises OSError if the file may be intact: too many files are open, this
+    process may not read it, and so on.
     """
     file = _open(fs, name)
     try:
@@ -185,7 +185,7 @@ def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
 
 
 def read_header(fs: Files, name: str) -> Header:
-    """Read what a file says of itself, without its values. Raises as `read_version`."""
+    """Read only the header of a file. Raises as `read_version`."""
     file = _open(fs, name)
     try:
         return _read_header(file, name)[0]
@@ -194,7 +194,7 @@ def read_header(fs: Files, name: str) -> Header:
 
 
 def check_version(fs: Files, name: str) -> Header:
-    """Look at every byte of a file. Raises as `read_version`."""
+    """Check every byte of a file. Raises as `read_version`."""
     file = _open(fs, name)
     try:
         header, offset, crc32c = _read_header(file, name)
@@ -220,12 +220,12 @@ def _open(fs: Files, name: str) -> OldFile:
 
 
 def _read_header(file: OldFile, name: str) -> tuple[Header, int, int]:
-    """The header, where the values begin, and the checksum that they should have."""
+    """The header, the offset of the values, and their expected checksum."""
     if file.size < 8 + CHECKSUM_BYTES:
-        raise VersionDamaged(name, f"it has {file.size} bytes only")
+        raise VersionDamaged(name, f"it has only {file.size} bytes")
     length = struct.unpack("<Q", _read(file, name, 0, 8))[0]
     if length > min(HEADER_BYTES_MAX, file.size - 8 - CHECKSUM_BYTES):
-        raise VersionDamaged(name, f"its header claims {length} bytes, the file has {file.size}")
+        raise VersionDamaged(name, f"its header claims {length} bytes, but the file has {file.size}")
     head = _read(file, name, 0, 8 + length)
     head_crc32c, data_crc32c = struct.unpack("<II", _read(file, name, file.size - CHECKSUM_BYTES, CHECKSUM_BYTES))
     found = google_crc32c.value(head)
@@ -235,30 +235,30 @@ def _read_header(file: OldFile, name: str) -> tuple[Header, int, int]:
     if name != version_name(header.record.fragment_id, header.record.version):
         raise VersionDamaged(name, f"it is version {header.record.version} of fragment {header.record.fragment_id}")
     if (expected := len(head) + header.num_data_bytes + CHECKSUM_BYTES) != file.size:
-        raise VersionDamaged(name, f"it has {file.size} bytes, its header says {expected}")
+        raise VersionDamaged(name, f"it has {file.size} bytes, but its header says {expected}")
     return header, len(head), data_crc32c
 
 
 def _decode_header(name: str, head: bytes) -> Header:
-    """What a header says whose checksum is right. Anybody can make one, so nothing is believed because of it.
+    """Decode a header with a right checksum. Anybody can make a checksum, so every field is still validated.
 
-    Raises VersionDamaged, and DataError where another version of this program may have written it.
+    Raises VersionDamaged, and DataError if another release of this program may have written the file.
     """
     try:
         tensors = json.loads(head[8:])
         metadata: dict[str, str] = tensors.pop("__metadata__")
         if (found := metadata["format"]) != _json(FORMAT):
             raise DataError(
-                f"{name} has format {found}, this version reads {FORMAT!r}: "
-                "use the version of decoupled-diloco that wrote it"
+                f"{name} has format {found}, but this release reads {FORMAT!r}: "
+                "use the release of decoupled-diloco that wrote it"
             )
         origin = _ORIGIN.validate_json(metadata["origin"], strict=True)
         model = _MODEL.validate_json(metadata["manifest"], strict=True)
         manifest = cut([TensorSpec(*spec) for spec in model.tensors], origin.num_fragments, origin.num_shards)
         if manifest.digest != model.digest:
             raise DataError(
-                f"{name}: its model is cut in another way by this version (manifest {manifest.digest[:12]}, "
-                f"the file says {model.digest[:12]}): use the version of decoupled-diloco that wrote it"
+                f"{name}: this release cuts its model in another way (manifest {manifest.digest[:12]}, the file says "
+                f"{model.digest[:12]}): use the release of decoupled-diloco that wrote it"
             )
         record = _RECORD.validate_json(metadata["record"], strict=True)
         fragment = {f.fragment_id: f for f in manifest.owned_by(origin.shard_index)}[record.fragment_id]
@@ -276,12 +276,12 @@ def _decode_header(name: str, head: bytes) -> Header:
             raise ValueError(f"its tensors are not those of fragment {fragment.fragment_id}")
         return header
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise VersionDamaged(name, f"its header is no version's: {str(error).splitlines()[0]}") from None
+        raise VersionDamaged(name, f"its header is not that of a version: {str(error).splitlines()[0]}") from None
 
 
 @dataclass(frozen=True)
 class _Model:
-    """`manifest` in a header."""
+    """The field `manifest` of a header."""
 
     digest: str
     tensors: list[tuple[str, tuple[int, ...], bool]]
@@ -293,7 +293,7 @@ _CHUNK_ELEMENTS = TypeAdapter(Annotated[int, Field(gt=0)])
 
 
 def _read_anchor(file: OldFile, name: str, header: Header, offset: int, crc32c: int) -> tuple[Payload, int]:
-    """The anchor as learners pull it, and the checksum up to its end."""
+    """The anchor as a payload for learners, and the checksum up to its end."""
     chunks: list[bytes] = []
     anchor_crc32c = 0
     for start in range(0, header.num_elements, header.chunk_elements):
@@ -330,7 +330,7 @@ def _read(file: OldFile, name: str, offset: int, size: int) -> bytes:
 
 
 def _extend(crc32c: int, data: memoryview) -> int:
-    """The checksum with more bytes, which are not copied: google_crc32c takes nothing that could be written to."""
+    """The checksum with more bytes, without a copy: google_crc32c accepts only read-only buffers."""
     view: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(data, np.uint8)
     view.flags.writeable = False
     return int(google_crc32c.extend(crc32c, view))
@@ -349,17 +349,17 @@ _NAME = re.compile(r"fragment-(\d{4,})-version-(\d{12})\.safetensors", re.ASCII)
 
 
 def version_name(fragment_id: int, version: int) -> str:
-    """The name of a version's file; names of one fragment sort by version."""
+    """The file name of a version. Names of one fragment sort by version."""
     return f"fragment-{fragment_id:04d}-version-{version:012d}.safetensors"
 
 
 def parse_version_name(name: str) -> tuple[int, int] | None:
-    """Fragment and version that a file is named after; None: it is no version's."""
+    """Fragment and version in a file name; None: it is not the name of a version file."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def version_names(fragment_id: int, names: Iterable[str]) -> list[str]:
-    """Of these names, those of the fragment's versions, newest first."""
+    """The names of the fragment's versions among these names, newest first."""
     prefix = f"fragment-{fragment_id:04d}-"
     return sorted((name for name in names if name.startswith(prefix) and parse_version_name(name)), reverse=True)

@@ -1,10 +1,10 @@
-"""The worker's own checkpoint: optimizer state, weights, and how far it has come.
+"""The worker's own checkpoint: optimizer state, weights and progress.
 
-The weights that count are the shards'; those in here are what training begins from where a shard is away.
+The shards' weights take precedence. Training begins with the weights in here only while a shard is away.
 
 One safetensors file: optimizer tensors as `parameter/key`, weights as `parameter/weights`, and metadata (the model's
-shapes, the run, the progress) under a checksum over everything. Written whole or not at all; damage is named,
-never loaded. No pickle.
+shapes, the run, the progress) under a checksum over everything. It is written whole or not at all. A damaged file is
+reported and never loaded. No pickle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """How far one learner has come, over all its restarts."""
+    """The progress of one learner, over all its restarts."""
 
     inner_step: int = 0
     tokens: int = 0
@@ -43,9 +43,9 @@ class TrainingProgress:
 def save_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: TrainingProgress, run_id: str
 ) -> None:
-    """Replace the checkpoint at `path`; after a crash either the old or the new one is there.
+    """Replace the checkpoint at `path`. After a crash, either the old or the new one is there.
 
-    Makes the folder if need be. Raises OSError where the disk does.
+    Makes the folder if necessary. Raises OSError.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {
@@ -69,26 +69,26 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run_id: str
 ) -> TrainingProgress | None:
-    """Put model and optimizer back into the state saved at `path` and return the progress.
+    """Put model and optimizer back into the state saved at `path`, and return the progress.
 
-    None if there is no file. Raises DataError, and changes nothing, if the file is damaged, or of another run
-    or model.
+    None if there is no file. Raises DataError, and changes nothing, if the file is damaged or belongs to another run or
+    model.
     """
     if not path.exists():
         return None
     content, tensors = _read(path)
     if content["run"] != run_id:
         raise DataError(
-            f"{path} belongs to run {content['run']!r}, this is {run_id!r}: "
+            f"{path} belongs to run {content['run']!r}, but this is run {run_id!r}: "
             "use another worker.folder, or delete the file"
         )
     mine = [TensorSpec(name, tuple(p.shape)) for name, p in model.named_parameters()]
     theirs = [TensorSpec(name, tuple(shape)) for name, shape in content["model"].items()]
     if mine != theirs and (lines := differences(mine, theirs)):
         raise DataError(
-            f"{path} is of another model (this one <-> the checkpoint):\n  "
+            f"{path} belongs to another model (this one <-> the checkpoint):\n  "
             + "\n  ".join(lines)
-            + "\ngive the settings it was made with, or delete the file"
+            + "\ngive the settings that made it, or delete the file"
         )
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -122,12 +122,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise _damaged(path, "the checksum differs")
     content: dict[str, Any] = json.loads(body)
     if content["format"] != FORMAT:
-        raise DataError(f"{path} has format {content['format']!r}, this version reads {FORMAT!r}: delete the file")
+        raise DataError(f"{path} has format {content['format']!r}, but this release reads {FORMAT!r}: delete the file")
     return content, tensors
 
 
 def _damaged(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is damaged ({why}): delete it, and training goes on with a fresh optimizer")
+    return DataError(f"{path} is damaged ({why}): delete it to go on with a fresh optimizer")
 
 
 def _checksum(body: str, tensors: Mapping[str, Tensor]) -> str:

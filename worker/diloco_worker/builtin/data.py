@@ -1,12 +1,12 @@
 """The built-in data: bytes to train on, bytes held out, and a learner's stream over the former.
 
-Files are told apart by a hash of their name, so every learner holds out the same ones and trains on the rest.
-Where there is a single file, or too few to hold one out, every n-th region of the text is held out instead.
+A hash of its name decides whether a file is held out, so every learner holds out the same files and trains on the rest.
+If there is a single file, or too few to hold one out, every n-th region of the text is held out instead.
 
-How learners share the data: nobody knows how many there will be, and they come and go. So each walks over the
-whole training text in an order of its own (a seeded shuffle of windows, keyed by the run's seed, its learner
-id and the pass); its share is what it has reached when the run ends. Whoever joins or leaves changes nobody's
-order.
+How learners share the data: nobody knows how many there will be, and they come and go. So each learner walks over the
+whole training text in an order of its own, as far as it gets until the run ends. The order is a seeded shuffle of
+windows, keyed by the run's seed, the learner id and the pass. A learner that joins or leaves does not change the order
+of the others.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _Bytes = npt.NDArray[np.uint8]
 
 STDLIB = "stdlib"
 CORPUS_BYTES_MAX = 4 << 30
-"""The corpus lies in memory, once per worker."""
+"""Limit of a corpus. Each worker keeps it in memory."""
 REGION_BYTES_MAX = 64 << 10
 """A single file is cut into regions of at most this many bytes, of which some are held out."""
 STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
-"""Folders of the standard library that are not read: what is installed, generated tables and manuals (one of
-those files would be most of the held-out text), and tests. Tests are absent from many distributions of Python
-(slim container images), so without them learners on different machines hold out the same files."""
+"""Folders of the standard library that are not read: installed packages, generated tables, manuals and tests. A single
+generated file could be most of the held-out text. Many distributions of Python, such as slim container images, have no
+tests; without them, learners on different machines hold out the same files."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to train on and text to be judged by, uint8 [n] each; no byte of a file is in both."""
+    """Text for training and text for evaluation, uint8 [n] each. No byte of a file is in both."""
 
     train: Tensor
     held_out: Tensor
@@ -52,11 +52,10 @@ class Corpus:
 
 
 def load_corpus(source: str, held_out: float) -> Corpus:
-    """Read `stdlib`, a file, or every file below a folder (hidden ones aside), text or binary.
+    """Read `stdlib`, a file, or every file below a folder except hidden ones, text or binary.
 
-    `held_out` is the share of the files (or of the regions, where files are too few) kept from training.
-    Files of a folder that cannot be read are passed over. Raises DataError if there is nothing to read, or
-    too little or too much of it.
+    `held_out` is the share of the files kept from training (or of the regions, if there are too few files). Unreadable
+    files in a folder are passed over. Raises DataError if there is nothing to read, or too little or too much.
     """
     if source == STDLIB:
         root, paths = _stdlib()
@@ -71,13 +70,13 @@ def load_corpus(source: str, held_out: float) -> Corpus:
 
 
 def is_held_out(name: str, held_out: float) -> bool:
-    """Whether the file with this name relative to the source (with forward slashes) is kept from training."""
+    """Whether a file is kept from training. `name`: relative to the source, with forward slashes."""
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < held_out * 2**64
 
 
 class TokenStream:
-    """One learner's endless, seeded stream of batches; `position` says exactly where it is.
+    """One learner's endless, seeded stream of batches. `position` is its exact position.
 
     A pass visits windows of `context` + 1 bytes, `context` apart, each once, shuffled; the next pass shuffles
     anew and shifts the windows. The batch at a position is a pure function of the arguments and the position.
@@ -96,14 +95,14 @@ class TokenStream:
         self._windows = len(text) // context - 1  # one less than would fit leaves room for the shift
         if self._windows < 1:
             raise DataError(
-                f"the training text has {len(text)} bytes, a context of {context} needs at least "
+                f"the training text has {len(text)} bytes, but a context of {context} needs at least "
                 f"{2 * context}: give more data, or a smaller model.context"
             )
         self._pass = -1
         self._starts = torch.empty(0, dtype=torch.int64)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (the inputs one byte on), int64 [batch, context], on the CPU."""
+        """Inputs, and targets (the inputs shifted by one byte), int64 [batch, context], on the CPU."""
         starts = torch.stack([self._start(self.position + i) for i in range(self._batch)])
         windows = self._text[starts[:, None] + torch.arange(self._context + 1)].long()
         self.position += self._batch
@@ -116,7 +115,7 @@ class TokenStream:
         return self._starts[index]
 
     def _shuffle(self, number: int) -> Tensor:
-        """Where the windows of a pass begin, int64 [windows], in the order of their visit."""
+        """The beginnings of the windows of a pass, int64 [windows], in the order of visits."""
         digest = hashlib.sha256(f"{self._key}/{number}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         shift = torch.randint(self._context, (), generator=generator)
@@ -135,7 +134,7 @@ def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[
 
 
 def _split_files(root: Path, paths: list[Path], held_out: float) -> Corpus:
-    """Split by a hash of the names; where the files are too few, by regions of all of them joined."""
+    """Split by a hash of the names. If there are too few files, join them and split the text by regions."""
     texts: list[tuple[str, _Bytes]] = []
     total = 0
     for path in paths:
@@ -144,7 +143,7 @@ def _split_files(root: Path, paths: list[Path], held_out: float) -> Corpus:
             texts.append((path.relative_to(root).as_posix(), text))
             total += len(text)
     if not texts:
-        raise DataError(f"{str(root)!r} holds no readable file with anything in it: give another folder, or a file")
+        raise DataError(f"{str(root)!r} holds no readable file that is not empty: give another folder, or a file")
     kept = [text for name, text in texts if is_held_out(name, held_out)]
     rest = [text for name, text in texts if not is_held_out(name, held_out)]
     if min(sum(map(len, kept)), sum(map(len, rest))) < 2:
@@ -163,7 +162,7 @@ def _split_regions(source: Path, text: _Bytes, held_out: float, files: int) -> C
     """Hold out the middle one of every n = 1 / held_out regions of one text."""
     every = max(2, round(1 / held_out))
     if len(text) < 4 * every:
-        raise DataError(f"{str(source)!r} holds {len(text)} bytes, which is too little to train on: give more")
+        raise DataError(f"{str(source)!r} holds {len(text)} bytes, too little for training: give more data")
     size = min(REGION_BYTES_MAX, len(text) // every)
     regions = [text[begin : begin + size] for begin in range(0, len(text), size)]
     return Corpus(
@@ -184,7 +183,7 @@ def _read(path: Path, limit: int, source: Path) -> _Bytes | None:
     except OSError:
         return None
     raise DataError(
-        f"{str(source)!r} holds more than {CORPUS_BYTES_MAX >> 30} GiB, and the built-in training keeps "
+        f"{str(source)!r} holds more than {CORPUS_BYTES_MAX >> 30} GiB, but the built-in training keeps "
         "its data in memory: give a part of it, or write your own loop around diloco_worker.join"
     )
 

@@ -1,4 +1,4 @@
-"""How good the built-in model is: nats per byte on held-out text, over fixed windows."""
+"""Evaluates the built-in model: nats per byte on held-out text, over fixed windows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ EVALUATION_TOKENS = 32_768
 def evaluate(model: GPT, held_out: Tensor, context: int, batch: int = 32, max_tokens: int = EVALUATION_TOKENS) -> float:
     """Mean cross-entropy in nats per byte over at most `max_tokens` bytes of `held_out` (uint8 [n]).
 
-    Windows of `context` bytes, spread evenly over the text without overlapping: the same ones at every call.
-    `batch` windows go through the model at once. Raises DataError if the text is shorter than two bytes.
+    Uses windows of `context` bytes, spread evenly over the text without overlap, and the same ones at every call. Runs
+    `batch` windows through the model at once. Raises DataError if the text is shorter than two bytes.
     """
     if len(held_out) < 2:
         raise DataError("there is no held-out text to evaluate on: give more data")

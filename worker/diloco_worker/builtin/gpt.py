@@ -1,8 +1,7 @@
 """The built-in model: a compact GPT over bytes (RMSNorm, rotary positions, SwiGLU).
 
-Owns the architecture and its deterministic initial values. Embedding and output head are two tensors, not
-tied. The norms have no gains, so every parameter is a matrix (on a CPU the gradient of a gain costs more than
-the norm).
+Owns the architecture and its deterministic initial values. Embedding and output head are two tensors, not tied. The
+norms have no gains, because on a CPU the gradient of a gain costs more than the norm. So every parameter is a matrix.
 
 Shapes: B sequences, T bytes, H heads, D = width / heads.
 """
@@ -36,7 +35,7 @@ class GPT(nn.Module):
         self.register_buffer("rotary", torch.complex(cos, sin), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits, float32 [B, T, 256] (bfloat16 under autocast), of integer bytes [B, T], T <= context."""
+        """Logits, float32 [B, T, 256] (bfloat16 under autocast), for integer bytes [B, T], T <= context."""
         rotary = self.get_buffer("rotary")[: inputs.shape[1]]
         x = self.embedding(inputs)
         for layer in self.layers:
@@ -77,7 +76,7 @@ class Layer(nn.Module):
 def build_gpt(settings: ModelSettings, seed: int) -> GPT:
     """The model with its initial values, float32 on the CPU: a pure function of the arguments.
 
-    Neither reads nor moves torch's global random state.
+    Neither reads nor changes torch's global random state.
     """
     with torch.random.fork_rng(devices=[]):
         model = GPT(settings)
@@ -94,7 +93,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn each pair of neighbours of [B, H, T, D] by its position's angle; keeps the dtype."""
+    """Rotate each pair of neighbours of [B, H, T, D] by the angle of its position. Keeps the dtype."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
 

@@ -1,6 +1,6 @@
 """The learning rate as a function of the run's progress. Pure.
 
-Progress is global (merged tokens over the budget), so a learner that joins late starts where the others are.
+Progress is global (merged tokens over the budget), so a learner that joins late has the same rate as the others.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 WARMUP_FLOOR = 0.1
-"""Share of the rate that the warm-up starts from: progress stands at 0 until a first round is merged."""
+"""The warm-up starts at this share of the rate, because progress stays at 0 until the first round is merged."""
 WARMUP_STEPS = 20
-"""Steps over which an optimizer that begins without moments rises to the rate."""
+"""An optimizer without moments rises to the rate over this many steps."""
 
 
 def learning_rate(fraction: float, lr: float, warmup: float, final: float) -> float:
@@ -24,9 +24,9 @@ def learning_rate(fraction: float, lr: float, warmup: float, final: float) -> fl
 
 
 def rate_at(*, fraction: float, inner_step: int, budget: int, lr: float, warmup: float, final: float) -> float:
-    """The rate of one inner step, counted from 0 where the optimizer began.
+    """The rate of one inner step. `inner_step` counts from 0 at the optimizer's first step.
 
-    The schedule, or the constant `lr` in a run without end (`budget` 0), times the rise of the first steps.
+    It is the schedule (or the constant `lr` in a run without end, `budget` 0), times the rise of the first steps.
     """
     rise = min(1.0, (inner_step + 1) / WARMUP_STEPS)
     return rise * (learning_rate(fraction, lr, warmup, final) if budget else lr)

@@ -1,7 +1,7 @@
 """The built-in training loop of one learner.
 
-Owns the inner step (batch, loss, clipping, AdamW, learning rate) and when the worker's own checkpoint is due.
-Merging with other learners is left to the `Synchroniser`, which the loop calls once after every inner step.
+Owns the inner step (batch, loss, clipping, AdamW, learning rate), and decides when the worker's own checkpoint is due.
+Leaves merging with other learners to the `Synchroniser`, and calls it once after every inner step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 
 class Synchroniser(Protocol):
-    """What the loop knows of the rest of the run."""
+    """The loop's view of the rest of the run."""
 
     def step(self, tokens: int, loss: Tensor | float | None = None) -> None:
-        """Take note of one inner step; may change the model's values. Never blocks on the network."""
+        """One inner step has ended. May change the model's values. Never blocks on the network."""
 
     @property
     def done(self) -> bool:
-        """The budget is reached, or somebody said stop."""
+        """Whether the budget is reached, or training was told to stop."""
 
     @property
     def fraction(self) -> float:
@@ -42,22 +42,21 @@ class Synchroniser(Protocol):
 
     @property
     def tokens_merged(self) -> int:
-        """Tokens merged so far, of all learners."""
+        """Tokens of all learners merged so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerStep:
-    """What the loop says about a step that is over."""
+    """A completed inner step."""
 
     progress: TrainingProgress
     loss: Tensor
-    """Nats per byte of the batch before the step: a detached float32 scalar on the training device."""
+    """Nats per byte of the batch, before the step: a detached float32 scalar on the training device."""
     learning_rate: float
 
 
 class Saver:
-    """Calls `save` when `every_s` seconds have passed since it last did; a disk that fails stops no
-    training."""
+    """Calls `save` every `every_s` seconds. A failing disk does not stop training."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Saver:
 
 
 class ProgressLog:
-    """Logs how training goes, every `every_s` seconds: what a person watches in the log of a worker."""
+    """Logs the progress of training every `every_s` seconds, for people who watch the log of a worker."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class ProgressLog:
         self._losses.append(step.loss)
         now = self._clock()
         if now - self._said_at >= self._every_s:
-            loss = float(torch.stack(self._losses).mean())  # the mean since the last line: one step's is noise
+            loss = float(torch.stack(self._losses).mean())  # the mean since the last line; a single loss is noise
             self._losses.clear()
             self._said_at = now
             self._log.event(
@@ -128,11 +127,11 @@ def train(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainingProgress:
-    """Take inner steps until the synchroniser is done; returns how far the learner has come.
+    """Take inner steps until the synchroniser is done. Returns the learner's progress.
 
-    `budget` is run.tokens (0: no end, see schedule.py). `progress` is where a checkpoint left off; the stream
-    is set to its position. Every step sleeps for `step_delay_s`, and for what it is short of `step_min_s`. `saver` is
-    asked after every step, and called once more at the end.
+    `budget` is run.tokens (0: no end, see schedule.py). `progress` is that of a checkpoint; the stream continues at its
+    position. Every step sleeps for `step_delay_s` seconds, or longer, so that it takes at least `step_min_s`. `saver`
+    may save after every step, and saves once more at the end.
     """
     progress = progress or TrainingProgress(data_position=stream.position)
     stream.position = progress.data_position
