@@ -24,7 +24,6 @@ from diloco_server.service import Service
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import StoredVersion
-from diloco_simulator.disk import FakeDisk, FakeFile
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
@@ -237,37 +236,56 @@ def announce_before_saving(original: Any) -> Any:
     return keep
 
 
-def skip_the_sync_of_files(original: Any) -> Any:
+class Careless:
+    """A file system, or a file, through which a careless store speaks to the disk."""
+
+    def __init__(self, of: Any, **instead: Callable[..., Any]) -> None:
+        self._of = of
+        vars(self).update(instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+def on(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The store gets what `make` makes of its disk."""
+
+    def mutate(original: Any) -> Any:
+        def open_folder(self: FileStore, fs: Any, origin: Any, *, first_epoch: int) -> None:
+            original(self, make(fs), origin, first_epoch=first_epoch)
+
+        return open_folder
+
+    mutate.__name__, mutate.__doc__ = make.__name__, make.__doc__
+    return mutate
+
+
+@on
+def skip_the_sync_of_files(disk: Any) -> Any:
     """What was written may be lost although its name is not."""
-    return lambda self: None
+    return Careless(disk, create=lambda name: Careless(disk.create(name), sync=lambda: None))
 
 
-def skip_the_sync_of_names(original: Any) -> Any:
+@on
+def skip_the_sync_of_names(disk: Any) -> Any:
     """What was renamed may have its old name again."""
-    return lambda self: None
+    return Careless(disk, sync_names=lambda: None)
 
 
-def rename_before_sync(original: Any) -> Any:
+@on
+def rename_before_sync(disk: Any) -> Any:
     """A file gets its name before it is durable."""
+    files: dict[str, Any] = {}
 
-    def save(self: FileStore, version: StoredVersion, manifest: Any) -> Any:
-        sync, rename = FakeFile.sync, FakeDisk.rename
-        files: list[FakeFile] = []
+    def create(name: str) -> Any:
+        files[name] = disk.create(name)
+        return Careless(files[name], sync=lambda: None)
 
-        def rename_then_sync(disk: FakeDisk, old: str, new: str) -> None:
-            rename(disk, old, new)
-            sync(files.pop())
+    def rename(old: str, new: str) -> None:
+        disk.rename(old, new)
+        files.pop(old).sync()
 
-        def sync_later(file: FakeFile) -> None:
-            files.append(file)
-
-        with (
-            replaced(FakeFile, "sync", lambda _: sync_later),
-            replaced(FakeDisk, "rename", lambda _: rename_then_sync),
-        ):
-            return original(self, version, manifest)
-
-    return save
+    return Careless(disk, create=create, rename=rename)
 
 
 def reuse_an_epoch(original: Any) -> Any:
@@ -370,8 +388,8 @@ def take_seeds_of_two_learners(original: Any) -> Any:
     return admit
 
 
-def take_torn_uploads(original: Any) -> Any:
-    """A push whose bytes stopped half way is refused for good: its learner seeds nothing any more."""
+def answer_refusals_as_if_taken(original: Any) -> Any:
+    """A push that the shard has no place for is answered as if it had been taken: nobody sends it again."""
 
     async def push(self: Service, caller: Identity, parts: AsyncIterator[Any]) -> PushAnswer:
         try:
@@ -472,9 +490,9 @@ MUTANTS: dict[str, Mutant] = {
         (Contribution, "begin_push", push_to_any_epoch),
         (FragmentState, "forget", forget_without_a_trace),
         (ShardHost, "keep", announce_before_saving),
-        (FakeFile, "sync", skip_the_sync_of_files),
-        (FakeDisk, "sync_names", skip_the_sync_of_names),
-        (FileStore, "save", rename_before_sync),
+        (FileStore, "__init__", skip_the_sync_of_files),
+        (FileStore, "__init__", skip_the_sync_of_names),
+        (FileStore, "__init__", rename_before_sync),
         (FileStore, "_begin_epoch", reuse_an_epoch),
         (Shard, "restore", forget_what_was_merged),
         (version_file, "google_crc32c", accept_damaged_files),
@@ -485,7 +503,7 @@ MUTANTS: dict[str, Mutant] = {
         (FragmentTensors, "is_being_read", apply_while_a_snapshot_is_read),
         (Service, "_push_place", count_open_pushes_for_ever),
         (Rounds, "_admit", take_seeds_of_two_learners),
-        (Service, "push", take_torn_uploads),
+        (Service, "push", answer_refusals_as_if_taken),
         (CodecThread, "payload", keep_quiet_about_values_that_are_not_finite),
         (Pushes, "begin", forget_values_that_were_never_sent),
         (ConnectionState, "joined", take_any_epoch_for_the_same),

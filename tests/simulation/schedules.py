@@ -57,6 +57,14 @@ def replacing(seed: int, **changes: object) -> Options:
     return replace(draw_short(seed), **(settings | changes))
 
 
+def evicting(seed: int) -> Options:
+    """Learners lose their leases while their contributions wait in open rounds."""
+    return replace(
+        draw_short(seed), faults=("freeze learner", "cut"), quorum="all", fault_every_s=0.15, faults_s=5.0, budget=0,
+        lease_s=1.0, on_commit="carry",
+    )  # fmt: skip
+
+
 def resuming(seed: int) -> Options:
     """Learners crash and go on from old checkpoints, shards are away for long."""
     settings = {

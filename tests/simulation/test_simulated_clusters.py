@@ -45,7 +45,7 @@ def test_every_invariant_holds_in_every_schedule(first: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, SHORT_SCHEDULES, CHUNK))
 def test_every_invariant_holds_in_every_short_schedule(first: int) -> None:
-    """Fault 25: the command that CI runs does ten thousand."""
+    """Fault 25: CI runs a thousand by the command, and `make simulate` ten thousand."""
     tally = run_seeds("short", range(first, first + CHUNK))
 
     assert not tally.failures, next(iter(tally.failures.values()))

@@ -18,7 +18,7 @@ ASSERTED = "AssertionError"
 """The product's own core refuses to go on."""
 # mutant, how schedules are drawn, seeds within which it must be found, what may find it
 KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
-    ("fence_nobody", draw_short, range(10, 40), {"fencing"}),
+    ("fence_nobody", schedules.evicting, range(40), {"fencing"}),
     ("let_everybody_speak", draw_options, range(30), {"double_counted", WELL}),
     ("accept_late", draw_options, range(30), {"double_counted"}),
     ("merge_twice", draw_options, range(10), {"double_counted"}),
@@ -51,9 +51,9 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("announce_what_the_disk_refused", schedules.refusing_disks, range(20), {"work_lost", "lost_versions"}),
     ("apply_while_a_snapshot_is_read", schedules.slow_codec, range(30), {"double_counted", "progress_is_kept"}),
     ("count_open_pushes_for_ever", draw_short, range(10), {WELL}),
-    ("take_torn_uploads", schedules.lossy, range(60), {WELL}),
+    ("answer_refusals_as_if_taken", schedules.lossy, range(60), {WELL}),
     ("keep_quiet_about_values_that_are_not_finite", schedules.diverging, range(20), {WELL}),
-    ("take_any_epoch_for_the_same", schedules.without_disks, range(10), {"double_counted"}),
+    ("take_any_epoch_for_the_same", schedules.without_disks, range(10), {"double_counted", WELL}),
     ("compute_the_record_again", schedules.replacing, range(10), {"double_counted"}),
     ("contribute_the_checkpoint_again", schedules.resuming, range(20), {"accounting"}),
     ("decode_onto_any_base", draw_short, range(80), {"differing_bytes", WELL}),
