@@ -1,8 +1,8 @@
-"""The bytes of an outer round by gRPC alone: what sending them so takes, whatever is done with them.
+"""The cost of the bytes of an outer round in gRPC alone.
 
-As many shard and learner processes as the round has, the same channels, options, messages and chunk size, the checksum,
-and nothing else: no arithmetic, no rounds, no state. A fragment is pulled as soon as its learner has pushed it. What a
-round takes beyond it is ours; what it takes is not.
+The processes, channels, options, messages, chunk sizes and checksums are those of a real round. There is nothing else:
+no arithmetic, no rounds, no state. A learner pulls a fragment as soon as it has pushed it. If a real round takes
+longer, the difference is our own cost.
 
     python benchmarks/bare_wire.py                          # 100 M parameters, int8 up, bfloat16 down
     python benchmarks/bare_wire.py --push int4 --pull int8
@@ -38,7 +38,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class WireSpec:
-    """One round: each learner pushes and pulls every fragment. The fragments are of one size."""
+    """One round: each learner pushes and pulls every fragment. All fragments have the same size."""
 
     learners: int
     shards: int
@@ -58,7 +58,7 @@ class WireSpec:
         return self.learners * one_learner / 1e9
 
     def _chunks(self, encoding: str) -> list[bytes]:
-        """A fragment's chunks; those of one size are one object."""
+        """A fragment's chunks. Chunks of equal size are the same object."""
         whole, rest = divmod(self.parameters // self.fragments, CHUNK_ELEMENTS)
         chunk, last = (os.urandom(num_payload_bytes(encoding, n)) for n in (CHUNK_ELEMENTS, rest))
         return [chunk] * whole + [last] * bool(rest)
@@ -68,7 +68,7 @@ class WireSpec:
 
 
 class BareWire:
-    """The processes, idle between the rounds."""
+    """The processes. They are idle between rounds."""
 
     def __init__(self, spec: WireSpec, stack: ExitStack) -> None:
         self._shards = [_start(stack, _run_shard, spec) for _ in range(spec.shards)]
@@ -78,7 +78,7 @@ class BareWire:
             self.round()
 
     def round(self) -> tuple[float, float]:
-        """Seconds, and CPU seconds of all processes together, that one round took."""
+        """Take one round. Returns its seconds, and the CPU seconds of all processes together."""
         cpu_before, began = self._cpu_s(), time.perf_counter()
         _ask(self._learners, "round")
         seconds = time.perf_counter() - began
@@ -105,7 +105,7 @@ def _ask(pipes: list[Connection], what: str) -> list[float]:
 
 
 async def _answer(pipe: Connection, take_round: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-    """Do what the pipe says until its other end is gone."""
+    """Follow the commands from the pipe until its other end is closed."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -122,7 +122,7 @@ async def _answer(pipe: Connection, take_round: Callable[[], Coroutine[Any, Any,
 
 
 class _Shard(pb_grpc.ParameterServerServicer):
-    """Takes what comes, holds it until the round is over, gives the same to everybody."""
+    """Takes all pushes, holds them until the round is over, and gives every learner the same bytes."""
 
     def __init__(self, spec: WireSpec) -> None:
         self._down = spec.chunks_down()
@@ -171,7 +171,7 @@ def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
                 yield pb.PushRequest(chunk=chunk)
 
         async def sync(shard: int) -> None:
-            """Push a fragment, then pull it; several at once on the way up, one after the other on the way down."""
+            """Push a fragment, then pull it. Several pushes run at once, but only one pull."""
             async with pushing[shard]:
                 await bulk[shard][0].Push(requests())
             async with pulling[shard]:

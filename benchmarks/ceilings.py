@@ -1,4 +1,4 @@
-"""What this machine allows: copying memory, and bytes through a loopback socket."""
+"""The ceilings of this machine: the speed of copying memory, and of a loopback socket."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SOCKET_CHUNK = 1 << 20
 
 
 class Memory:
-    """One thread that copies 128 MB of float32, far more than a cache holds."""
+    """Copies 128 MB of float32 in one thread, far more than a cache holds."""
 
     def __init__(self) -> None:
         self._source, self._target = torch.ones(COPY_ELEMENTS), torch.ones(COPY_ELEMENTS)
 
     def bytes_per_s(self) -> float:
-        """Bytes read plus bytes written per second, now."""
+        """Measure the bytes read plus bytes written per second."""
         began = time.perf_counter()
         self._target.copy_(self._source)
         return 2 * 4 * COPY_ELEMENTS / (time.perf_counter() - began)
 
 
 def loopback_bytes_per_s() -> float:
-    """Payload bytes per second through one TCP connection of two threads on loopback, now."""
+    """Measure the payload bytes per second of one TCP connection between two threads on loopback."""
     chunk = memoryview(bytearray(SOCKET_CHUNK))
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())

@@ -1,4 +1,4 @@
-"""How long checkpoints take: 100 M parameters in 24 fragments on two shards. Nothing trains; the disk is what is there.
+"""How long checkpoints take: 100 M parameters in 24 fragments on two shards, without training, on a given disk.
 
 python benchmarks/checkpoint_times.py --folder /a/folder/on/the/disk
 """
@@ -24,7 +24,7 @@ MODEL = cut([TensorSpec(f"layer.{i:02}.weight", (2048, 2048)) for i in range(24)
 
 
 def write_versions(folder: Path) -> None:
-    """Data folders with one version of every fragment, Nesterov's momentum with it."""
+    """Write data folders with one version of every fragment, with Nesterov's momentum."""
     for index in range(NUM_SHARDS):
         origin = Origin("local", index, NUM_SHARDS, 24, "nesterov", "bfloat16")
         store = FileStore(Disk(folder / f"shard-{index}"), origin, first_epoch=1)

@@ -1,9 +1,9 @@
-"""Whether the disk limits rounds: two runs that differ in `shard.durability` alone, in turn on one machine.
+"""Does the disk limit rounds? Two runs that differ only in `shard.durability`, in turn on one machine.
 
-One makes every version durable before it announces it ("version", the default), the other announces first and writes
-nothing while it is measured ("interval", of an hour). Learners step at a fixed pace, so what a disk must take per
-second is known. A ratio of one means that the disk is hidden; the disk's own rate, measured before, says how much of
-it that took.
+One run makes every version durable before it announces it ("version", the default). The other announces first, and
+writes nothing while it is measured ("interval" of an hour). Learners step at a fixed pace, so the load of the disk is
+known. A ratio of one means that the disk costs no time. The disk's own rate is measured first, to show which share of
+it was used.
 
     python benchmarks/disk_rounds.py                        # two minutes
     python benchmarks/disk_rounds.py --step-s 0.02 --folder /a/disk         # a pace that a slow disk cannot keep
@@ -38,11 +38,11 @@ from outer_round_learner import STEP_TOKENS, LearnerSpec, Weights, change
 WAIT_S = 120.0
 PROBE_S = 2.0
 CHANGES_EVERY = 6
-"""Steps: changing the parameters stands for training, and should not be most of the work."""
+"""Steps between two changes of the parameters. The changes stand for training, and should not be most of the work."""
 
 
 class DiskRun:
-    """A shard with a data folder, and learners that step when they are told."""
+    """A shard with a data folder, and learners that take steps on command."""
 
     def __init__(self, durability: str, folder: Path, args: argparse.Namespace, stack: ExitStack) -> None:
         self.rates: list[float] = []
@@ -65,7 +65,7 @@ class DiskRun:
             self._pipes.append(ours)
 
     def take(self, steps: int) -> float:
-        """Every learner takes steps at its pace; returns rounds per second."""
+        """Let every learner take steps at its pace. Returns rounds per second."""
         for pipe in self._pipes:
             pipe.send(steps)
         rates = []
@@ -77,7 +77,7 @@ class DiskRun:
 
 
 def run_learner(spec: LearnerSpec, step_s: float, pipe: Connection) -> None:
-    """The process: takes as many steps as it is told, and answers with the rounds per second that it saw."""
+    """The learner process: takes the given number of steps, and answers with its rounds per second."""
     tune_allocator()
     torch.set_num_threads(1)
     model, noise = Weights(spec.tensors), torch.Generator().manual_seed(spec.rank)
@@ -96,7 +96,7 @@ def run_learner(spec: LearnerSpec, step_s: float, pipe: Connection) -> None:
 
 
 def disk_bytes_per_s(folder: Path, num_bytes: int) -> float:
-    """Writes and syncs files of a version's size, one after the other."""
+    """Measure the disk: write and sync files of a version's size, one after the other."""
     disk, data = Disk(folder), memoryview(os.urandom(num_bytes))
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < PROBE_S:
@@ -112,7 +112,7 @@ def disk_bytes_per_s(folder: Path, num_bytes: int) -> float:
 
 
 def saved(shard: ShardProcess) -> tuple[float, float, float]:
-    """Bytes, seconds and number of the versions made durable so far, from its metrics."""
+    """Bytes, seconds and number of the versions made durable so far, from the shard's metrics."""
     with urllib.request.urlopen(f"http://{shard.http}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     names = ("diloco_shard_saved_bytes_total", "diloco_shard_save_seconds_sum", "diloco_shard_save_seconds_count")
@@ -123,13 +123,13 @@ def saved(shard: ShardProcess) -> tuple[float, float, float]:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Windows of both runs in turn; each pair gives a ratio."""
+    """Measure windows of both runs in turn. Each pair gives a ratio."""
     disk = disk_bytes_per_s(folder / "probe", int(8 * args.params / args.fragments))
     with ExitStack() as stack:
         runs = [DiskRun(name, folder / name, args, stack) for name in ("version", "interval")]
         durable, relaxed = runs
         for run in runs:
-            run.take(2 * args.fragments)  # seeds, first writes, memory faulted in
+            run.take(2 * args.fragments)  # warm-up: seeds, first writes, page faults
         before, seconds = saved(durable.shard), 0.0
         unwritten = saved(relaxed.shard)[2]
         for i in range(args.windows):

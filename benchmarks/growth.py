@@ -1,18 +1,18 @@
-"""What a shard costs as learners, fragments and parameters grow, the law behind it, and what more shards help.
+"""The cost of a shard as learners, fragments and parameters grow, the law behind it, and the effect of more shards.
 
     python benchmarks/growth.py                                # all sweeps: about six minutes
     python benchmarks/growth.py --only learners,fragments --json growth.json
     python benchmarks/growth.py --draw growth.json             # docs/growth.png again, without measuring
 
-Shards are real processes; learners are light ones (light_learners.py) in this process. A round here: every learner
-reports H inner steps, so all fragments are due; all contribute int8 to all of them and pull every version as bfloat16.
-CPU seconds and memory of a shard are the kernel's (/proc/PID). Then, of all cases together, by least squares:
+Shards are real processes. Learners are light ones (light_learners.py) in this process. In a round, every learner
+reports H inner steps, so all fragments are due. All learners contribute int8 to all fragments, and pull every version
+as bfloat16. The kernel (/proc/PID) gives the CPU seconds and memory of a shard. Then, over all cases, by least squares:
 
     CPU seconds = a per version + b per contribution + c per million parameters + d per MB received or sent
     memory      = idle shard + contributions of open rounds
                   + bytes per parameter + bytes per parameter of one fragment + bytes per learner + a constant
 
-Exits with 1 if a shard of a large model took more than 12 bytes per parameter, beside what it takes idle and the
+Exits with 1 if a shard of a large model took more than 12 bytes per parameter, not counting its idle memory and the
 contributions. Needs Linux, and about 3 GiB.
 """
 
@@ -37,13 +37,13 @@ from light_learners import Accepted, LightLearner, ShardProcess, noise_of, runni
 
 BYTES_PER_PARAMETER_MAX = 12.0
 LARGE = 50_000_000
-"""Parameters from which that is asked: below, what libraries and connections take is more."""
+"""Models with fewer parameters are not checked: in them, libraries and connections take more memory."""
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SYNC_EVERY = 24
 REPORTS = 20
-"""Of each learner, to see what one costs."""
+"""Reports of each learner, to measure the cost of one."""
 SETTLE_S, SETTLES_MAX = 0.25, 20
-"""How shards are watched until they have read them."""
+"""Interval and number of looks at the shards, until they have read all reports."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the shards of one case took; means over the measured rounds, of all fragments."""
+    """The costs of the shards of one case: means over the measured rounds. A round covers all fragments."""
 
     sweep: str
     learners: int
@@ -64,36 +64,36 @@ class Cost:
     parameters: int
     shards: int
     seconds: float
-    """Of a round, with the learners' own work on the same cores."""
+    """Seconds of a round, with the learners' own work on the same cores."""
     shard_cpu_s: list[float]
-    """Of a round, one per shard."""
+    """CPU seconds of each shard in a round."""
     client_cpu_s: float
-    """Of a round: what all learners took, together."""
+    """CPU seconds of all learners together in a round."""
     moved_bytes: float
-    """Received and sent by all shards in a round."""
+    """Bytes received and sent by all shards in a round."""
     idle_bytes: list[int]
     """Resident memory of each shard before anybody joined."""
     peak_bytes: list[int]
-    """The most there was, ever (VmHWM)."""
+    """Peak resident memory of each shard (VmHWM)."""
     open_bytes: list[int]
-    """Most bytes of contributions that were accepted and not yet merged, per shard."""
+    """Peak bytes of accepted, unmerged contributions, per shard."""
     busy: int
-    """Pushes that were answered BUSY and made again."""
+    """Pushes that were answered BUSY and repeated."""
     report_cpu_s: float
     """CPU seconds of all shards for one report of an inner step."""
 
     @property
     def contributions(self) -> int:
-        """Of one round."""
+        """Contributions of one round."""
         return self.learners * self.fragments
 
     @property
     def own_bytes(self) -> int:
-        """What the first shard took at most, beside what it takes idle and the contributions."""
+        """Peak memory of the first shard, without its idle memory and the contributions."""
         return self.peak_bytes[0] - self.idle_bytes[0] - self.open_bytes[0]
 
 
-# "mixed" has what the others do not, so that the law can tell bytes from contributions and from parameters.
+# "mixed" varies several numbers at once, so the law can tell bytes from contributions and from parameters.
 SWEEPS = {
     "learners": [Case(n, 8, 1_000_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)],
     "fragments": [Case(4, n, 8_000_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)],
@@ -104,7 +104,7 @@ SWEEPS = {
 
 
 async def measure(sweep: str, case: Case, rounds: int, at_least_s: float) -> Cost:
-    """Run one case: its shards, its learners, one round that is not measured, then `rounds` or more, then reports."""
+    """Run one case: start its shards and learners, warm up for one round, measure `rounds` or more, then reports."""
     manifest = cut(tensors_of(case.parameters), case.fragments, case.shards)
     with ExitStack() as stack:
         shards = [
@@ -140,7 +140,7 @@ async def measure(sweep: str, case: Case, rounds: int, at_least_s: float) -> Cos
 
 @dataclass(frozen=True)
 class _Used:
-    """Since the beginning."""
+    """Totals since the beginning."""
 
     seconds: float
     shard_cpu_s: list[float]
@@ -154,7 +154,7 @@ def _cpu_rate(a: _Used, b: _Used) -> float:
 
 
 class _Load:
-    """All learners of one case. A learner that has several shards is a light one to each of them."""
+    """All learners of one case. For several shards, a learner is one light learner per shard."""
 
     def __init__(self, learners: int, manifest: Manifest, shards: Sequence[ShardProcess]) -> None:
         self.accepted = [Accepted() for _ in shards]
@@ -176,31 +176,31 @@ class _Load:
         return _Used(time.monotonic(), [shard.cpu_s() for shard in self._shards], time.process_time(), moved)
 
     async def begin(self) -> None:
-        """Join, seed, and the first round, which nobody measures."""
+        """Join, seed, and take the first round, which is not measured."""
         for learner in self._learners:
             await learner.join()
         for learner in self._learners[: len(self._shards)]:
-            for fragment in learner.fragments:  # one after the other: all at once would be memory of this process
+            for fragment in learner.fragments:  # one after the other, to save memory in this process
                 await learner.seed(noise_of([fragment], 0.02, "float32"))
         await asyncio.gather(*(learner.pulled(0) for learner in self._learners))
         await self.round()
 
     async def round(self) -> None:
-        """Everybody trains H steps and contributes to every fragment; then everybody has pulled every version."""
+        """All learners train H steps, contribute to every fragment, and pull every new version."""
         self._version += 1
         await asyncio.gather(*(learner.step(self._version * SYNC_EVERY) for learner in self._learners))
         await asyncio.gather(*(learner.contribute_to(len(learner.fragments)) for learner in self._learners))
         await asyncio.gather(*(learner.pulled(self._version) for learner in self._learners))
 
     async def reports(self) -> float:
-        """CPU seconds of the shards for one report, when everybody makes some; less what they take otherwise."""
+        """CPU seconds of the shards for one report of a learner, without their idle load."""
         before = self.used()
         await asyncio.sleep(SETTLE_S)
         begun = self.used()
         resting = _cpu_rate(before, begun)
         for _ in range(REPORTS):
             await asyncio.gather(*(learner.report() for learner in self._learners))
-        for _ in range(SETTLES_MAX):  # what was written may not have been read yet
+        for _ in range(SETTLES_MAX):  # the shards may not have read all reports yet
             last = self.used()
             await asyncio.sleep(SETTLE_S)
             now = self.used()
@@ -222,7 +222,7 @@ HEAD = (
 
 
 def line_of(cost: Cost, law: CpuLaw | None = None) -> str:
-    """One line of the table; of several shards, the busiest."""
+    """One line of the table. With several shards, it shows the busiest."""
     cpu = max(cost.shard_cpu_s)
     each = 1000 * sum(cost.shard_cpu_s) / cost.contributions
     expected = f"{law.seconds(cost) / cost.shards:7.3f}" if law else f"{'':>7}"
@@ -254,7 +254,7 @@ def load(path: Path) -> list[Cost]:
 
 
 async def sweeps(args: argparse.Namespace) -> list[Cost]:
-    """Measure case by case, in one event loop: gRPC does not like to change it."""
+    """Measure case by case, in one event loop, because gRPC cannot change it."""
     costs = []
     print(HEAD)
     for sweep in args.only:

@@ -1,4 +1,4 @@
-"""The laws that the costs of growth.py follow: least squares with relative weights, no cost negative; in words."""
+"""The laws behind the costs of growth.py: least squares with relative weights and no negative costs, also in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Measured(Protocol):
-    """The part of growth.Cost that a law is about."""
+    """The part of growth.Cost that the laws use."""
 
     @property
     def learners(self) -> int: ...
@@ -35,15 +35,15 @@ class CpuLaw:
 
     per_version_s: float
     per_contribution_s: float
-    """Taken, guarded, answered; announced to its learner and pulled."""
+    """To receive, guard and answer a contribution, and to announce the version to its learner and send it."""
     per_parameter_s: float
-    """Merged, stepped and encoded, once whoever contributes."""
+    """To merge, step and encode, once per round, however many learners contribute."""
     per_byte_s: float
-    """Received or sent, and what is decoded per byte of it."""
+    """To receive or send a byte, and to decode it."""
     worst: float
     """Largest relative distance of a measurement from the law."""
     typical: float
-    """The median one."""
+    """Median relative distance."""
 
     def seconds(self, cost: Measured) -> float:
         return (
@@ -58,7 +58,7 @@ class CpuLaw:
             "CPU of a shard, per round of all its fragments: linear in everything.\n"
             f"  {1000 * self.per_contribution_s:6.2f} ms   per contribution (learners x fragments), with its pull\n"
             f"  {1e9 * self.per_byte_s:6.2f} s    per GB received or sent\n"
-            f"  {1e9 * self.per_parameter_s:6.2f} s    per 1000 M parameters, whoever contributes\n"
+            f"  {1e9 * self.per_parameter_s:6.2f} s    per 1000 M parameters, however many contribute\n"
             f"  {1000 * self.per_version_s:6.2f} ms   per version\n"
             f"  The cases are {self.typical:.0%} from this in the median, {self.worst:.0%} at most."
         )
@@ -66,16 +66,16 @@ class CpuLaw:
 
 @dataclass(frozen=True)
 class MemoryLaw:
-    """Peak resident memory of a shard, beside what it takes idle and the contributions of its open rounds."""
+    """Peak resident memory of a shard, without its idle memory and the contributions of its open rounds."""
 
     per_parameter: float
     """Bytes."""
     per_fragment_parameter: float
-    """Bytes per parameter of one fragment: what is computed, received or served of it at once."""
+    """Bytes per parameter of one fragment, to compute, receive or serve it."""
     per_learner: float
-    """Bytes: connections, streams, what is on its way."""
+    """Bytes, for connections, streams and data in flight."""
     fixed: float
-    """Bytes: threads, buffers, libraries that idle does not touch."""
+    """Bytes, for threads, buffers and libraries that an idle shard does not touch."""
 
     def bytes(self, cost: Measured) -> float:
         fragment = self.per_fragment_parameter * cost.parameters / cost.fragments
@@ -91,7 +91,7 @@ class MemoryLaw:
 
 
 def fit_cpu(costs: Sequence[Measured]) -> CpuLaw:
-    """Of cases with one shard."""
+    """Fit cases with one shard."""
     rows = [[c.fragments, c.contributions, c.parameters, c.moved_bytes] for c in costs]
     seconds = np.array([c.shard_cpu_s[0] for c in costs])
     found = _non_negative(np.array(rows, dtype=float), seconds)
@@ -101,14 +101,14 @@ def fit_cpu(costs: Sequence[Measured]) -> CpuLaw:
 
 
 def fit_memory(costs: Sequence[Measured]) -> MemoryLaw:
-    """Of cases with one shard."""
+    """Fit cases with one shard."""
     rows = [[c.parameters, c.parameters / c.fragments, c.learners, 1] for c in costs]
     rest = np.array([c.own_bytes for c in costs], dtype=float)
     return MemoryLaw(*map(float, _non_negative(np.array(rows, dtype=float), rest)))
 
 
 def _non_negative(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of the relative distances; a cost that would be negative is left out, the most negative first."""
+    """Least squares of the relative distances. Negative costs are left out, the most negative first."""
     values = np.maximum(values, 1e-9)
     weighted = rows / values[:, None]
     kept = list(range(rows.shape[1]))

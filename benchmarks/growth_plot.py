@@ -1,4 +1,4 @@
-"""docs/growth.png: the costs of growth.py in four panels, measured points over the law that they follow."""
+"""Draws docs/growth.png: the costs of growth.py in four panels, with measured points over the fitted law."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, GREY = "#1f6fb4", "#e07b1a", "#2c9150", "#777777"
 PROMISED_BYTES = 12
-"""Per parameter, beside what an idle shard takes and the contributions of its open rounds."""
+"""Bytes per parameter, without the memory of an idle shard and the contributions of its open rounds."""
 
 
 def draw(costs: Sequence[Cost], cpu: CpuLaw, memory: MemoryLaw, path: Path) -> None:
-    """Draw three sweeps, and the shards beside the learners, who have the same model."""
+    """Draw three sweeps. The panel of the learners also shows the sweep of the shards, which has the same model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -54,7 +54,7 @@ def draw(costs: Sequence[Cost], cpu: CpuLaw, memory: MemoryLaw, path: Path) -> N
 
 
 def _cpu(axes: Any, sweep: Sequence[Cost], law: CpuLaw, x: Callable[[Cost], float], words: str) -> list[Any]:
-    """Points and law of one shard; what they are called, and their colours."""
+    """Plot points and law of one shard. Returns their labels and colours."""
     xs = [x(c) for c in sweep]
     axes.plot(xs, [law.seconds(c) for c in sweep], color=BLUE, linewidth=1)
     axes.plot(xs, [c.shard_cpu_s[0] for c in sweep], "o", color=BLUE)
@@ -62,7 +62,7 @@ def _cpu(axes: Any, sweep: Sequence[Cost], law: CpuLaw, x: Callable[[Cost], floa
 
 
 def _memory(axes: Any, sweep: Sequence[Cost], law: MemoryLaw) -> None:
-    """What the kernel counted, and the promise."""
+    """Plot the measured memory, and the promised limit."""
     xs = [_millions(c) for c in sweep]
     given = [c.idle_bytes[0] + c.open_bytes[0] for c in sweep]
     promised = [(g + PROMISED_BYTES * c.parameters) / 1e6 for g, c in zip(given, sweep, strict=True)]
@@ -95,7 +95,7 @@ def _panel(axes: Any, title: str, ylabel: str) -> None:
 
 
 def _key(axes: Any, labels: Sequence[tuple[str, str]]) -> None:
-    """Words in the colours of what they name, where nothing is drawn: all curves rise to the right."""
+    """Write the labels in their colours at the upper left, which is empty because all curves rise to the right."""
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.03 if high < 50 else low), high * 2)
     for line, (text, colour) in enumerate(labels):

@@ -1,9 +1,9 @@
-"""A shard as a process of its own, and learners so light that what is measured is the shard.
+"""A shard process, and learners so light that a benchmark measures only the shard.
 
-A light learner does on the wire what a real one does: it has three channels, joins, reports its inner steps, offers
-seeds, contributes when it is asked to (a few pushes at once, again while the shard is busy), and pulls every version
-that is announced, one after the other. It trains, encodes and decodes nothing: what it contributes is noise, encoded
-once for all of them, and what it pulls it counts and throws away. So hundreds of them share an event loop.
+On the wire, a light learner behaves like a real one. It has three channels, joins, reports its inner steps and offers
+seeds. It contributes when asked (a few pushes at once, repeated while the shard is busy), and pulls every announced
+version, one after the other. But it trains, encodes and decodes nothing. Its contributions are noise, encoded once for
+all learners. It counts the pulled bytes and throws them away. So hundreds of light learners share one event loop.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from diloco_worker.pusher import SEEDS_AT_ONCE
 TOKENS_PER_STEP = 1000
 CALL_S = 300.0
 ATTEMPTS_MAX = 50
-"""Of a push, about two minutes of them: a shard that is gone ends the benchmark."""
+"""Attempts of a push, which take about two minutes. So a lost shard ends the benchmark."""
 LAYERS, WIDEST = 10, 768
 SCHEDULER_CLOCK = 2
-"""Of a process, in a clock id of Linux; see clock_getcpuclockid(3)."""
+"""The clock of a process's CPU time, in a clock id of Linux; see clock_getcpuclockid(3)."""
 
 
 # ------------------------------------------------------------ what is synchronised
 
 
 def tensors_of(parameters: int) -> tuple[TensorSpec, ...]:
-    """A transformer of about this size: 10 layers as wide as 768, or narrower, and an embedding that takes the rest."""
+    """A transformer of about this size: 10 layers at most 768 wide, and an embedding with the rest."""
     width = max(16, min(WIDEST, int(math.sqrt(0.75 * parameters / (12 * LAYERS))) // 16 * 16))
     layer = [
         ("qkv", (3 * width, width)),
@@ -76,7 +76,7 @@ def noise_of(fragments: Sequence[Fragment], scale: float, encoding: str) -> dict
 
 
 class ShardProcess:
-    """A shard on free ports, and what the kernel says of its memory and its CPU time."""
+    """A shard on free ports, with its memory and CPU time as the kernel counts them."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: Endpoints) -> None:
         self.address = address.grpc
@@ -84,14 +84,14 @@ class ShardProcess:
         self._pid = process.pid
 
     def rss_bytes(self, line: str = "VmRSS") -> int:
-        """Resident memory now; "VmHWM": the most that it ever was."""
+        """Resident memory now; with "VmHWM", its peak."""
         status = Path(f"/proc/{self._pid}/status").read_text()
         found = re.search(rf"^{line}:\s+(\d+) kB$", status, re.MULTILINE)
         assert found is not None
         return int(found[1]) * 1024
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its threads so far, user and system, to the nanosecond."""
+        """CPU seconds of all its threads so far, user and system, in nanosecond resolution."""
         return time.clock_gettime(~self._pid << 3 | SCHEDULER_CLOCK)
 
 
@@ -115,7 +115,7 @@ def running_shard(*settings: str) -> Iterator[ShardProcess]:
 
 
 class Accepted:
-    """Bytes of contributions that were accepted and are in no announced version yet: now, and the most there were."""
+    """Bytes of accepted contributions that are in no announced version yet: now, and at most."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -135,17 +135,17 @@ class Accepted:
 
 
 class LightLearner:
-    """Speaks for a learner that trains nothing. Create it and use it inside one event loop."""
+    """A learner that does not train. Create it and use it inside one event loop."""
 
     def __init__(
         self, learner_id: str, shard: ShardProcess, manifest: Manifest, fragments: Sequence[Fragment],
         contributions: Mapping[int, Payload], accepted: Accepted,
     ) -> None:  # fmt: skip
-        """`fragments`: those of this shard. `contributions`: what it contributes to each, ever again."""
+        """`fragments`: those of this shard. `contributions`: fragment id -> the payload it contributes every time."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.busy = 0
-        """Pushes that were answered BUSY or the like and made again."""
+        """Pushes that were repeated after BUSY or a similar answer."""
         self.fragments = fragments
         self._digest = manifest.digest
         self._tensors = manifest.tensors
@@ -190,18 +190,18 @@ class LightLearner:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def step(self, inner_step: int) -> None:
-        """Report that it has trained so far."""
+        """Report that it has reached this inner step."""
         self._inner_step = inner_step
         await self.report()
 
     async def report(self) -> None:
-        """Say again how far it is, as a heartbeat does."""
+        """Repeat the last report, as a heartbeat does."""
         tokens = self._inner_step * TOKENS_PER_STEP
         async with self._writing:
             await self._stream.write(protobuf.progress_to_pb(Progress(self._inner_step, tokens)))
 
     async def seed(self, seeds: Mapping[int, Payload]) -> None:
-        """Offer version 0 of every fragment, as a learner does: a few at once, none that was announced meanwhile."""
+        """Offer version 0 of every fragment, a few at once, except fragments that others have seeded meanwhile."""
         at_once = asyncio.Semaphore(SEEDS_AT_ONCE)
 
         async def offer(fragment_id: int, payload: Payload) -> None:
@@ -212,7 +212,7 @@ class LightLearner:
         await asyncio.gather(*(offer(*seed) for seed in seeds.items()))
 
     async def contribute_to(self, rounds: int) -> None:
-        """Contribute to so many rounds that ask for it, a few at once."""
+        """Contribute to the next `rounds` rounds that ask for it, a few at once."""
 
         async def contribute() -> None:
             for _ in left:
@@ -240,7 +240,7 @@ class LightLearner:
         return rpc.metadata_of(self._identity, None)
 
     async def _push(self, fragment_id: int, payload: Payload, round_number: int, tokens: int, steps: int) -> None:
-        """Push until it is answered. Raises the Refusal or AioRpcError that a real learner would not try again."""
+        """Push until there is an answer. Raises the Refusal or AioRpcError after which a real learner would give up."""
         header = PushHeader(
             fragment_id, round_number, self._identity.epoch, max(0, round_number - 1), tokens, steps,
             payload.header, self._digest,

@@ -1,11 +1,11 @@
-"""How near merging is to the speed of memory: one closed round of one large fragment, in this process, one thread.
+"""How close merging comes to the speed of memory: one closed round of one large fragment, in one thread.
 
     python benchmarks/merge_kernel.py                  # 4 contributions as int8, the version as bfloat16
     python benchmarks/merge_kernel.py --pull int8
 
-Bytes that a merge must touch, per parameter: each contribution read once; theta and the momentum read and written; the
-encoded version written (a change: and the version before read). Copying memory of a like size, measured in turn, is the
-yardstick.
+A merge must touch these bytes per parameter: each contribution, read once; theta and the momentum, read and written;
+the encoded version, written (for a change, the version before is read, too). The yardstick is copying memory of a
+similar size, measured in turn.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REPEATS = 9
 
 
 def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
-    """Speed of merging, outer step and encoding, and its share of the copying speed; medians.
+    """Speed of merging, outer step and encoding, and its share of the copying speed, as medians.
 
-    The same of merging and outer step alone, which do not touch the version's bytes, under `merge_step_...`.
+    `merge_step_...` are the same for merging and outer step alone, which do not touch the version's bytes.
     """
     [fragment] = cut([TensorSpec(f"layers.{i}.weight", (ROWS, COLUMNS)) for i in range(TENSORS)], 1, 1).fragments
     memory = Memory()
@@ -59,7 +59,7 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     step_touched = sum(c.payload.header.num_bytes for c in contributions)
     step_touched += 2 * 4 * fragment.num_elements * (1 + optimizer.num_buffers)
     touched = step_touched + published.values.header.num_bytes
-    if published.change is not None:  # and what it is a change from
+    if published.change is not None:  # a change also reads the version before
         touched += published.change.header.num_bytes + published.values.header.num_bytes
     speeds, step_speeds = [touched / s for s in seconds], [step_touched / s for s in step_seconds]
     return {

@@ -1,15 +1,15 @@
-"""What Prometheus sees of a worker that is killed and comes back: the picture of docs/operations.md.
+"""A worker is killed and comes back, as Prometheus sees it: the picture of docs/operations.md.
 
     python benchmarks/operations.py                 # five minutes: a real Prometheus scrapes a real `diloco up`
     python benchmarks/operations.py --draw          # the picture alone, from results/operations.json
-    python benchmarks/operations.py --of RUN.json   # RUN.png: of a run that is seen by a Prometheus already
+    python benchmarks/operations.py --of RUN.json   # RUN.png, from a run that a Prometheus has already scraped
 
-Two shards, three workers, our own rules. After WORKED_S the process of worker-1 gets SIGKILL; AWAY_S later it is
-started again under its name. Then the query API is asked for the whole time. Needs `prometheus` on PATH (Debian:
-apt install prometheus); steps of the small model sleep, so that it does not need a quiet machine.
+Two shards, three workers, our own rules. After WORKED_S seconds, worker-1 gets SIGKILL. AWAY_S seconds later it is
+started again under its name. Then the query API returns the series of the whole time. Needs `prometheus` on PATH
+(Debian: apt install prometheus). The machine need not be quiet, because steps of the small model mostly sleep.
 
-RUN.json, as tests/e2e/test_compose.py writes it of its containers: {"api": URL of the query API, "began", "killed",
-"back", "ended": seconds since 1970, "victim": who was killed, "quorum": K, "names": {id of a learner: name}}.
+tests/e2e/test_compose.py writes RUN.json for its containers: {"api": URL of the query API, "began", "killed", "back",
+"ended": seconds since 1970, "victim": the killed worker, "quorum": K, "names": {id of a learner: name}}.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Run, kill, start again; what Prometheus says of it, with times counted from the beginning of the run."""
+    """Run a cluster, kill a worker and start it again. Returns the series of Prometheus, as `seen` does."""
     flags = [f"--set={name}={value}" for name, value in SETTINGS.items()]
     up = [sys.executable, "-m", "diloco_deploy", "up", "--shards=2", "--workers=3", f"--folder={folder}", *flags]
     with running(up, folder / "up.log"):
@@ -114,7 +114,7 @@ def measure(folder: Path) -> dict[str, Any]:
 def seen(
     *, api: str, began: float, killed: float, back: float, ended: float, victim: str, quorum: int, names: dict[str, str]
 ) -> dict[str, Any]:
-    """What Prometheus saw of a run, with times counted from its beginning and learners called by their names."""
+    """The series of a run from Prometheus, with times from its beginning and with the names of the learners."""
     found = {name: series(api, text, began, ended) for name, text in QUERIES.items()}
     for labels in (one["labels"] for several in found.values() for one in several):
         if "learner" in labels:

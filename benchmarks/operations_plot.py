@@ -1,4 +1,4 @@
-"""A worker that is killed and comes back, as Prometheus saw it, in the order to look."""
+"""Draws a worker that is killed and comes back, as Prometheus saw it. The panels are in the order to look at them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ["#1f6fb4", "#e07b1a", "#2c9150"]
-"""Of the learners, sorted by name."""
+"""Colours of the learners, sorted by name."""
 GREY, INK, YELLOW, RED = "#777777", "#222222", "#f2c14e", "#c8372d"
 BEGIN_S = 22
-"""Rates look back 20 s: before, they are still growing."""
+"""Rates look back 20 s, so before this time they still grow."""
 LEASE_S = 6
-"""As it is unless set."""
+"""The default of lease.lease_s."""
 
 
 def draw(found: dict[str, Any], picture: Path) -> None:
@@ -36,7 +36,7 @@ def draw(found: dict[str, Any], picture: Path) -> None:
     progress.stackplot(at, *rates, colors=COLOURS, alpha=0.35, linewidth=0)
     merged = _filled(series["merged"][0], at)
     progress.plot(at, merged, color=INK, linewidth=1.8)
-    label = len(at) // 20  # where words stand beside what they name
+    label = len(at) // 20  # index at which labels stand
     progress.text(BEGIN_S + 3, 1.08 * max(merged[: 2 * label]), "merged into the model")
     middle = 0.0
     for name, values in zip(names, rates, strict=True):

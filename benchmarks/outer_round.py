@@ -1,14 +1,14 @@
-"""What one outer round of a large model costs, next to what the machine allows and to a Gloo all-reduce.
+"""The cost of one outer round of a large model, next to the machine's ceilings and to a Gloo all-reduce.
 
     python benchmarks/outer_round.py                                  # 100 M parameters, 4 learners, 2 shards
     python benchmarks/outer_round.py --push int4 --pull int8
     python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3 --json out.json
 
-Real shard and learner processes on loopback. A round: every learner snapshots, encodes and pushes all fragments, the
-shards merge and step, every learner pulls, decodes and applies. In the same run, round by round in turn: the same
-number of float32 parameters all-reduced by torch.distributed with Gloo among the same learner processes; the same bytes
-sent by bare gRPC (bare_wire.py); and the machine's ceilings. The first rounds of
-each, in which memory is faulted in, are not counted. Needs Linux; memory: about 36 bytes per parameter and learner.
+Real shard and learner processes on loopback. In a round, every learner snapshots, encodes and pushes all fragments, the
+shards merge and step, and every learner pulls, decodes and applies. In the same run, in turn with the rounds, three
+yardsticks are measured: torch.distributed with Gloo all-reduces as many float32 parameters among the same learner
+processes; bare gRPC (bare_wire.py) sends the same bytes; and ceilings.py measures the machine. The first rounds are not
+counted, because they fault in memory. Needs Linux, and about 36 bytes of memory per parameter and learner.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Learners:
         self._expect("joined")
 
     def timed(self, command: str, before: Callable[[], None] = lambda: None) -> float:
-        """Seconds from telling all of them to go until the last one is done; `before` is called just before that."""
+        """Seconds from the start signal until the last learner is done. Calls `before` just before the signal."""
         self._tell(command)
         self._expect("ready")
         before()
@@ -142,7 +142,7 @@ def compute_seconds(shard: ShardProcess) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run it all; what `--json` writes."""
+    """Run everything. Returns the figures for `--json`."""
     tensors = tensors_of(int(args.params))
     parameters = sum(t.num_elements for t in tensors)
     settings = [
@@ -223,7 +223,7 @@ def free_port() -> int:
 WHAT = {
     "snapshot": "learner: snapshot, beside the training",
     "encode": "learner: pseudo-gradient, error feedback, encode",
-    "inspect": "shard:   norms of what came in",
+    "inspect": "shard:   norms of contributions",
     "merge": "shard:   merge, outer step, encode the version",
     "decode": "learner: decode",
     "apply": "learner: apply, in learner.step",
@@ -252,7 +252,7 @@ def show(r: dict[str, Any]) -> None:
         f"peak RSS         {learner_mb:.0f} MB a learner, {shard_mb:.0f} MB",
         f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
     )
-    line("                 it owns, beyond open contributions and what it takes when idle")
+    line("                 it owns, without open contributions and idle memory")
     line(
         f"ceilings         copying memory {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written),",
         f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s",

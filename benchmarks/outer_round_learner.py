@@ -1,9 +1,9 @@
-"""One learner process of outer_round.py: a model that does not train, and what it is told over a pipe.
+"""One learner process of outer_round.py. Its model does not train. It obeys these commands from a pipe:
 
 "round"  change the parameters, say "ready"; at "go" take H steps, and take part until every fragment has its next
          version; say "done"
 "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
-"usage"  also before "go": CPU seconds, peak RSS, CPU seconds by phase, bytes both ways
+"usage"  also before "go": say CPU seconds, peak RSS, CPU seconds by phase, bytes in both directions
 "end"    leave
 """
 
@@ -32,7 +32,7 @@ POLL_S = 0.005
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """What a learner process needs to know."""
+    """The settings of a learner process."""
 
     rank: int
     learners: int
@@ -41,11 +41,11 @@ class LearnerSpec:
     steps: int
     """H: inner steps of a round."""
     gloo_address: str
-    """host:port of Gloo's rendezvous; empty: there is no peer."""
+    """host:port of Gloo's rendezvous; empty: no all-reduce."""
 
 
 class Weights(nn.Module):
-    """Parameters of given names and shapes, and nothing else."""
+    """Parameters with given names and shapes, and nothing else."""
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Weights(nn.Module):
 
 
 def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
-    """The process. Ends with "end", or with its parent."""
+    """The process. It ends at "end", or with its parent."""
     tune_allocator()
     torch.set_num_threads(1)
     model = Weights(spec.tensors)
@@ -90,7 +90,7 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
 
 @torch.no_grad()
 def change(model: Weights, noise: torch.Generator) -> None:
-    """Stands for training: every parameter moves a little, differently for each learner."""
+    """Stand in for training: move every parameter a little, differently for each learner."""
     for parameter in model.parameters():
         flat = parameter.view(-1)
         pattern = torch.randn(min(flat.numel(), 1 << 16), generator=noise).mul_(CHANGE)
@@ -100,7 +100,7 @@ def change(model: Weights, noise: torch.Generator) -> None:
 
 
 def take_round(learner: diloco_worker.Learner, steps: int) -> None:
-    """H inner steps in no time; then take part until every fragment has its next version."""
+    """Take H inner steps without a pause, then take part until every fragment has its next version."""
     assert learner.core is not None
     fragments = learner.core.fragments.values()
     target = 1 + min(f.version for f in fragments)
@@ -114,7 +114,7 @@ def take_round(learner: diloco_worker.Learner, steps: int) -> None:
 
 
 def usage(learner: diloco_worker.Learner) -> dict[str, Any]:
-    """Since the process began."""
+    """CPU, memory and bytes since the process began."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     phases = {
         sample.labels["phase"]: sample.value

@@ -1,6 +1,6 @@
-"""Peer of peers.py: Flower, a FedAvg round of NumPy arrays over gRPC, as start_server and start_client run it.
+"""Peer of peers.py: Flower, a FedAvg round of NumPy arrays over gRPC, run by start_server and start_client.
 
-A round, as the server sees it: parameters to all clients, `fit` that trains nothing, parameters back, their mean.
+A round, as the server sees it: send parameters to all clients, `fit` without training, receive parameters, average.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from peer_processes import SYNC_S, Options, answer, free_port, read_options
 
 MESSAGE_BYTES_MAX = 2**31 - 1
-"""More than that Flower does not put into one message: above 536 M parameters this peer fails."""
+"""Flower puts no more into one message, so this peer fails above 536 M parameters."""
 
 
 class TrainsNothing(flwr.client.NumPyClient):
@@ -26,7 +26,7 @@ class TrainsNothing(flwr.client.NumPyClient):
 
 
 class TimedFedAvg(flwr.server.strategy.FedAvg):
-    """FedAvg that notes when a round begins and when its mean is there."""
+    """FedAvg that measures the time from the beginning of a round to its mean."""
 
     def __init__(self, options: Options) -> None:
         self.seconds: list[float] = []
@@ -59,7 +59,7 @@ def client(address: str) -> None:
 
 
 def _wait_until_served(address: str) -> None:
-    """Flower's client gives up at once where nobody listens yet."""
+    """Wait for the server, because Flower's client gives up at once if nobody listens yet."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + SYNC_S
     while True:

@@ -1,7 +1,8 @@
 """Peer of peers.py: hivemind, decentralised averaging with 8 bit compression, as OpenDiLoCo uses it.
 
-A round: pseudo-gradient into the averager's shared tensors, all-reduce among the group, outer Nesterov step, new values
-into the model. The group is found beforehand, as hivemind's optimizer does, so matchmaking is not in the seconds.
+A round: copy the pseudo-gradient into the averager's shared tensors, all-reduce among the group, take the outer
+Nesterov step, copy the new values into the model. As in hivemind's optimizer, the group is found beforehand, so the
+seconds do not include matchmaking.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def learner(rank: int, options: Options, rounds: Rounds, initial_peers: Any) -> 
                 assert not step.done(), step.exception()
                 time.sleep(0.02)
             rounds.time(synchronise)
-        rounds.time(lambda: None)  # nobody leaves before all are through
+        rounds.time(lambda: None)  # a last barrier, so that nobody leaves before all are done
         rounds.seconds.pop()
     finally:
         averager.shutdown()

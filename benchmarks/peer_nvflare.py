@@ -1,7 +1,7 @@
 """Peer of peers.py: NVFlare, a FedAvg round of NumPy arrays, in its simulator with a process per client.
 
-A round, as a client sees it: from the arrival of one global model to that of the next. The client sends back at once
-what came, so the rest is transfer, aggregation, the server's own copy on disk, and how often clients ask for work.
+A round, as a client sees it: from the arrival of one global model to the arrival of the next. The client returns the
+model at once. So the time consists of transfer, aggregation, the server's copy on disk, and the clients' polling.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from peer_processes import answer, read_options
 
 TIMES = "times-"
-"""Begin of the names of the files, one per client, with a time of arrival per line."""
+"""Prefix of the files with arrival times, one file per client, one time per line."""
 
 
 def client(folder: Path) -> None:
-    """What the simulator runs as each client's training script."""
+    """Each client's training script, run by the simulator."""
     import nvflare.client as flare
 
     flare.init()

@@ -1,7 +1,7 @@
-"""What the peers' scripts (peer_*.py) share: options, learner processes that start each round together, and the answer.
+"""Shared by the peers' scripts (peer_*.py): options, learner processes that start each round together, and the answer.
 
-Each script runs under the Python in which its peer is installed, so nothing here knows this project, and the standard
-library is all it needs. A script prints its answer, one line of JSON, last.
+Each script runs under the Python in which its peer is installed. So this file needs only the standard library, and
+imports nothing of this project. A script prints its answer last, as one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 TENSORS = 10
-"""Equal tensors that the parameters are spread over."""
+"""The parameters form this many equal tensors."""
 SYNC_S = 300.0
-"""Longest wait for the other learners."""
+"""Longest wait for the other learners, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def read_options() -> Options:
 
 
 class Rounds:
-    """Lets a learner time its rounds, each begun together with all others."""
+    """Measures the rounds of a learner. All learners begin each round together."""
 
     def __init__(self, barrier: Any) -> None:
         self.seconds: list[float] = []
@@ -59,9 +59,10 @@ class Rounds:
 
 
 def run_learners(learner: Callable[[int, Options, Rounds, Any], None], options: Options, shared: Any) -> list[float]:
-    """Run `learner(rank, options, rounds, shared)` in a spawned process each; seconds of each round: the last one's.
+    """Run `learner(rank, options, rounds, shared)` in one spawned process per learner.
 
-    The first round is left out: connections are made in it. Raises RuntimeError if a learner fails.
+    Returns the seconds of each round, of the slowest learner. The first round is left out, because it makes the
+    connections. Raises RuntimeError if a learner fails.
     """
     context = multiprocessing.get_context("spawn")
     barrier, answers = context.Barrier(options.learners), context.Queue()
@@ -98,7 +99,7 @@ def _next_answer(answers: Any, processes: list[Any]) -> list[float]:
             return found
         except queue.Empty:
             if any(process.exitcode for process in processes):
-                raise RuntimeError("a learner failed; it said why above") from None
+                raise RuntimeError("a learner failed; its own message is above") from None
 
 
 def free_port() -> int:
@@ -108,5 +109,5 @@ def free_port() -> int:
 
 
 def answer(seconds: list[float], what: str) -> None:
-    """Print what a round is here and what each one took."""
+    """Print the seconds of each round, and `what` a round consists of."""
     print(json.dumps({"seconds": seconds, "what": what}), flush=True)

@@ -1,7 +1,7 @@
 """Peer of peers.py: torchft, its DiLoCo with manager, quorum and lighthouse; a learner is a replica group of one.
 
 A round is one inner step that synchronises the whole model: quorum, pseudo-gradient, float32 all-reduce by Gloo in
-buckets, commit vote, outer Nesterov step. The inner optimizer itself has nothing to do.
+buckets, commit vote, outer Nesterov step. The inner optimizer itself does nothing.
 """
 
 from __future__ import annotations

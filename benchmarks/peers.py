@@ -1,11 +1,11 @@
-"""What one outer synchronisation of N float32 parameters among L learners costs with other systems, over loopback.
+"""The cost of one outer synchronisation of N float32 parameters among L learners in other systems, over loopback.
 
     python benchmarks/peers.py --params 100e6 --learners 4 --rounds 3 --json out.json
     python benchmarks/peers.py --peers gloo,torchft --venvs /path/to/venvs      # a venv per peer: venvs/torchft ...
 
-A peer that is not installed is listed with the line that installs it. Each peer is a script of its own (peer_NAME.py),
-run under the Python that has it: VENVS/NAME/bin/python if that exists, else the one that runs this. A peer that takes
-longer than its limit, or fails, is listed with what it said. All processes that a script started end with it.
+A peer that is not installed is listed with the line that installs it. Each peer has its own script (peer_NAME.py). It
+runs under VENVS/NAME/bin/python if that exists, else under the Python of this script. A peer that fails or exceeds its
+time limit is listed with its last message. All processes of a script end with it.
 
 Exits with 1 if no peer could be measured.
 """
@@ -28,14 +28,14 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STARTUP_S = 90.0
-"""Of a limit, for imports, connections and the round that is not measured."""
+"""Part of each limit, for imports, connections and the warm-up round."""
 
 
 @dataclass(frozen=True)
 class Peer:
     name: str
     module: str
-    """Import it, and the peer is installed."""
+    """If it can be imported, the peer is installed."""
     distribution: str
     install: str
     limit_s_per_million: float
@@ -53,7 +53,7 @@ PEERS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one peer."""
+    """The result of one peer."""
 
     name: str
     state: str
@@ -62,7 +62,7 @@ class Outcome:
     seconds: list[float] = field(default_factory=list)
     """One per round."""
     what: str = ""
-    """What a round is there; of a peer that was not measured, why."""
+    """What a round of this peer consists of; if it was not measured, why not."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"seconds_median": median(self.seconds) if self.seconds else None}
@@ -112,7 +112,7 @@ def _installed_version(peer: Peer, python: str) -> str | None:
 
 @contextmanager
 def _own_group(command: list[str], folder: str, err: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run a command in a folder of its own and as a group of its own, and leave nothing of the group behind."""
+    """Run a command in its own folder and process group. At the end, kill the whole group."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder, "PYTHONPATH": str(HERE)}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=err,

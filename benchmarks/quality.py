@@ -4,9 +4,9 @@
     python benchmarks/quality.py --list          # say what would run
     python benchmarks/quality.py --page          # only rebuild
 
-Results are kept in benchmarks/results/quality.jsonl, one run per line with all of its settings, and never run twice. A
-run is deterministic and takes one core and 10 to 170 s; `lockstep.py` drives the production cores, `references.py` is
-what they are measured against. The model is small on purpose, so that dozens of runs fit in an hour.
+benchmarks/results/quality.jsonl keeps the results, one run per line with all of its settings. No run is repeated. A run
+is deterministic and takes one core for 10 to 170 s. `lockstep.py` drives the production cores, and `references.py`
+holds the references. The model is small on purpose, so dozens of runs fit in an hour.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CURVE_POINTS = 12
 
 
 def run(spec: Spec) -> dict[str, object]:
-    """Train, and judge the global model: nats per byte on held-out text."""
+    """Train, and evaluate the global model: nats per byte on held-out text."""
     torch.set_num_threads(1)
     settings = spec.settings()
     corpus = load_corpus("stdlib", settings.data.held_out)

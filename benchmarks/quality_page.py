@@ -1,6 +1,6 @@
-"""The tables and the plot of docs/quality.md: which runs they need, and how they show them.
+"""The tables and the plot of docs/quality.md, and the runs that they need.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->` in the page; the words around it are written by hand.
+Each table is between `<!-- table: NAME -->` and `<!-- end -->` in the page. The text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLOT = DOCS / "quality.png"
 SHORT, MIDDLE, LONG = 491_520, 983_040, 1_966_080
 """Token budgets: with 4 learners and H = 24, 20, 40 and 80 versions of each fragment."""
 FAIR = 894_720
-"""Merged tokens with which a run that drops the work of tau steps per round trains on MIDDLE tokens."""
+"""A run that drops the work of tau steps per round, and merges this many tokens, trains on MIDDLE tokens."""
 STRAGGLER = (1.09, 1.0, 0.91, 0.2)
 SPREAD = (1.09, 1.03, 0.97, 0.91)
 FIGURES: Mapping[str, Callable[[float], str]] = {
@@ -33,7 +33,7 @@ FIGURES: Mapping[str, Callable[[float], str]] = {
     "duration": "{:.0f}".format,
     "tokens_trained": lambda tokens: f"{tokens / 1e6:.3f}",
 }
-"""Fields of a result that tables show, and how."""
+"""Fields of a result in the tables, with their formats."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Losses in nats per byte, the mean over `seeds`; where asked how far each is above another, and other figures."""
+    """Losses in nats per byte, mean over `seeds`; optionally how far each is above another, and other figures."""
 
     head: str
     rows: Sequence[Row]
     seeds: Sequence[int] = (0,)
     above: Literal["", "first row", "first column"] = ""
     figures: Sequence[str] = ()
-    """Fields of the first spec's result that are shown, too."""
+    """Further fields of the first spec's result to show."""
 
     def specs(self) -> list[Spec]:
         return [replace(s, seed=seed) for row in self.rows for s in row.specs for seed in self.seeds]
@@ -86,7 +86,7 @@ def all_specs() -> list[Spec]:
 
 
 def rebuild(page: str, results: Results) -> str:
-    """The page with its tables written anew. Raises KeyError where a run is missing or a table has no name here."""
+    """The page with new tables. Raises KeyError if a run is missing or the name of a table is unknown."""
     return re.sub(
         r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)",
         lambda m: f"{m[1]}\n{TABLES[m[2]].render(results)}\n\n{m[3]}",
@@ -127,7 +127,7 @@ def draw(results: Results, path: Path) -> None:
 # ------------------------------------------------------------ the runs
 
 STUDY = Spec()
-"""Base of the one-factor comparisons: 20 versions, momentum 0, which is best at that length."""
+"""Base of the one-factor comparisons: 20 versions, with the best momentum for that length, 0."""
 CHOSEN = replace(STUDY, momentum=0.5, tokens=MIDDLE)
 """The defaults of the product, at 40 versions."""
 CLASSIC = Spec(method="classic", momentum=0.9, tokens=MIDDLE)
@@ -140,7 +140,7 @@ def _study(label: str, **changes: Any) -> Row:
 
 
 def _bytes(push: str, pull: str) -> Row:
-    """Encodings, and what they take per parameter of a large fragment, up and down."""
+    """A row for two encodings, with their bytes per parameter of a large fragment, up plus down."""
     size = sum(num_payload_bytes(encoding, CHUNK_ELEMENTS) for encoding in (push, pull)) / CHUNK_ELEMENTS
     return Row(f"{push} | {pull} | {size:.2f}", [replace(CHOSEN, push=push, pull=pull)])
 

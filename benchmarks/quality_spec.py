@@ -1,4 +1,4 @@
-"""One run of quality.py, with everything that it depends on."""
+"""One run of quality.py, with all its settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diloco_common.settings import ModelSettings, OuterSettings, RunSettings, Se
 
 @dataclass(frozen=True)
 class Spec:
-    """One run. Defaults are pinned here, whatever those of the product; `tokens` is what all learners merge."""
+    """One run. The defaults here do not follow those of the product. `tokens`: merged tokens of all learners."""
 
     method: str = "decoupled"
     """"decoupled" (the production cores), "classic" or "data-parallel" (the references)."""
@@ -51,6 +51,6 @@ class Spec:
 
 
 def describe(spec: Spec) -> str:
-    """What differs from the base, in words."""
+    """The differences from the defaults, in words."""
     base = asdict(Spec())
     return " ".join(f"{k}={v}" for k, v in asdict(spec).items() if v != base[k]) or "base"

@@ -1,7 +1,7 @@
-"""What keeping versions costs, and how long a shard takes to come back.
+"""The cost of keeping versions, and the time that a shard takes to come back.
 
-Writes a shard of 100 M parameters in 24 fragments to a data folder as the shard itself does, once for each fragment and
-once more (so that old versions are taken away, too), then starts `diloco-server` on it and waits until it serves.
+Writes two versions of each fragment of a shard to a data folder, as the shard itself does: 100 M parameters in 24
+fragments. Then starts `diloco-server` on the folder and waits until it serves.
 
     python benchmarks/recovery.py [--parameters 100_000_000] [--fragments 24] [--folder /a/disk] [--pull int8]
 """
@@ -57,8 +57,8 @@ def main() -> None:
 
 
 def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]:
-    """Two versions of every fragment; what one version costs, in bytes and seconds."""
-    rows = 2400  # so that every fragment gets the same
+    """Write two versions of every fragment. Returns the cost of one version in bytes and seconds."""
+    rows = 2400  # makes fragments of equal size
     manifest = cut([TensorSpec("w", (rows, parameters // rows))], settings.sync.fragments, 1)
     store = FileStore(Disk(folder), Origin.of(settings), first_epoch=1)
     store.recover()
@@ -84,7 +84,7 @@ def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]
 
 
 def recover(folder: Path, settings: Settings) -> dict[str, float]:
-    """From the start of the process to serving; files as the page cache has them, as after a SIGKILL."""
+    """Measure the time from the start of the process until it serves. Files are in the page cache, as after SIGKILL."""
     address_file = folder / "address.json"
     flags = [f"--set=sync.fragments={settings.sync.fragments}", f"--set=sync.pull={settings.sync.pull}"]
     command = [sys.executable, "-m", "diloco_server", f"--set=shard.data_dir={folder}", *flags]

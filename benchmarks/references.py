@@ -1,7 +1,7 @@
-"""What a run is measured against, written down once more and as plainly as possible.
+"""The references for runs: plain, independent implementations of other methods.
 
-Nothing of the shard or the learner is used here: only the built-in model, its data stream and its learning-rate
-schedule. Progress is the share of the tokens trained on. Every function returns the trained model.
+They share no code with shard or learner, only the built-in model, its data stream and its learning-rate schedule.
+Progress is the share of trained tokens. Every function returns the trained model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from diloco_worker.builtin.gpt import GPT, build_gpt
 from diloco_worker.builtin.schedule import rate_at
 
 Watch = Callable[[float, GPT], None]
-"""Called now and then with the progress and the model as it is."""
+"""Called now and then with the progress and the present model."""
 
 
 def classic_diloco(settings: Settings, corpus: Corpus, learners: int, watch: Watch) -> GPT:
     """DiLoCo as published (arXiv 2311.08105): H inner steps each, mean of differences, Nesterov; float32, no overlap.
 
-    `settings.outer.lr`, `settings.outer.momentum` and `settings.sync.sync_every` are used. The token budget is rounded
-    up to whole rounds.
+    Uses `settings.outer.lr`, `settings.outer.momentum` and `settings.sync.sync_every`. Rounds the token budget up to
+    whole rounds.
     """
     theta = build_gpt(settings.model, settings.run.seed)
     models = [build_gpt(settings.model, settings.run.seed) for _ in range(learners)]
@@ -52,7 +52,7 @@ def classic_diloco(settings: Settings, corpus: Corpus, learners: int, watch: Wat
 
 
 def data_parallel(settings: Settings, corpus: Corpus, learners: int, watch: Watch) -> GPT:
-    """One model; every step sees one batch of each learner. `learners` = 1 is a single learner on all tokens."""
+    """One model. Every step sees one batch of each learner. With `learners` = 1, a single learner sees all tokens."""
     model = build_gpt(settings.model, settings.run.seed)
     optimizer = _adamw(settings, model)
     streams = [_stream(settings, corpus, m) for m in range(learners)]

@@ -1,15 +1,15 @@
-"""How much memory a shard takes: a real server process, learners that only push and pull, peak RSS from the kernel.
+"""The memory of a shard: a real server process, learners that only push and pull, peak RSS from the kernel.
 
     python benchmarks/shard_memory.py                  # 100 M parameters, 4 learners, 24 fragments: about a minute
     python benchmarks/shard_memory.py --push int4 --pull int8
     python benchmarks/shard_memory.py --json
 
-The learners seed all fragments at once, as real ones do that start together. Then a round of every fragment is opened,
-and all learners but one contribute to all of them before the last one does: as much as can be held is held.
+The learners seed all fragments at once, as real learners do when they start together. Then a round of every fragment is
+opened. All learners but one contribute to all rounds, then the last one does. So the shard holds as much as it can.
 
-    (peak RSS - idle RSS - most bytes of accepted contributions of rounds not yet merged) / parameters  <  12 bytes
+    (peak RSS - idle RSS - peak bytes of accepted, unmerged contributions) / parameters  <  12 bytes
 
-Exits with 1 if it is not. Needs Linux, and about 2.5 GiB.
+Exits with 1 if this does not hold. Needs Linux, and about 2.5 GiB.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> int:
     manifest = cut(tensors_of(args.parameters), args.fragments, 1)
     parameters = sum(fragment.num_elements for fragment in manifest.fragments)
     every = f"sync.sync_every={args.fragments}"
-    # The learners share an event loop that also encodes: a lease must outlast that.
+    # The learners share an event loop that also encodes, so a lease must outlast the encoding.
     lease = ("lease.lease_s=300", "lease.heartbeat_s=1")
     encodings = (f"sync.push={args.push}", f"sync.pull={args.pull}")
     with running_shard(f"sync.fragments={args.fragments}", every, "sync.quorum=all", *encodings, *lease) as shard:

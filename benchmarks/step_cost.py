@@ -1,16 +1,16 @@
-"""What `learner.step` costs a training loop while fragments fly both ways: real shards, real learners, 100 ms steps.
+"""The cost of `learner.step` for a training loop under full traffic: real shards, real learners, steps of 100 ms.
 
    python benchmarks/step_cost.py                     # 1 learner, 2 shards, 100 M parameters: about 75 s
    python benchmarks/step_cost.py --blocks 3          # shorter
    python benchmarks/step_cost.py --json cost.json
 
-A step sleeps for most of its time, as a loop does whose accelerator computes, and changes a 24th of the parameters.
-With P = H = 24 about one fragment is contributed and one version is applied per step. Blocks of steps that call
-`learner.step` and blocks that do not take turns; a learner that takes no steps is asked for nothing, so nothing flies
-in the latter.
-They begin once every fragment has had its second version, and the first steps of each block are left out. Measured: the
-seconds inside `learner.step`, and the seconds of a step of the loop with and without it. Beside them what the machine
-takes, in the same loop, for adding one tensor of a fragment's size to another: nobody can lay a version under less.
+A step sleeps for most of its time, like a loop that waits for its accelerator, and changes a 24th of the parameters.
+With P = H = 24, about one fragment is contributed and one version applied per step. Blocks of steps with `learner.step`
+alternate with blocks without it. In the latter there is no traffic, because shards ask nothing of a learner without
+steps. The blocks begin once every fragment has its second version. The first steps of each block are left out.
+
+Measured are the seconds inside `learner.step`, and the seconds of a step of the loop with and without it. As a
+yardstick, the loop also adds one tensor of a fragment's size to another: applying a version cannot cost less.
 
 Exits with 1 if `learner.step` took more than 1 % of a 100 ms step in the median or more than 10 ms at the 99th
 percentile, or if fewer than half a contribution was merged or half a version applied per step.
@@ -43,7 +43,7 @@ from outer_round_learner import Weights, usage
 
 STEP_S = 0.1
 SLEEP_S = 0.095
-"""Of a step; the rest is for what it does itself."""
+"""Sleep in each step. The rest is for its own work."""
 STEP_TOKENS = 1000
 CHANGE = 1e-4
 PARTS = 24
@@ -61,29 +61,29 @@ WAIT_S = 120.0
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """What a learner process needs to know."""
+    """The settings of a learner process."""
 
     rank: int
     shards: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     blocks: int
-    """Of each kind."""
+    """Blocks of each kind."""
 
 
 @dataclass
 class Measured:
-    """What a learner process found, per step where it is a list."""
+    """The measurements of a learner process. Lists have one entry per step."""
 
     inside_s: list[float] = field(default_factory=list)
-    """Inside `learner.step`."""
+    """Seconds inside `learner.step`."""
     inside_cpu_s: list[float] = field(default_factory=list)
-    """CPU time of the training thread there."""
+    """CPU seconds of the training thread inside `learner.step`."""
     with_s: list[float] = field(default_factory=list)
-    """A step of the loop, `learner.step` included."""
+    """Seconds of a step of the loop, including `learner.step`."""
     without_s: list[float] = field(default_factory=list)
     addition_s: list[float] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
-    """Over the steps with the learner."""
+    """Totals over the steps with `learner.step`."""
 
 
 # ------------------------------------------------------------ the learner process
@@ -101,7 +101,7 @@ class Loop:
         self._pairs = [(torch.zeros(size), torch.zeros(size)) for _ in range(4)]
 
     def step(self) -> None:
-        """What a step does but for `learner.step`."""
+        """A step without `learner.step`."""
         time.sleep(SLEEP_S)
         self._number += 1
         for flat in self._flat:
@@ -111,7 +111,7 @@ class Loop:
                 part.add_(self._noise[: part.numel()])
 
     def add_once(self) -> float:
-        """Seconds to add a tensor of a fragment's size to another; other ones each time, as far as they go."""
+        """Seconds to add a tensor of a fragment's size to another. Uses a different pair each time, in turn."""
         values, difference = self._pairs[self._number % len(self._pairs)]
         began = time.perf_counter()
         values.add_(difference)
@@ -119,7 +119,7 @@ class Loop:
 
 
 def run_loop(spec: LoopSpec, pipe: Connection) -> None:
-    """The process: sends what it measured, and ends."""
+    """The learner process: measures, sends the results, and ends."""
     tune_allocator()  # as diloco-worker does
     torch.set_num_threads(1)
     loop = Loop(spec.tensors, spec.rank)
@@ -147,7 +147,7 @@ def reach_second_versions(loop: Loop, learner: diloco_worker.Learner) -> None:
 
 
 def measure_blocks(loop: Loop, learner: diloco_worker.Learner, blocks: int) -> dict[str, Any]:
-    """Steps with the learner and steps without it, in turns."""
+    """Measure steps with the learner and steps without it, in turn."""
     m = Measured()
     for _ in range(blocks):
         for _ in range(SETTLE_STEPS):
@@ -176,7 +176,7 @@ def measure_blocks(loop: Loop, learner: diloco_worker.Learner, blocks: int) -> d
 
 
 def counts(learner: diloco_worker.Learner) -> dict[str, float]:
-    """Since the process began: CPU seconds by phase and in all, versions applied, contributions merged."""
+    """Counts since the process began: CPU seconds by phase and in total, versions applied, contributions merged."""
     assert learner.core is not None
     used = usage(learner)
     phases: dict[str, float] = used["phases_cpu_s"]
@@ -193,7 +193,7 @@ def applied(learner: diloco_worker.Learner) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run it all; what `--json` writes."""
+    """Run everything. Returns the figures for `--json`."""
     load_before = os.getloadavg()[0]
     tensors = tensors_of(int(args.params))
     settings = [f"shard.count={args.shards}", f"sync.push={args.push}", f"sync.pull={args.pull}"]
@@ -238,14 +238,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def good_enough(r: dict[str, Any]) -> bool:
-    """Whether it is what this page promises."""
+    """Whether the result keeps the limits above."""
     cost = r["step_cost_seconds"]
     flying = min(r["versions_applied_per_step"], r["contributions_merged_per_step"])
     return bool(cost["median"] <= MEDIAN_MAX_S and cost["p99"] <= P99_MAX_S and flying >= FLYING_MIN)
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The smallest of them that so many percent do not exceed."""
+    """The smallest value that at least `percent` of the values do not exceed."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 

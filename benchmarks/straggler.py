@@ -1,14 +1,14 @@
-"""What one slow worker costs the others when K = 1: real processes, with the slow one and without.
+"""The cost of one slow worker for the others when K = 1: real processes, with and without a slow worker.
 
     python benchmarks/straggler.py                  # two runs of 4 workers: about 75 s
     python benchmarks/straggler.py --json
 
-Every inner step of the tiny model sleeps for most of its time, so that workers on the same few cores do not slow each
-other down and what is left is what synchronisation costs. Run one: all steps sleep 50 ms. Run two: those of one worker
-sleep 250 ms. Compared are the steps per second of the three others. Then: the share of the slow one's tokens that were
-merged, as a mean over the fragments.
+Every inner step of the tiny model sleeps for most of its time. So workers on the same few cores do not slow each other
+down, and only synchronisation could. In the first run, all steps sleep for 50 ms. In the second, the steps of one
+worker sleep for 250 ms. The benchmark compares the steps per second of the three others. It also shows which share of
+the slow worker's tokens was merged, as a mean over the fragments.
 
-Exits with 1 if the others lose 5 % or more, or nothing of the slow one is merged.
+Exits with 1 if the others lose 5 % or more, or if nothing of the slow worker is merged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 class Member:
-    """A shard or worker, and what it says of itself."""
+    """A shard or worker process, and its status."""
 
     def __init__(self, name: str, module: str, folder: Path, stack: ExitStack, **settings: object) -> None:
         self._address_file = folder / f"{name}.json"
@@ -70,7 +70,7 @@ class Member:
 
 
 def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
-    """Steps per second of every worker over so many seconds, and what became of its tokens, with these sleeps."""
+    """Run workers with these sleeps for `seconds`. Returns steps per second, tokens and merged tokens of each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shard = Member("shard-0", "diloco_server", folder, stack)
@@ -98,7 +98,7 @@ def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
 
 
 def wait_until_all_merge(shard: Member, names: set[str]) -> None:
-    """Wait until something of every worker is in a version."""
+    """Wait until a version holds a contribution of every worker."""
     deadline = time.monotonic() + START_S
     while {learner["id"] for learner in shard.status()["learners"] if learner["merged"]} != names:
         if time.monotonic() > deadline:
@@ -107,7 +107,7 @@ def wait_until_all_merge(shard: Member, names: set[str]) -> None:
 
 
 def stall_share(status: dict[str, Any]) -> float:
-    """Part of the time that `learner.step` held the training loop."""
+    """Share of the time for which `learner.step` held the training loop."""
     return float(status["sync_stall_s"] / status["uptime_s"])
 
 

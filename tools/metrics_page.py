@@ -1,6 +1,6 @@
 """Writes docs/metrics.md: every metric of shards and workers with its kind, unit, labels and meaning.
 
-`python tools/metrics_page.py` writes, `--check` says whether it is up to date.
+`python tools/metrics_page.py` writes it, `--check` says whether it is up to date.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from written import ROOT, written
 
 TARGET = ROOT / "docs/metrics.md"
 UNITS = ("seconds", "bytes", "tokens", "versions")
-"""A word of a metric's name that says its unit; the others count, or have none."""
+"""Units, as they occur in the names of metrics. Other metrics are counts or plain numbers."""
 HEAD = """\
 # Metrics
 
@@ -38,7 +38,7 @@ says which metrics to look at, and when.
 
 
 class Page(Declare):
-    """Notes what is declared, as rows of a table."""
+    """Turns declared metrics into rows of a table."""
 
     def __init__(self) -> None:
         super().__init__(CollectorRegistry())

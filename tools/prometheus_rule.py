@@ -1,7 +1,7 @@
 """Writes the rules of deploy/prometheus/rules as a PrometheusRule for the Prometheus operator.
 
-`python tools/prometheus_rule.py` writes, `--check` says whether it is up to date. Kustomize cannot put the text of a
-file into a resource of a kind that it does not know.
+`python tools/prometheus_rule.py` writes it, `--check` says whether it is up to date. Kustomize cannot do this: it does
+not know PrometheusRule, so it cannot put the text of a file into one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def _groups(text: str) -> str:
-    """What follows `groups:`, indented to where the resource has it."""
+    """The text after `groups:`, indented for the resource."""
     lines = text.partition("groups:\n")[2].splitlines()
     return "".join(f"  {line}\n" if line else "\n" for line in lines)
 

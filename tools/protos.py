@@ -1,7 +1,7 @@
-"""Generate the protocol's Python code, or check that the committed code is what would be generated.
+"""Generates the protocol's Python code, or checks that the committed code is up to date.
 
-Runs under the Python of .venv-proto, which holds the oldest supported generator (`make proto`): generated
-code refuses runtimes older than its generator, so the newest one would shut out users.
+Runs under the Python of .venv-proto, which holds the oldest supported generator (`make proto`). Generated code refuses
+runtimes older than its generator, so a newer generator would shut out users.
 """
 
 from __future__ import annotations

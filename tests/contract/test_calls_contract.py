@@ -65,7 +65,7 @@ def test_every_join_is_a_new_generation(serve, clock):
         ({"decodes": []}, STATUS.INVALID_ARGUMENT, "UNKNOWN_ENCODING", "decodes nothing"),
         ({"tensors": []}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable elements"),
         ({"tensors": [TensorSpec("w", (0, 3))]}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable"),
-        ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "have the same name"),
+        ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "the same name"),
         ({"tensors": [TensorSpec("w", (-3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "has shape [-3]"),
         ({"tensors": [TensorSpec("", (3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "tensor ''"),
         ({"process_id": "x" * 65}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "process_id has 65 characters"),

@@ -1,8 +1,9 @@
-/* The inner loops of the encodings int8, int4 and bfloat16, and of merging, on a CPU: one pass over the values each.
+/* The inner loops of the encodings int8, int4 and bfloat16, and of merging, on a CPU. Each takes one pass over the values.
 
    A chunk of n elements is the float32 scales of its blocks of 256, then the codes (docs/wire-format.md). Encoding gives
-   the same bytes as the torch code in codec/, bit for bit: no operation may be fused or reordered there, so compile with
-   -ffp-contract=off and without -ffast-math. Pointers to bytes may be unaligned; nothing is allocated; safe from any thread. */
+   the same bytes as the torch code in codec/, bit for bit. So no operation may be fused or reordered: compile with
+   -ffp-contract=off and without -ffast-math. Pointers to bytes may be unaligned. Nothing is allocated, and every function
+   is safe from any thread. */
 
 #include <math.h>
 #include <stdint.h>
@@ -10,7 +11,7 @@
 
 #define BLOCK 256
 #define CACHE_LINE 64
-#define AHEAD 4096 /* Elements: so early a merge asks for what it reads; with many streams the CPU does not by itself. */
+#define AHEAD 4096 /* A merge prefetches this many elements ahead, because the CPU does not do so for many streams. */
 
 static int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 
@@ -20,7 +21,8 @@ static float load_scale(const uint8_t *data, int64_t block) {
     return scale;
 }
 
-/* x <- values - minus + plus for one block; the bits of its largest magnitude. NaN and infinity are the largest bits. */
+/* x <- values - minus + plus for one block. Returns the bits of its largest magnitude; those of NaN and infinity are the
+   largest of all. */
 static uint32_t load_block(const float *values, const float *minus, const float *plus, int count, float *x) {
     if (minus)
         for (int i = 0; i < count; i++) x[i] = values[i] - minus[i];
@@ -39,7 +41,7 @@ static uint32_t load_block(const float *values, const float *minus, const float 
     return largest;
 }
 
-/* Codes of one block with its scale stored; 0 if an element is not finite. */
+/* Encode one block, and store its scale and codes. Returns 0 if an element is not finite. */
 static int encode_block(const float *values, const float *minus, const float *plus, float *loss, int count,
                         float code_max, float scale_min, float scale_max, uint8_t *scale_out, int8_t *codes) {
     float x[BLOCK], absmax;
@@ -92,7 +94,7 @@ int64_t diloco_encode(int bits, const float *values, const float *minus, const f
     return -1;
 }
 
-/* The codes of one block; where they take no unpacking, in place. */
+/* The codes of one block, in place if they need no unpacking. */
 static const int8_t *block_codes_of(int bits, const uint8_t *codes, int64_t first, int count, int8_t *unpacked) {
     if (bits == 8) return (const int8_t *)(codes + first);
     unpack_nibbles(codes + first / 2, count, unpacked);
@@ -112,7 +114,7 @@ static const int8_t *block_codes_of(int bits, const uint8_t *codes, int64_t firs
         BODY at = end;                                                                      \
     }
 
-/* out <- elements start..stop of a chunk of n elements that was checked. */
+/* out <- elements start..stop of a checked chunk of n elements. */
 void diloco_decode(int bits, const uint8_t *data, int64_t n, int64_t start, int64_t stop, float *out) {
     FOR_BLOCKS({
         for (int i = 0; i < count; i++) out[i] = (float)code[i] * scale;
@@ -139,7 +141,7 @@ double diloco_sum_squares(int bits, const uint8_t *data, int64_t n, int64_t star
     return sum;
 }
 
-/* One contribution to a weighted sum: the scales and the codes from the block on in which the sum begins. */
+/* One contribution to a weighted sum: its scales and codes, from the block in which the sum begins. */
 struct source {
     const uint8_t *scales, *codes;
     float weight;
@@ -204,14 +206,14 @@ static float from_bfloat16(uint16_t half) {
     return value;
 }
 
-/* To nearest, ties to even. */
+/* Rounds to nearest, ties to even. */
 static uint16_t to_bfloat16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* out <- values, n elements, as bfloat16, at most `most` in magnitude; 0 if one is not finite. */
+/* out <- values, n elements, as bfloat16, clamped to `most` in magnitude. Returns 0 if an element is not finite. */
 int diloco_encode_bfloat16(const float *values, int64_t n, float most, uint16_t *out) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {
