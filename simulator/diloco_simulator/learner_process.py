@@ -218,7 +218,8 @@ class LearnerProcess:
         account, tensors = self._accounts[fragment_id], contribution.tensors
         if self._options.on_commit == "carry" and tensors.snapshot is not None:
             account.merged = account.merged + (tensors.snapshot - tensors.anchor)
-        account.lost = self._taken[contribution].lost
+        lost = self._taken[contribution].lost
+        account.lost = tensors.loss if lost is None else lost  # encoded, and forgotten before it was sent
 
     def _pushing(self, header: PushHeader, payload: Payload) -> None:
         """A contribution leaves the process: is it what was trained?"""
