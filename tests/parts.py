@@ -50,6 +50,8 @@ class Jobs(Executor):
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(job(*args, **kwargs))
             except Exception as error:
