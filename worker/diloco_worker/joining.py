@@ -24,6 +24,7 @@ from diloco_common.identity import check_learner_id
 from diloco_common.logs import Log
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_worker.boundary import Start
 from diloco_worker.connections import Connections
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
@@ -90,7 +91,7 @@ def join(
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry))
     learner = make_learner(
         replica, addresses, caller, partial(GrpcTransport, token=token), world, network, telemetry,
-        inner_step=inner_step, tokens=tokens, resumed=resumed,
+        Start(inner_step, tokens, resumed),
     )  # fmt: skip
     try:
         learner.start()

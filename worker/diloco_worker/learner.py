@@ -28,7 +28,7 @@ from torch import Tensor
 
 from diloco_common.messages import Progress
 from diloco_common.ports import Transport, World
-from diloco_worker.boundary import StepBoundary
+from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
@@ -249,25 +249,19 @@ class Learner:
 
 def make_learner(
     replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
-    background: Background, telemetry: LearnerTelemetry, *, inner_step: int = 0, tokens: int = 0, resumed: bool = False,
+    background: Background, telemetry: LearnerTelemetry, start: Start,
 ) -> Learner:  # fmt: skip
     """A learner in some world, with its parts. Nothing is dialed before `start`.
 
     Args:
         dial: gives the way to the shard at an address, and sends nothing yet.
         background: runs the connections.
-        inner_step: where the count of inner steps goes on.
-        tokens: where the count of tokens goes on.
-        resumed: the model holds values of this run, of a checkpoint.
     """
-    telemetry.born(inner_step, tokens)
+    telemetry.born(start.inner_step, start.tokens)
     inbox = Inbox()
     codec = CodecThread(replica.device, world, telemetry)
     context = ConnectionContext(caller, tuple(replica.specs), dial, world, inbox, codec, telemetry)
-    connections = Connections(addresses, Progress(inner_step, tokens), context)
-    boundary = StepBoundary(
-        replica, addresses, inbox, lambda: connections.pulse.tokens_merged, world,
-        inner_step=inner_step, tokens=tokens, resumed=resumed,
-    )  # fmt: skip
+    connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
+    boundary = StepBoundary(replica, addresses, inbox, lambda: connections.pulse.tokens_merged, world, start)
     telemetry.figures = boundary.figures
     return Learner(boundary, connections, background, context)
