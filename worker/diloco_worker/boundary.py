@@ -77,7 +77,7 @@ class StepBoundary:
         """An inner step on so many tokens has ended."""
         self._core.stepped(tokens)
 
-    def take_part(self, apply_s: float = math.inf) -> list[Act]:
+    def cross(self, apply_s: float = math.inf) -> list[Act]:
         """Take in what came, in order; and what to do, contributions included.
 
         Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:

@@ -129,20 +129,20 @@ class Learner:
         self._boundary.stepped(tokens)
         core = self._core
         self.telemetry.stepped(core.inner_step, core.tokens)
-        acts = self._take_part(max(APPLY_S, APPLY_SHARE * self.step_time_s))
+        acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s)
         acts.append(StepEnded(progress, tokens, step_s, self._clock() - began))
         self._post(acts)
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Take part between two steps: apply versions that have arrived, and send what rounds ask for.
+        """Apply versions that have arrived, and send what rounds ask for, between two steps.
 
         `step` does this too; call it where the next step is far away, such as during a long evaluation. Waits up to
         `wait_s` seconds for something to arrive. Raises what `step` raises.
         """
         if wait_s > 0:
             self._inbox.wait(wait_s)
-        self._post(self._take_part(math.inf))
+        self._post(self._cross(math.inf))
 
     def status(self) -> dict[str, Any]:
         """JSON of this learner, as at /status. In any thread."""
@@ -212,8 +212,8 @@ class Learner:
         assert core is not None, "`begin` is to be true first"
         return core
 
-    def _take_part(self, apply_s: float) -> list[Act]:
-        acts = self._boundary.take_part(apply_s)
+    def _cross(self, apply_s: float) -> list[Act]:
+        acts = self._boundary.cross(apply_s)
         if not self.telemetry.readiness[0]:
             self.telemetry.readiness = self._boundary.readiness()
         return acts
