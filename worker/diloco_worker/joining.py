@@ -1,4 +1,4 @@
-"""`join`: a learner in the production world: wall clock, real randomness and threads, gRPC, files, HTTP."""
+"""`join`: a learner in the real world: wall clock, real randomness and threads, gRPC, files, HTTP."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def join(
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
     check_learner_id(name)
     replica = Replica(model, mean_merge)
-    world = production_world()
+    world = real_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}")
     recorded = None if history is None else HistoryFile(history, name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
@@ -104,7 +104,7 @@ def join(
     return learner
 
 
-def production_world() -> World:
+def real_world() -> World:
     """Real time, chance and threads."""
     return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads)
 
