@@ -78,7 +78,7 @@ class StepBoundary:
         self._core.stepped(tokens)
 
     def cross(self, apply_s: float = math.inf) -> list[Act]:
-        """Take in what came, in order; and what to do, contributions included.
+        """Take in what came, in order. Returns what to do about it, contributions included.
 
         Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
         an event may decide over those after it, so none overtakes another.

@@ -42,10 +42,10 @@ from diloco_worker.telemetry import LearnerTelemetry
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 AWAY_S = 0.5
-"""A learner that was resumed waits so long for shards that do not answer; then it trains on without them."""
+"""A resumed learner waits this long, in seconds, for shards that do not answer. Then it trains on without them."""
 APPLY_S = 0.003
-"""So long `step` goes on to the next version that has arrived, or for this share of a step; what is left waits for the
-next step. One is applied in any case."""
+"""`step` spends this many seconds, or `APPLY_SHARE` of a step if that is longer, on versions that have arrived. It
+always applies one. The rest wait for the next step."""
 APPLY_SHARE = 0.005
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
@@ -209,7 +209,7 @@ class Learner:
     @property
     def _core(self) -> LearnerCore:
         core = self._boundary.core
-        assert core is not None, "`begin` is to be true first"
+        assert core is not None, "call `begin` until it returns True"
         return core
 
     def _cross(self, apply_s: float) -> list[Act]:
