@@ -14,6 +14,7 @@ from diloco_common.logs import Log
 from diloco_common.messages import JoinAnswer, LearnerPolicy, Pulse
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_worker.boundary import Start
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
@@ -50,6 +51,8 @@ class Jobs(Executor):
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(job(*args, **kwargs))
             except Exception as error:
@@ -111,5 +114,12 @@ class Parts:
         """It dials nobody."""
         dial: Any = lambda address: None  # noqa: E731
         return make_learner(
-            Replica(model), addresses, CALLER, dial, self.world, self.posted, self.telemetry, resumed=resumed
+            Replica(model),
+            addresses,
+            CALLER,
+            dial,
+            self.world,
+            self.posted,
+            self.telemetry,
+            Start(resumed=resumed),
         )

@@ -22,6 +22,7 @@ from diloco_simulator.model import Counting, TornReplica, part_of
 from diloco_simulator.process import Process
 from diloco_simulator.silence import QuietLog, Silence
 from diloco_simulator.transport import MemoryTransport
+from diloco_worker.boundary import Start
 from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
@@ -110,10 +111,10 @@ class LearnerProcess:
         log: Any = QuietLog(self.name, self._hear_error)
         silence: Any = Silence()
         telemetry = LearnerTelemetry(caller, self.process.clock, silence, log, cluster.history_of(learner_id))
+        start = Start() if resumed_from is None else Start(resumed_from.inner_step, resumed_from.tokens, resumed=True)
         self.learner = make_learner(
             TornReplica(self.model, self._during_a_read), [str(i) for i in range(options.shards)], caller, self._dial,
-            self.process.world(), self, telemetry, inner_step=resumed_from.inner_step if resumed_from else 0,
-            tokens=resumed_from.tokens if resumed_from else 0, resumed=resumed_from is not None,
+            self.process.world(), self, telemetry, start,
         )  # fmt: skip
         self._connections: Connections | None = None
         self.process.start(self._live(), self.name)

@@ -18,6 +18,7 @@ from diloco_common.errors import (
     CannotConnect,
     ConfigError,
     DilocoError,
+    InUse,
     ManifestMismatch,
     NotFinite,
     Superseded,
@@ -44,6 +45,13 @@ def global_values(shard: InProcessShard) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- joining and training
+
+
+def test_an_http_port_that_is_taken_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InUse, match=f"127.0.0.1:{port}"):
+            diloco_worker.join("127.0.0.1:1", tiny_model(), http=f"127.0.0.1:{port}", wait_s=1.0)
 
 
 def test_the_first_learner_seeds_and_the_second_adopts(serve, train):

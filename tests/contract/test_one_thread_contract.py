@@ -17,6 +17,7 @@ from training import tiny_model
 from diloco_common.logs import Log
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_worker.boundary import Start
 from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
@@ -67,7 +68,8 @@ def test_a_learner_without_threads_seeds_contributes_and_gets_versions(serve, lo
         world = World(time.monotonic, time.thread_time, random.Random(0), lambda count, name: InLoop())
         telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log("cat"))
         learner = make_learner(
-            Replica(model), [shard.address], caller, GrpcTransport, world, InLoopBackground(), telemetry,
+            Replica(model), [shard.address], caller, GrpcTransport, world, InLoopBackground(),
+            telemetry, Start(),
         )  # fmt: skip
         learner.start()
         await until_async(learner.begin, "the model holds every fragment")

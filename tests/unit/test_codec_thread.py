@@ -103,6 +103,24 @@ def test_the_next_contribution_of_a_fragment_takes_the_place_of_one_that_was_giv
     assert rig.values(later) == [-2.0, -2.0]
 
 
+def test_a_push_that_is_cancelled_leaves_the_job_to_be_done() -> None:
+    """Otherwise the fragment would be read for ever: no version could be applied to it again."""
+    rig = Rig()
+    contribution = rig.contributes()
+
+    async def push() -> None:
+        waiting = asyncio.ensure_future(rig.codec.payload(contribution))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(push())
+    rig.parts.jobs.run()
+    assert not rig.core.is_being_read(0)
+    assert rig.values(contribution) == [-1.0, -1.0]
+
+
 def test_a_codec_that_is_closed_begins_nothing() -> None:
     rig = Rig()
     rig.codec.close()

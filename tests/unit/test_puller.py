@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from diloco_common.codec import encode_payload
-from diloco_common.errors import BadChecksum
+from diloco_common.errors import (
+    BadChecksum,
+    BadSize,
+    Draining,
+    LeaseExpired,
+    NotJoined,
+    NotSeeded,
+    Refusal,
+    StaleGeneration,
+    UnknownEncoding,
+)
 from diloco_common.manifest import cut
 from diloco_common.messages import Held, LearnerPolicy, PullHeader, PullRequest
 from diloco_worker import puller as module
@@ -31,9 +41,9 @@ ANOTHER = 99
 
 
 class Shard:
-    """Answers each pull in turn: with the values of that version, or with bytes that are damaged."""
+    """Answers each pull in turn: with the values of that version, or with a refusal."""
 
-    def __init__(self, *answers: int | BadChecksum) -> None:
+    def __init__(self, *answers: int | Refusal) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[int, int] | None] = []
         """What each pull said that the learner has."""
@@ -45,7 +55,7 @@ class Shard:
         self.asked.append(request.have)
         self.held.append(self.codec.held([0]))
         answer = self.answers.pop(0)
-        if isinstance(answer, BadChecksum):
+        if isinstance(answer, Refusal):
             raise answer
         payload = encode_payload(torch.zeros(4), "bfloat16")
         fragment_id = request.fragment_id if answer != ANOTHER else 1
@@ -100,6 +110,30 @@ def test_a_change_that_came_damaged_is_fetched_from_nothing_and_what_was_held_st
     assert codec.held([0]) == (Held(0, EPOCH, 2),)
     assert shard.asked == [NOTHING, FIRST, NOTHING]
     assert shard.held == [(), (Held(0, EPOCH, 1),), (Held(0, EPOCH, 1),)]
+
+
+@pytest.mark.parametrize("of_the_bytes", [BadSize("too few"), UnknownEncoding("not known")])
+def test_what_cannot_be_read_is_fetched_from_nothing(of_the_bytes: Refusal) -> None:
+    shard = Shard(1, of_the_bytes, 2)
+    pulled(shard, 1, 2)
+    assert shard.asked == [NOTHING, FIRST, NOTHING]
+
+
+@pytest.mark.parametrize(
+    "of_the_call",
+    [
+        StaleGeneration("cat", 1, 2),
+        NotJoined("no lease"),
+        LeaseExpired("silent"),
+        Draining("shutting down"),
+        NotSeeded("nothing yet"),
+    ],
+)
+def test_a_call_that_is_refused_leaves_the_base_as_it_is(of_the_call: Refusal) -> None:
+    """Nothing came, so nothing is wrong with what is held: the next version may still come as a change."""
+    shard = Shard(1, of_the_call, 2)
+    pulled(shard, 1, 2)
+    assert shard.asked == [NOTHING, FIRST, FIRST]
 
 
 def test_another_epoch_of_the_shard_is_told_what_an_earlier_one_gave() -> None:

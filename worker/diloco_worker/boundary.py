@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -38,26 +39,37 @@ So does one that was resumed where there is no run: a model that begins anew is 
 fragments of the one and some of the other. If nobody comes, its values are the best that there are."""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a learner begins: at nothing, or where an earlier process has ended."""
+
+    inner_step: int = 0
+    """Where the count of inner steps goes on."""
+    tokens: int = 0
+    """Where the count of tokens goes on."""
+    resumed: bool = False
+    """The model holds values of this run, of a checkpoint."""
+
+
 class StepBoundary:
     """The core of one learner, what has joined, and the inbox that both are fed from."""
 
     def __init__(
         self, replica: Replica, addresses: Sequence[str], inbox: Inbox, tokens_merged: Callable[[], int],
-        world: World, *, inner_step: int = 0, tokens: int = 0, resumed: bool = False,
+        world: World, start: Start,
     ) -> None:  # fmt: skip
-        """`tokens_merged`: by the run so far, over all learners. `inner_step`, `tokens`: where the counts go on.
-        `resumed`: the model holds values of this run."""
+        """`tokens_merged`: by the run so far, over all learners."""
         self.core: LearnerCore | None = None
         """None until the first shard tells how the model is cut."""
         self.shards = Shards(len(addresses))
-        self.is_resumed = resumed
+        self.is_resumed = start.resumed
         self._replica = replica
         self._addresses = addresses
         self._inbox = inbox
         self._tokens_merged = tokens_merged
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
-        self._first = inner_step, tokens
+        self._start = start
         self._empty_since: dict[int, tuple[int, float]] = {}  # fragment -> epoch of its shard, and since when
         self._acts: list[Act] = []
 
@@ -65,8 +77,8 @@ class StepBoundary:
         """An inner step on so many tokens has ended."""
         self._core.stepped(tokens)
 
-    def take_part(self, apply_s: float = math.inf) -> list[Act]:
-        """Take in what came, in order; and what to do, contributions included.
+    def cross(self, apply_s: float = math.inf) -> list[Act]:
+        """Take in what came, in order. Returns what to do about it, contributions included.
 
         Stops at a version that cannot be applied while its fragment is read, and once applying took `apply_s` seconds:
         an event may decide over those after it, so none overtakes another.
@@ -116,7 +128,7 @@ class StepBoundary:
     def figures(self) -> Figures:
         """How far the learner is. In any thread."""
         if self.core is None:
-            return Figures(*self._first)
+            return Figures(self._start.inner_step, self._start.tokens)
         core = self.core
         return Figures(
             core.inner_step, core.tokens, dict(core.contributions), core.tokens_carried / len(core.fragments),
@@ -163,7 +175,7 @@ class StepBoundary:
         """Cut the model as a shard says that all do."""
         manifest = cut(self._replica.specs, first.num_fragments, first.num_shards)
         self.core = LearnerCore(self._replica, manifest, first.policy)
-        self.core.inner_step, self.core.tokens = self._first
+        self.core.inner_step, self.core.tokens = self._start.inner_step, self._start.tokens
         self._acts.append(ModelCut(manifest, {i: f.tensors for i, f in self.core.fragments.items()}))
 
     def _seed(self, joined: Joined) -> None:
@@ -201,10 +213,18 @@ class StepBoundary:
             seconds, cpu_seconds = self._clock() - began, self._cpu_clock() - cpu_began
             self._acts.append(
                 VersionApplied(
-                    event.fragment_id, event.version, event.epoch, event.values, applied.contribution, applied.fate,
-                    self._core.tokens - fragment.tokens_since(self._core.tokens), seconds, cpu_seconds, replaced,
+                    fragment_id=event.fragment_id,
+                    version=event.version,
+                    epoch=event.epoch,
+                    values=event.values,
+                    contribution=applied.contribution,
+                    fate=applied.fate,
+                    since=self._core.tokens - fragment.tokens_since(self._core.tokens),
+                    seconds=seconds,
+                    cpu_seconds=cpu_seconds,
+                    replaced=replaced,
                 )
-            )  # fmt: skip
+            )
 
     def _contribute(self) -> None:
         if self.core is None:

@@ -78,7 +78,8 @@ class CodecThread:
         job = self._payloads.get(contribution)
         if job is None:
             return None
-        return await asyncio.wrap_future(job)
+        # Who no longer waits does not cancel the job: until it has run, the fragment counts as being read.
+        return await asyncio.shield(asyncio.wrap_future(job))
 
     async def encode_seed(self, values: Tensor) -> Payload:
         """Values of version 0. Raises NotFinite."""

@@ -18,10 +18,12 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from diloco_common.errors import DilocoError
 from diloco_common.messages import Progress, Pulse
 from diloco_worker.connection import Connection
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act, ModelCut, PushContribution, SeedFragment, StepEnded
+from diloco_worker.core.events import Failed
 
 
 class Connections:
@@ -60,23 +62,15 @@ class Connections:
         ]
 
     def perform(self, acts: Sequence[Act]) -> None:
-        """Carry out the acts of one step boundary, in their order."""
+        """Carry out the acts of one step boundary, in their order. One that fails ends the learner, not this."""
         for act in acts:
-            match act:
-                case ModelCut():
-                    self._c.codec.own(act.tensors)
-                    for connection in self._connections:
-                        connection.model_is_cut(act.manifest)
-                case PushContribution():
-                    if (owner := self._to(act.shard_index)) is not None:
-                        owner.pusher.push(act)
-                case SeedFragment():
-                    if (owner := self._to(act.shard_index)) is not None:
-                        owner.pusher.seed(act)
-                case StepEnded():
-                    for connection in self._connections:
-                        connection.report(act.progress)
-            self._c.telemetry.count(act)
+            try:
+                self._perform(act)
+                self._c.telemetry.count(act)
+            except Exception as error:  # ours: otherwise only the event loop would hear of it
+                name = type(act).__name__
+                self._c.telemetry.log.error("act failed", trace=error, act=name)
+                self._c.inbox.put(Failed(DilocoError(f"{name} failed: {error!r}")))
 
     async def run(self) -> None:
         """Keep all connections up until cancelled."""
@@ -88,6 +82,22 @@ class Connections:
         """Give pushes that are under way so many seconds to be answered; then say goodbye. `run` goes on."""
         await asyncio.gather(*(connection.settle(settle_s) for connection in self._connections))
         await asyncio.gather(*(connection.leave() for connection in self._connections))
+
+    def _perform(self, act: Act) -> None:
+        match act:
+            case ModelCut():
+                self._c.codec.own(act.tensors)
+                for connection in self._connections:
+                    connection.model_is_cut(act.manifest)
+            case PushContribution():
+                if (owner := self._to(act.shard_index)) is not None:
+                    owner.pusher.push(act)
+            case SeedFragment():
+                if (owner := self._to(act.shard_index)) is not None:
+                    owner.pusher.seed(act)
+            case StepEnded():
+                for connection in self._connections:
+                    connection.report(act.progress)
 
     def _to(self, shard_index: int) -> Connection | None:
         """The one to a shard that was joined; None: it came back as another one."""

@@ -15,7 +15,7 @@ from diloco_worker.telemetry import LearnerTelemetry
 
 @dataclass(frozen=True)
 class ConnectionContext:
-    """One per learner."""
+    """What all connections of a learner share."""
 
     caller: Caller
     tensors: tuple[TensorSpec, ...]

@@ -110,7 +110,7 @@ class GrpcTransport:
 
 
 class GrpcControlStream:
-    """One Attend."""
+    """The control stream of one Attend call."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -1,4 +1,4 @@
-"""`join`: a learner in the production world: wall clock, real randomness and threads, gRPC, files, HTTP."""
+"""`join`: a learner in the real world: wall clock, real randomness and threads, gRPC, files, HTTP."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from diloco_common.identity import check_learner_id
 from diloco_common.logs import Log
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_worker.boundary import Start
 from diloco_worker.connections import Connections
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
@@ -81,7 +82,7 @@ def join(
     name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
     check_learner_id(name)
     replica = Replica(model, mean_merge)
-    world = production_world()
+    world = real_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}")
     recorded = None if history is None else HistoryFile(history, name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
@@ -90,7 +91,7 @@ def join(
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry))
     learner = make_learner(
         replica, addresses, caller, partial(GrpcTransport, bearer_token=token), world, network, telemetry,
-        inner_step=inner_step, tokens=tokens, resumed=resumed,
+        Start(inner_step, tokens, resumed),
     )  # fmt: skip
     try:
         learner.start()
@@ -103,7 +104,7 @@ def join(
     return learner
 
 
-def production_world() -> World:
+def real_world() -> World:
     """Real time, chance and threads."""
     return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from diloco_common.messages import Progress
 from diloco_common.ports import Transport, World
-from diloco_worker.boundary import StepBoundary
+from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
@@ -42,10 +42,10 @@ from diloco_worker.telemetry import LearnerTelemetry
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 AWAY_S = 0.5
-"""A learner that was resumed waits so long for shards that do not answer; then it trains on without them."""
+"""A resumed learner waits this long, in seconds, for shards that do not answer. Then it trains on without them."""
 APPLY_S = 0.003
-"""So long `step` goes on to the next version that has arrived, or for this share of a step; what is left waits for the
-next step. One is applied in any case."""
+"""`step` spends this many seconds, or `APPLY_SHARE` of a step if that is longer, on versions that have arrived. It
+always applies one. The rest wait for the next step."""
 APPLY_SHARE = 0.005
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
@@ -129,20 +129,20 @@ class Learner:
         self._boundary.stepped(tokens)
         core = self._core
         self.telemetry.stepped(core.inner_step, core.tokens)
-        acts = self._take_part(max(APPLY_S, APPLY_SHARE * self.step_time_s))
+        acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s)
         acts.append(StepEnded(progress, tokens, step_s, self._clock() - began))
         self._post(acts)
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Take part between two steps: apply versions that have arrived, and send what rounds ask for.
+        """Apply versions that have arrived, and send what rounds ask for, between two steps.
 
         `step` does this too; call it where the next step is far away, such as during a long evaluation. Waits up to
         `wait_s` seconds for something to arrive. Raises what `step` raises.
         """
         if wait_s > 0:
             self._inbox.wait(wait_s)
-        self._post(self._take_part(math.inf))
+        self._post(self._cross(math.inf))
 
     def status(self) -> dict[str, Any]:
         """JSON of this learner, as at /status. In any thread."""
@@ -209,11 +209,11 @@ class Learner:
     @property
     def _core(self) -> LearnerCore:
         core = self._boundary.core
-        assert core is not None, "`begin` is to be true first"
+        assert core is not None, "call `begin` until it returns True"
         return core
 
-    def _take_part(self, apply_s: float) -> list[Act]:
-        acts = self._boundary.take_part(apply_s)
+    def _cross(self, apply_s: float) -> list[Act]:
+        acts = self._boundary.cross(apply_s)
         if not self.telemetry.readiness[0]:
             self.telemetry.readiness = self._boundary.readiness()
         return acts
@@ -249,25 +249,19 @@ class Learner:
 
 def make_learner(
     replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
-    background: Background, telemetry: LearnerTelemetry, *, inner_step: int = 0, tokens: int = 0, resumed: bool = False,
+    background: Background, telemetry: LearnerTelemetry, start: Start,
 ) -> Learner:  # fmt: skip
     """A learner in some world, with its parts. Nothing is dialed before `start`.
 
     Args:
         dial: gives the way to the shard at an address, and sends nothing yet.
         background: runs the connections.
-        inner_step: where the count of inner steps goes on.
-        tokens: where the count of tokens goes on.
-        resumed: the model holds values of this run, of a checkpoint.
     """
-    telemetry.born(inner_step, tokens)
+    telemetry.born(start.inner_step, start.tokens)
     inbox = Inbox()
     codec = CodecThread(replica.device, world, telemetry)
     context = ConnectionContext(caller, tuple(replica.specs), dial, world, inbox, codec, telemetry)
-    connections = Connections(addresses, Progress(inner_step, tokens), context)
-    boundary = StepBoundary(
-        replica, addresses, inbox, lambda: connections.pulse.tokens_merged, world,
-        inner_step=inner_step, tokens=tokens, resumed=resumed,
-    )  # fmt: skip
+    connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
+    boundary = StepBoundary(replica, addresses, inbox, lambda: connections.pulse.tokens_merged, world, start)
     telemetry.figures = boundary.figures
     return Learner(boundary, connections, background, context)

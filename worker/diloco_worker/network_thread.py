@@ -36,6 +36,7 @@ class NetworkThread:
         self._thread = threading.Thread(target=self._run, name="diloco-network", daemon=True)
         self._posted: SimpleQueue[Sequence[Act]] = SimpleQueue()  # its `put` keeps the interpreter lock
         self._waker = threading.Thread(target=self._wake, name="diloco-waker", daemon=True)
+        self._running: asyncio.Task[None] | None = None  # None: the connections were never begun
         self._is_stopping = False
 
     def start(self, connections: Connections) -> None:
@@ -84,8 +85,9 @@ class NetworkThread:
 
     async def _stop(self) -> None:
         await self._connections.leave(SETTLE_S)
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         if self._http is not None:
             await self._http.stop()
 

@@ -7,12 +7,23 @@ from collections.abc import AsyncGenerator
 
 from diloco_common.codec import Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
-from diloco_common.errors import BadRequest, Refusal
+from diloco_common.errors import (
+    BadChecksum,
+    BadEncoding,
+    BadRequest,
+    BadSize,
+    NotFinite,
+    Refusal,
+    UnknownEncoding,
+)
 from diloco_common.messages import PullHeader, PullRequest
 from diloco_common.ports import Transport, Unavailable
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.dialing import backoff_s, call_s
+
+UNREADABLE = (BadRequest, BadSize, BadChecksum, BadEncoding, UnknownEncoding, NotFinite)
+"""What came cannot be read: the next pull asks for the values. Other refusals are of the call, and cost no base."""
 
 
 class Puller:
@@ -43,7 +54,7 @@ class Puller:
                     await self._pull(fragment_id)
                     attempt = 0
                 except (Refusal, Unavailable) as error:
-                    if isinstance(error, Refusal):
+                    if isinstance(error, UNREADABLE):
                         self._c.codec.lose_base(fragment_id)
                     self._c.telemetry.log.debug("pull failed", shard=state.address, fragment=fragment_id, why=error)
                     self._has_news.set()

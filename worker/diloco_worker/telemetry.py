@@ -30,7 +30,7 @@ from diloco_worker.core.pushes import Lease
 
 
 class LearnerTelemetry:
-    """Of one learner in one process."""
+    """What one process of a learner says of itself: log, metrics, status and history."""
 
     def __init__(
         self, caller: Caller, clock: Clock, metrics: WorkerMetrics, log: Log, history: History | None = None

@@ -95,7 +95,7 @@ class StepEnded:
     step_s: float
     """From the end of the step before."""
     stall_s: float
-    """So long `step` held the training loop."""
+    """How long `step` held the training loop, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

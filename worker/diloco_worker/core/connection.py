@@ -25,16 +25,16 @@ class Caller:
 
     @property
     def identity(self) -> Identity:
-        """Without a lease, for Join."""
+        """The identity in Join, which needs no lease."""
         return Identity(self.run_id, self.learner_id)
 
     def under(self, lease: Lease) -> Identity:
-        """For the calls that need a lease."""
+        """The identity in calls that need a lease."""
         return replace(self.identity, generation=lease.generation, epoch=lease.epoch)
 
 
 class ConnectionState:
-    """Of one learner with one shard."""
+    """What one learner knows of one shard: its lease, its epoch, and what it has announced."""
 
     def __init__(self, caller: Caller, address: str) -> None:
         self.caller = caller
@@ -54,7 +54,7 @@ class ConnectionState:
 
     @property
     def fragment_ids(self) -> tuple[int, ...]:
-        """Of the fragments that the shard owns; none as long as that is not known."""
+        """The ids of the fragments that the shard owns; none as long as that is not known."""
         if self.manifest is None or self.shard_index is None:
             return ()
         return tuple(fragment.fragment_id for fragment in self.manifest.owned_by(self.shard_index))

@@ -88,9 +88,9 @@ class EventQueue:
 
     def put(self, event: Event) -> None:
         """Append an event; it replaces an older one of its kind that was not read yet. `Failed` goes first."""
-        self._events.pop(key := (type(event), _subject(event)), None)
+        self._events.pop(key := _key(event), None)
         if isinstance(event, Failed):
-            self.put_back(event)
+            self._events = {key: event} | self._events
         else:
             self._events[key] = event
 
@@ -99,10 +99,14 @@ class EventQueue:
         return self._events.pop(next(iter(self._events))) if self._events else None
 
     def put_back(self, event: Event) -> None:
-        """In front of the others, unless a newer one of its kind has come since it was popped."""
-        key = (type(event), _subject(event))
-        if key not in self._events:
-            self._events = {key: event} | self._events
+        """An event that was popped is the next again, unless `Failed` or a newer one of its kind has come since."""
+        if (key := _key(event)) not in self._events:
+            failed = {k: e for k, e in self._events.items() if isinstance(e, Failed)}
+            self._events = failed | {key: event} | self._events
+
+
+def _key(event: Event) -> tuple[type[Event], int | str]:
+    return type(event), _subject(event)
 
 
 def _subject(event: Event) -> int | str:

@@ -1,9 +1,9 @@
 """The pushes of one contribution: which are under way, and whether another may begin.
 
-A round may ask again for what is under way, and what was sent under one lease may be sent again under the next. Only an
-answer under the current lease says something about the contribution, and LATE or REJECTED then says all, whatever
-became of the pushes before: where the shard holds the contribution, or has merged it, it answers DUPLICATE instead, and
-what it was sent under older leases it takes no more.
+A round may ask again for what is under way. What was sent under one lease may be sent again under the next. Only an
+answer under the current lease counts. LATE or REJECTED is then final, whatever became of the pushes before. A shard
+that holds the contribution, or has merged it, answers DUPLICATE instead. It takes nothing more that was sent under
+older leases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from diloco_common.messages import Outcome, PushAnswer
 
 
 class Lease(NamedTuple):
-    """Of one learner with one shard."""
+    """The right of one learner to contribute to one shard."""
 
     epoch: int
     """Of the shard that gave it."""
@@ -23,7 +23,7 @@ class Lease(NamedTuple):
 
 
 class Pushes:
-    """Owned by whoever sends."""
+    """What was sent of one contribution, and whether to send it again. Owned by whoever sends."""
 
     def __init__(self) -> None:
         self.may_have_arrived = False

@@ -91,7 +91,7 @@ def wait_for_device(values: Tensor) -> None:
 
 
 def queued_until(values: Tensor) -> Callable[[], None] | None:
-    """What waits until that which was queued so far is in `values`; None: it is."""
+    """A call that waits until the work queued so far is in `values`; None: it is there already."""
     if not values.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

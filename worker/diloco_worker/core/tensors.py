@@ -104,7 +104,7 @@ class ContributionTensors:
         wait_for_device(self._moved)  # others compute with it
 
     def _whole_snapshot(self) -> Tensor:
-        """For other threads and streams than the one that has taken it."""
+        """The snapshot, ready for any thread and stream."""
         snapshot = self.take_snapshot()
         if self._wait_until_copied is not None:
             self._wait_until_copied()
@@ -164,7 +164,7 @@ class FragmentTensors:
         return self.contribution
 
     def give_back(self) -> None:
-        """The contribution was not merged: as if it had not been taken. Who still reads it, does so in vain."""
+        """The contribution was not merged: forget that it was taken. Whoever still reads it reads in vain."""
         self.contribution = None
 
     def begin_with_own(self) -> None:
