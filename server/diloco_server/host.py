@@ -83,7 +83,8 @@ class ShardHost:
         self._recovering = False
         self._jobs: dict[asyncio.Task[None], str] = {}  # with their names, in the order of their start
         self.broken = asyncio.Event()
-        """Set when a merge failed half way: the values in memory are of no version, so this process must end."""
+        """Set when this process must end: a merge failed half way, so the values in memory are of no version; or time
+        has stopped for the core."""
         self.why_broken = ""
         self._closed = False
         self._later: asyncio.TimerHandle | None = None  # the decision that events wait for
@@ -110,7 +111,14 @@ class ShardHost:
         self.telemetry.recovered(took_s=self.stopwatch() - began)
 
     async def run(self) -> None:
-        """Let time pass for the core until cancelled."""
+        """Let time pass for the core until cancelled. An error ends the shard: without time, no lease would end."""
+        try:
+            await self._let_time_pass()
+        except Exception as error:
+            self.log.error("time has stopped for the shard", trace=error)
+            self._break(f"time has stopped for the shard: {error!r}")
+
+    async def _let_time_pass(self) -> None:
         next_pulse = self.clock()
         while True:
             now = self.clock()
@@ -356,9 +364,13 @@ class ShardHost:
                 yield
             except Exception as error:
                 self.keeper.drop(merge.fragment_id)
-                self.why_broken = f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}"
-                self.broken.set()
+                self._break(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
                 raise
+
+    def _break(self, why: str) -> None:
+        """This process must end. The first reason is the one that counts."""
+        self.why_broken = self.why_broken or why
+        self.broken.set()
 
     async def keep(self, version: StoredVersion) -> None:
         """Make a version durable, as far as the settings ask for it. It may be announced when this returns."""
