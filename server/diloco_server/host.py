@@ -81,7 +81,8 @@ class ShardHost:
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
         self._recovering = False
-        self._jobs: dict[asyncio.Task[None], str] = {}  # with their names, in the order of their start
+        self._jobs: dict[asyncio.Task[None], None] = {}
+        # Not a set: it has no order, and `close` cancels them in the order of their start, in every run of a seed.
         self.broken = asyncio.Event()
         """Set when this process must end: a merge failed half way, so the values in memory are of no version; or time
         has stopped for the core."""
@@ -326,7 +327,7 @@ class ShardHost:
         if self._closed:  # the last pushes have closed a round
             return
         task = asyncio.create_task(self._run(job), name=name)
-        self._jobs[task] = name
+        self._jobs[task] = None
         task.add_done_callback(self._finished)
 
     async def _run(self, job: Job) -> None:
@@ -334,9 +335,9 @@ class ShardHost:
         self.advance()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        name = self._jobs.pop(task)
+        del self._jobs[task]
         if not task.cancelled() and task.exception() is not None:
-            self.log.error("job failed", trace=task.exception(), job=name)
+            self.log.error("job failed", trace=task.exception(), job=task.get_name())
         self._moved.set()
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
