@@ -60,7 +60,7 @@ def core(package: str) -> Rule:
 
 
 TORCH = frozenset({"torch"})
-CLOCKS_AND_CHANCE = frozenset({"time", "random", "secrets"})
+CLOCKS_AND_CHANCE = frozenset({"datetime", "random", "secrets", "time", "uuid"})
 NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 PRODUCTION = frozenset({
     "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.http", "diloco_common.metrics",
@@ -175,6 +175,7 @@ def test_every_module_keeps_to_its_layer(repository):
         pytest.param("diloco_worker.core.learner", "from diloco_server.core.rounds import Round", id="the other side"),
         pytest.param("diloco_server.service", "import diloco_deploy.cli", id="from a shell"),
         pytest.param("diloco_server.host", "from time import monotonic", id="the clock of a shell"),
+        pytest.param("diloco_worker.learner", "from uuid import uuid4", id="the chance of a shell"),
         pytest.param("diloco_server.service", "from diloco_common import rpc", id="grpc in a shell"),
         pytest.param("diloco_simulator.process", "import time", id="real time in the simulator"),
     ],
