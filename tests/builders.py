@@ -13,7 +13,7 @@ from diloco_common.manifest import Piece
 from diloco_common.settings import Settings
 from diloco_server.core.merge import merge as merged_slices
 from diloco_server.core.merge import piece_norms
-from diloco_server.core.rounds import Contribution
+from diloco_server.core.round import Contribution
 
 
 def make_settings(**sections: dict[str, Any]) -> Settings:

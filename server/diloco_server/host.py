@@ -81,9 +81,11 @@ class ShardHost:
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
         self._recovering = False
-        self._jobs: dict[asyncio.Task[None], str] = {}  # with their names, in the order of their start
+        self._jobs: dict[asyncio.Task[None], None] = {}
+        # Not a set: it has no order, and `close` cancels them in the order of their start, in every run of a seed.
         self.broken = asyncio.Event()
-        """Set when a merge failed half way: the values in memory are of no version, so this process must end."""
+        """Set when this process must end: a merge failed half way, so the values in memory are of no version; or time
+        has stopped for the core."""
         self.why_broken = ""
         self._closed = False
         self._later: asyncio.TimerHandle | None = None  # the decision that events wait for
@@ -110,7 +112,14 @@ class ShardHost:
         self.telemetry.recovered(took_s=self.stopwatch() - began)
 
     async def run(self) -> None:
-        """Let time pass for the core until cancelled."""
+        """Let time pass for the core until cancelled. An error ends the shard: without time, no lease would end."""
+        try:
+            await self._let_time_pass()
+        except Exception as error:
+            self.log.error("time has stopped for the shard", trace=error)
+            self._break(f"time has stopped for the shard: {error!r}")
+
+    async def _let_time_pass(self) -> None:
         next_pulse = self.clock()
         while True:
             now = self.clock()
@@ -318,7 +327,7 @@ class ShardHost:
         if self._closed:  # the last pushes have closed a round
             return
         task = asyncio.create_task(self._run(job), name=name)
-        self._jobs[task] = name
+        self._jobs[task] = None
         task.add_done_callback(self._finished)
 
     async def _run(self, job: Job) -> None:
@@ -326,9 +335,9 @@ class ShardHost:
         self.advance()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        name = self._jobs.pop(task)
+        del self._jobs[task]
         if not task.cancelled() and task.exception() is not None:
-            self.log.error("job failed", trace=task.exception(), job=name)
+            self.log.error("job failed", trace=task.exception(), job=task.get_name())
         self._moved.set()
 
     async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
@@ -356,9 +365,13 @@ class ShardHost:
                 yield
             except Exception as error:
                 self.keeper.drop(merge.fragment_id)
-                self.why_broken = f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}"
-                self.broken.set()
+                self._break(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
                 raise
+
+    def _break(self, why: str) -> None:
+        """This process must end. The first reason is the one that counts."""
+        self.why_broken = self.why_broken or why
+        self.broken.set()
 
     async def keep(self, version: StoredVersion) -> None:
         """Make a version durable, as far as the settings ask for it. It may be announced when this returns."""

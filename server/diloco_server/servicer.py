@@ -57,8 +57,8 @@ class ParameterServer(pb_grpc.ParameterServerServicer):
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> AsyncIterator[pb.PullResponse]:
         try:
-            wanted = protobuf.pull_request_from_pb(request)
-            async with aclosing(self._service.pull(self._caller(context), wanted)) as parts:
+            caller = self._caller(context)
+            async with aclosing(self._service.pull(caller, protobuf.pull_request_from_pb(request))) as parts:
                 async for part in parts:
                     yield _pull_response(part)
         except Refusal as refusal:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.rounds import Round
+from diloco_server.core.round import Round
 
 Name = tuple[int, int, int]
 """Of a version: fragment, the epoch that it was made in, and its number."""

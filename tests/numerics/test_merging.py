@@ -15,7 +15,7 @@ from builders import make_contribution, merge, one_piece, random_values
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import Piece
 from diloco_server.core.merge import piece_norms
-from diloco_server.core.rounds import Contribution
+from diloco_server.core.round import Contribution
 
 LEARNERS = "abcdefgh"
 SIZE = 700

@@ -11,11 +11,11 @@ from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.identity import Identity
 from diloco_common.messages import PushAnswer
 from diloco_server.core.admission import DUPLICATE
-from diloco_server.core.collecting import Rounds
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
-from diloco_server.core.rounds import Round
+from diloco_server.core.round import Round
+from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
 from diloco_server.core.versions import Versions
 from diloco_server.host import ShardHost

@@ -26,7 +26,7 @@ from diloco_common.messages import PushHeader
 from diloco_server.core import guards
 from diloco_server.core.fragment import NORMS_MIN, FragmentState, Phase
 from diloco_server.core.record import Record
-from diloco_server.core.rounds import Round, total_norm
+from diloco_server.core.round import Round, total_norm
 
 MANIFEST = cut([TensorSpec("w", (100,))], 1, 1)
 HEADER = PushHeader(

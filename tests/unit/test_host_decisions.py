@@ -99,6 +99,29 @@ def test_a_merge_that_fails_half_way_ends_the_shard(monkeypatch: pytest.MonkeyPa
     assert why == "version 1 of fragment 0 cannot be made: element 0 of 4 is inf"
 
 
+def test_a_shard_for_which_time_stops_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Else it would serve on, and no lease would end."""
+
+    async def ready_after_it() -> tuple[bool, str]:
+        host = make_host()
+        monkeypatch.setattr(host.shard, "send_pulses", fails)
+        ticking = asyncio.create_task(host.run())
+        async with asyncio.timeout(10.0):
+            await host.broken.wait()
+            await ticking
+        host.close()
+        return host.ready()
+
+    def fails() -> None:
+        raise AssertionError("two rounds of one fragment")
+
+    assert asyncio.run(ready_after_it()) == (
+        False,
+        "time has stopped for the shard: AssertionError('two rounds of one fragment')",
+    )
+    assert [record.exc_info is not None for record in caplog.records if "time has stopped" in record.message] == [True]
+
+
 class FullDisk(MemoryStore):
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
         raise OSError("no space left on device")

@@ -60,7 +60,7 @@ def core(package: str) -> Rule:
 
 
 TORCH = frozenset({"torch"})
-CLOCKS_AND_CHANCE = frozenset({"time", "random", "secrets"})
+CLOCKS_AND_CHANCE = frozenset({"datetime", "random", "secrets", "time", "uuid"})
 NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 PRODUCTION = frozenset({
     "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.http", "diloco_common.metrics",
@@ -172,9 +172,10 @@ def test_every_module_keeps_to_its_layer(repository):
         pytest.param("diloco_server.core.shard", "def now():\n    import time", id="in a function"),
         pytest.param("diloco_server.core.shard", "if TYPE_CHECKING:\n    import grpc", id="for types alone"),
         pytest.param("diloco_server.core.shard", "clock = __import__('time').monotonic", id="behind the back"),
-        pytest.param("diloco_worker.core.learner", "from diloco_server.core.rounds import Round", id="the other side"),
+        pytest.param("diloco_worker.core.learner", "from diloco_server.core.round import Round", id="the other side"),
         pytest.param("diloco_server.service", "import diloco_deploy.cli", id="from a shell"),
         pytest.param("diloco_server.host", "from time import monotonic", id="the clock of a shell"),
+        pytest.param("diloco_worker.learner", "from uuid import uuid4", id="the chance of a shell"),
         pytest.param("diloco_server.service", "from diloco_common import rpc", id="grpc in a shell"),
         pytest.param("diloco_simulator.process", "import time", id="real time in the simulator"),
     ],
@@ -188,8 +189,8 @@ def test_a_module_that_breaks_its_layer_is_found(module, source):
     [
         ("diloco_common.codec.int8", "import torch"),
         ("diloco_server.core.shard", "import math\nimport torch\nfrom dataclasses import dataclass"),
-        ("diloco_server.core.shard", "from diloco_common.errors import Late\nfrom .rounds import Round"),
-        ("diloco_server.core", "from .rounds import Round"),
+        ("diloco_server.core.shard", "from diloco_common.errors import Late\nfrom .round import Round"),
+        ("diloco_server.core", "from .round import Round"),
         ("diloco_server.server", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
         ("diloco_deploy.up", "import diloco_server.cli, diloco_worker, diloco_simulator"),
     ],

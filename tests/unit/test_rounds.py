@@ -9,7 +9,7 @@ import torch
 
 from builders import make_contribution
 from diloco_server.core.cadence import Quorum
-from diloco_server.core.rounds import CloseReason, Contribution, Round
+from diloco_server.core.round import CloseReason, Contribution, Round
 
 GRACE_S = 5.0
 

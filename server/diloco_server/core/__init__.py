@@ -3,8 +3,8 @@
 shard.py        the face that callers use; start here
 leases.py       who may speak
 membership.py   leases and generations themselves
-collecting.py   when rounds open and close, and what becomes of a push
-rounds.py       what one round has collected, and whether it may close
+rounds.py       when rounds open and close, and what becomes of a push
+round.py        what one round has collected, and whether it may close
 cadence.py      when a fragment is due
 grace.py        how long a round stays open after its quorum
 admission.py    the answer to a push, from its header

@@ -13,7 +13,7 @@ from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import OuterOptimizer
-from diloco_server.core.rounds import Contribution
+from diloco_server.core.round import Contribution
 
 
 @dataclass

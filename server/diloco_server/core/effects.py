@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from diloco_common.codec import Payload
 from diloco_common.messages import Directive
 from diloco_server.core.membership import Member, Membership
-from diloco_server.core.rounds import CloseReason, Contribution
+from diloco_server.core.round import CloseReason, Contribution
 
 
 @dataclass(frozen=True, slots=True)

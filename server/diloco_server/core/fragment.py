@@ -13,7 +13,7 @@ from diloco_common.messages import Collect, Committed, FragmentStatus, Held, Pus
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record, empty_record
-from diloco_server.core.rounds import Contribution, Round
+from diloco_server.core.round import Contribution, Round
 
 NORMS_MIN = 8
 """Merged contributions after which their median is trusted."""

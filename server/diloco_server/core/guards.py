@@ -14,7 +14,7 @@ from diloco_common.errors import ManifestMismatch, NormTooLarge, NotFinite, TooS
 from diloco_common.manifest import Manifest, TensorSpec, differences
 from diloco_common.messages import PushHeader
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.rounds import total_norm
+from diloco_server.core.round import total_norm
 
 SEED_ENCODINGS = ("float32", "bfloat16")
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from diloco_common.errors import StaleGeneration, Superseded
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Evicted, Held
-from diloco_server.core.collecting import Rounds
 from diloco_server.core.effects import LearnerForgotten, LearnerGone, LearnerJoined, Outbox
 from diloco_server.core.membership import Member, Membership, superseded
+from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
 
 

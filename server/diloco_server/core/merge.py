@@ -29,7 +29,7 @@ from diloco_common.codec.native import WeightedSum
 from diloco_common.codec.scratch import scratch
 from diloco_common.errors import BadEncoding
 from diloco_common.manifest import Piece
-from diloco_server.core.rounds import Contribution
+from diloco_server.core.round import Contribution
 
 SLICE = 1 << 18
 """Elements that are worked on at a time: 1 MiB of float32, which stays in the cache from one operation to the next."""

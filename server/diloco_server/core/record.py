@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from diloco_server.core.membership import Membership
-from diloco_server.core.rounds import Round
+from diloco_server.core.round import Round
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Callers say what happened and when (`join`, `progress`, `admit`, `contribute`, `
 changes its state and leaves effects for the shell to carry out. This is the face; the decisions are in three parts:
 
     leases.py       who may speak
-    collecting.py   rounds: when they open and close, and what becomes of a push
+    rounds.py       rounds: when they open and close, and what becomes of a push
     versions.py     seeding, restoring, committing and announcing
 """
 
@@ -29,7 +29,6 @@ from diloco_common.messages import (
 from diloco_common.settings import Settings
 from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.collecting import Rounds
 from diloco_server.core.effects import Effect, Outbox
 from diloco_server.core.fragment import FragmentState, Restored
 from diloco_server.core.grace import GraceWindow
@@ -37,6 +36,7 @@ from diloco_server.core.leases import Leases
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.record import Record
+from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
 
 

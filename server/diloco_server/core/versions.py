@@ -1,7 +1,7 @@
 """Versions: how a fragment gets its first one and its next one, what is announced, and what was lost.
 
 Owns the manifest, the fragments that the shard owns, and the end of the run. Which contributions go into a version is
-decided in `collecting.py`.
+decided in `rounds.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""A round: the collecting of contributions for one outer step of one fragment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from diloco_common.codec import Payload
+from diloco_common.messages import PushHeader
+from diloco_server.core.cadence import Quorum, needed
+from diloco_server.core.membership import Member
+
+
+class CloseReason(StrEnum):
+    """Why a round closed."""
+
+    ALL = "all"  # nobody is missing
+    GRACE = "grace"  # it had its quorum, and the grace window is over
+    LEASE = "lease"  # everybody who is missing has lost the lease that was asked
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One pseudo-gradient, still compressed, and where it came from."""
+
+    learner_id: str
+    generation: int
+    fragment_id: int
+    round: int
+    base_version: int
+    tokens: int
+    steps: int
+    payload: Payload
+    piece_norms: tuple[float, ...]
+    """L2 norm of each piece of the fragment, in order."""
+
+    @classmethod
+    def of(cls, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]) -> Contribution:
+        """What a push brings."""
+        return cls(
+            member.learner_id, member.generation, header.fragment_id, header.round, header.base_version,
+            header.tokens, header.steps, payload, piece_norms,
+        )  # fmt: skip
+
+    @property
+    def norm(self) -> float:
+        """Of the whole fragment."""
+        return total_norm(self.piece_norms)
+
+    def is_what(self, header: PushHeader) -> bool:
+        """Whether a push with this header, of the same learner and round, brings this contribution again."""
+        return (self.payload.header, self.tokens, self.steps) == (header.payload, header.tokens, header.steps)
+
+    @property
+    def weight(self) -> float:
+        """Quantity times quality: tokens^2 / steps."""
+        return self.tokens * self.tokens / self.steps
+
+
+@dataclass
+class Round:
+    """What a round asked for and has got."""
+
+    round: int
+    """The version that it will make."""
+    opened_at: float
+    asked: dict[str, int]
+    """Learner -> the generation that was asked. Learners that lose their lease stay here."""
+    lost: set[str] = field(default_factory=set)
+    """Asked learners whose generation is over: they are gone, or have joined again."""
+    refused: set[str] = field(default_factory=set)
+    """Asked learners whose contribution was refused. Nobody waits for another one."""
+    contributions: dict[str, Contribution] = field(default_factory=dict)
+    quorum_at: float | None = None
+    closed_at: float = 0.0
+
+    @property
+    def missing(self) -> list[str]:
+        """Learners that are still expected to contribute, in order."""
+        return sorted(self.asked.keys() - self.lost - self.refused - self.contributions.keys())
+
+    def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
+        """Take a contribution of a generation that was asked."""
+        assert self.asked.get(contribution.learner_id) == contribution.generation
+        self.contributions[contribution.learner_id] = contribution
+        if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
+            self.quorum_at = now
+
+    def refuse(self, learner_id: str, generation: int) -> bool:
+        """Wait no longer for a learner whose contribution was refused. Returns whether the round had waited."""
+        waited = learner_id in self.missing and self.asked[learner_id] == generation
+        if waited:
+            self.refused.add(learner_id)
+        return waited
+
+    def lose(self, learner_id: str) -> Contribution | None:
+        """The generation that was asked is over: fence off what it contributed, and return that."""
+        if learner_id not in self.asked:
+            return None
+        self.lost.add(learner_id)
+        return self.contributions.pop(learner_id, None)
+
+    def verdict(self, quorum: Quorum, grace_s: float, now: float) -> tuple[CloseReason | None, str]:
+        """Why the round closes now, or None; and the same in words."""
+        if not self.contributions:
+            return None, f"0/{len(self.asked)} contributions"
+        if not self.missing:
+            reason = CloseReason.LEASE if self.lost else CloseReason.ALL
+            return reason, str(reason)
+        enough = needed(quorum, len(self.asked))
+        if len(self.contributions) < enough or self.quorum_at is None:
+            return None, f"{len(self.contributions)}/{enough} contributions"
+        left_s = self.quorum_at + grace_s - now
+        if left_s > 0:
+            return None, f"{left_s:.3f} s of grace left"
+        return CloseReason.GRACE, str(CloseReason.GRACE)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nobody contributed, and nobody will."""
+        return not self.contributions and not self.missing
+
+
+def total_norm(norms: Sequence[float]) -> float:
+    """L2 norm of a fragment from those of its pieces."""
+    return math.hypot(*norms)
