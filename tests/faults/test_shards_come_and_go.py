@@ -40,12 +40,13 @@ def test_all_shards_are_restarted_one_after_the_other_under_load(tmp_path: Path)
     with SteadyCluster(tmp_path, shards=3) as cluster:
         cluster.add("ann", "ben")
         for shard in cluster.shards:
-            kept, steps = versions(shard.status()), [h.steps for h in cluster.ask()]
+            kept, steps, epoch = versions(shard.status()), [h.steps for h in cluster.ask()], shard.status()["epoch"]
             shard.signal(signal.SIGTERM)
             assert shard.ends() == 0
             shard.start()
             until(lambda s=shard: s.ready, "the shard to serve again")  # type: ignore[misc]
             assert all(version >= kept[f] for f, version in versions(shard.status()).items())
+            assert shard.status()["epoch"] == epoch + 1
             for name in cluster.learners:
                 cluster.await_merged(name)
             assert all(h.steps > s for h, s in zip(cluster.ask(), steps, strict=True))
@@ -53,6 +54,5 @@ def test_all_shards_are_restarted_one_after_the_other_under_load(tmp_path: Path)
         assert cluster.disagreements() == []
         gaps = [h.longest_gap_s for h in cluster.ask()]
         print(f"rolling restart: longest gap between two steps {max(gaps):.3f} s")
-        assert all(shard.status()["epoch"] == 2 for shard in cluster.shards)
         # Not yet: that nobody logs a traceback. A push that arrives while the shard ends may find its threads gone.
         assert "versions lost" not in cluster.said()

@@ -107,7 +107,7 @@ def test_what_cannot_be_a_change_is_refused() -> None:
     base = encode_payload(torch.ones(4), "bfloat16")
     with pytest.raises(NotFinite, match="element 2"):
         encode_change(torch.tensor([1.0, 1.0, torch.nan, 1.0]), base, "int8")
-    with pytest.raises(BadSize, match="5 values, and 4 of the anchor"):
+    with pytest.raises(BadSize, match="there are 5 values, but the anchor has 4"):
         encode_change(torch.ones(5), base, "int8")
     change, _ = encode_change(torch.zeros(4), base, "int8")
     with pytest.raises(BadSize, match="4 elements, the anchor 5"):
