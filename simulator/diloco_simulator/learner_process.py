@@ -117,13 +117,14 @@ class LearnerProcess:
             self.process.world(), self, telemetry, start,
         )  # fmt: skip
         self._connections: Connections | None = None
+        self._running: asyncio.Task[None] | None = None
         self.process.start(self._live(), self.name)
 
     # ------------------------------------------------------------ the product's background
 
     def start(self, connections: Connections) -> None:
         self._connections = connections
-        self.process.start(connections.run(), "connections")
+        self._running = self.process.start(connections.run(), "connections")
 
     def post(self, acts: Sequence[Act]) -> None:
         """The training thread hands over its acts: they are looked at here, and performed a moment later, in order."""
@@ -153,6 +154,9 @@ class LearnerProcess:
                 await self._step()
             self.state = "leaving"
             await self.learner.connections.leave(SETTLE_S)
+            if self._running is not None:  # as the network thread does before it ends
+                self._running.cancel()
+                await asyncio.wait([self._running])
             self.learner.close()
             self.state = "done"
         except DilocoError as error:
