@@ -247,7 +247,9 @@ class Cluster:
         self._excused |= {(epoch, fragment_id) for fragment_id in lost}
         for fragment_id, state in shard.host.shard.fragments.items():
             if disk is not None and state.seeded and (how := disk.hurt.pop(fragment_id, None)) is not None:
-                invariants.lost_versions_are_noticed(fragment_id, how, is_renamed=state.epoch == epoch)
+                is_lost = state.version < disk.hurt_versions.get(fragment_id, 0)  # a write may have ended since
+                if is_lost:
+                    invariants.lost_versions_are_noticed(fragment_id, how, is_renamed=state.epoch == epoch)
 
     def start_learner(self, learner_id: str) -> None:
         drawn = self._random

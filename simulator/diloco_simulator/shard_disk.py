@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from diloco_server.storage.store import NothingIntact
-from diloco_server.storage.version_file import version_names
+from diloco_server.storage.version_file import parse_version_name, version_names
 from diloco_simulator.disk import Crashed, FakeDisk
 from diloco_simulator.options import Options
 
@@ -29,6 +29,8 @@ class ShardDisk:
         self.random = random.Random(f"shard disk {options.seed} {index}")
         self.hurt: dict[int, str] = {}
         """Fragment -> what became of its newest file ("rot", "truncate", "lose", "wipe"), until its next version."""
+        self.hurt_versions: dict[int, int] = {}
+        """Fragment -> the number of the version that was in the file hurt last."""
         self.was_hurt = False
         """Ever."""
         self._refusals = 0
@@ -63,6 +65,9 @@ class ShardDisk:
             case "lose":
                 fake.lose(name)
         self.hurt[fragment_id] = how
+        parsed = parse_version_name(name)
+        assert parsed is not None
+        self.hurt_versions[fragment_id] = parsed[-1]
         self.was_hurt = True
         return True
 
