@@ -6,11 +6,13 @@ HTTP takes the bound socket. gRPC binds by itself: give it `str(parse_address(..
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
 import re
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +77,23 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
+def is_no_name(host: str) -> bool:
+    """Whether a Host header has a number or localhost, with or without a port.
+
+    A page of somebody else's can have its own name lead to this machine, and read what its visitor may (DNS
+    rebinding). A number or localhost cannot be such a name.
+    """
+    before, _, port = host.rpartition(":")
+    name = (before if port.isdigit() else host).strip("[]").lower()
+    if name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def bind_socket(address: str) -> socket.socket:
     """Bind and listen on "host:port"; port 0 takes a free one. Non-blocking, for an event loop.
 
@@ -132,12 +151,18 @@ def who_listens(port: int) -> int | None:
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
-        try:
-            if any(os.readlink(fd) in wanted for fd in (process / "fd").iterdir()):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if any(_links_to(fd, wanted) for fd in (process / "fd").iterdir()):
                 return int(process.name)
-        except OSError:  # the process has ended, or belongs to another user
-            continue
     return None
+
+
+def _links_to(fd: Path, wanted: Collection[str]) -> bool:
+    """Whether an open file is one of these. False where it was closed just now."""
+    try:
+        return os.readlink(fd) in wanted
+    except FileNotFoundError:
+        return False
 
 
 def _listening_inodes(port: int) -> set[str]:

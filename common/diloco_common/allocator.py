@@ -26,12 +26,30 @@ _SETTINGS = (
 
 def tune_allocator() -> bool:
     """Keep freed memory for reuse. Call at process start, before threads. False if libc is not glibc."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018 - only glibc has it
-        mallopt = libc.mallopt
-    except (OSError, AttributeError):
+    libc = _glibc()
+    if libc is None:
         return False
+    mallopt = libc.mallopt
     mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
     mallopt.restype = ctypes.c_int
     return all(any(mallopt(option, value) for value in values) for option, values in _SETTINGS)
+
+
+def give_back() -> None:
+    """Give the kernel all freed pages, also those between others that are in use. Nothing if libc is not glibc.
+
+    For the end of a phase whose memory nothing will fill again, as when a shard has taken its seeds: they are float32,
+    and were cut up by the versions that were made meanwhile.
+    """
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018 - only glibc has it
+    except (OSError, AttributeError):
+        return None
+    return libc

@@ -1,23 +1,115 @@
-"""How every command of this project ends: with one clear line for a known error, and with its exit code."""
+"""What all commands of this project share: how they are declared, and how they end.
+
+A command is a function; cyclopts makes its options, help and completion out of the signature. It ends with one clear
+line for a known error, and with the exit code of that error. Nothing slow is imported here.
+"""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import difflib
+import logging
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.exceptions import (
+    CoercionError,
+    MissingArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+from rich.console import Console
 
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError
 
+OPTIONS = Parameter(negative=(), allow_repeating=True)
+"""Of all options: no second name with --no-, and the last one of several wins, so scripts may add theirs."""
+_PLAIN_WIDTH = 120  # of help that goes into a file or a pipe
 
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser that refuses with one line (exit code 2) instead of the whole usage."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+def new_app(name: str, about: str, **more: Any) -> App:
+    """A program, or a command that has commands of its own."""
+    is_seen = sys.stdout.isatty()
+    width = None if is_seen or "COLUMNS" in os.environ else _PLAIN_WIDTH
+    app = App(
+        name=name, help=about, version=version, help_format="plaintext", default_parameter=OPTIONS,
+        help_formatter="default" if is_seen else "plain", console=Console(width=width), result_action="return_value",
+        suppress_keyboard_interrupt=False,
+        group_arguments=Group("Arguments", sort_key=10), group_parameters=Group("Options", sort_key=11),
+        group_commands=Group("Commands", sort_key=20), **more,
+    )  # fmt: skip
+    app["--help"].help, app["--version"].help = "show this", "show the version"
+    return app
+
+
+def version() -> str:
+    """What --version prints."""
+    try:
+        return f"diloco {metadata.version('decoupled-diloco')}"
+    except metadata.PackageNotFoundError:
+        return "diloco unknown (not installed)"
+
+
+def run_app(app: App, argv: Sequence[str] | None = None) -> int:
+    """Run a program on its arguments (None: those of the process), and return its exit code."""
+    return run_command(lambda: _called(app, argv), name=app.name[0])
+
+
+def _called(app: App, argv: Sequence[str] | None) -> int | None:
+    """Raises DilocoError."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(tokens, exit_on_error=False, print_error=False, verbose=False)
+    except CycloptsError as error:
+        where = " ".join((app.name[0], *(error.command_chain or ())))
+        raise ConfigError(f"{_words(error)} (see {where} --help)") from None
+    return code if isinstance(code, int) else None
+
+
+def _words(error: CycloptsError) -> str:
+    """What is wrong with a command line, in our words."""
+    option = error.argument.name if error.argument is not None else ""
+    match error:
+        case UnknownCommandError(app=App() as app, unused_tokens=[word, *_]):
+            known = [name for name in app if not name.startswith("-")]
+            return f"there is no {'option' if word.startswith('-') else 'command'} {word}{did_you_mean(word, known)}"
+        case UnknownOptionError(token=token):
+            word = token.keyword or token.value
+            known = [name for argument in error.argument_collection for name in argument.names]
+            return f"there is no option {word}{did_you_mean(word, known)}"
+        case UnusedCliTokensError(unused_tokens=[word, *_]):
+            return f"{word}: nothing is expected here"
+        case MissingArgumentError(keyword=None):
+            return f"{option if option.startswith('-') else option.upper()} is missing"
+        case MissingArgumentError(keyword=keyword):
+            return f"{keyword} takes a value, and none is given"
+        case CoercionError(token=token) if token is not None and error.msg is None and _choices(error):
+            choices = _choices(error)
+            return f"{option} {token.value}: must be one of {', '.join(choices)}{did_you_mean(token.value, choices)}"
+        case CoercionError(token=token) if token is not None:
+            wanted = _WANTED.get(error.target_type)
+            return f"{option} {token.value}: {error.msg or (f'must be {wanted}' if wanted else error)}"
+    return " ".join(str(error).split())
+
+
+_WANTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _choices(error: CoercionError) -> list[str]:
+    return [str(choice) for choice in getattr(error.target_type, "__args__", ())]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The nearest of the known words, as the end of a message; empty if none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def end_on_sigterm() -> None:
@@ -27,6 +119,15 @@ def end_on_sigterm() -> None:
     the handler afterwards. Raising an exception would not work: some import catches it, and the process goes on.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_OK))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, its work done: with torch loaded, the interpreter would take seconds to tidy up."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def run_command(command: Callable[[], int | None], *, name: str) -> int:

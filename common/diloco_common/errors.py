@@ -32,10 +32,30 @@ class ConfigError(DilocoError):
     exit_code = EXIT_USAGE
 
 
+class SecretExposed(ConfigError):
+    """Others can read a file with a secret, or could have written it."""
+
+    code = "SECRET_EXPOSED"
+
+
 class UnsupportedModel(DilocoError):
     """The user's model cannot be synchronised in its present form."""
 
     code = "UNSUPPORTED_MODEL"
+    exit_code = EXIT_USAGE
+
+
+class ModelChanged(DilocoError):
+    """The model is no longer the one that joined: its parameters were replaced or overwritten."""
+
+    code = "MODEL_CHANGED"
+    exit_code = EXIT_USAGE
+
+
+class LearnerEnded(DilocoError):
+    """The learner has left the run, and is asked to go on."""
+
+    code = "LEARNER_ENDED"
     exit_code = EXIT_USAGE
 
 
@@ -53,11 +73,85 @@ class InUse(DilocoError):
     exit_code = EXIT_IN_USE
 
 
+class IslandBroken(DilocoError):
+    """Ranks of an island have ended, or do not go in step."""
+
+    code = "ISLAND_BROKEN"
+
+
 class CannotConnect(DilocoError):
     """No server answers at the given address."""
 
     code = "CANNOT_CONNECT"
     exit_code = EXIT_CANNOT_CONNECT
+
+
+class Unavailable(DilocoError):
+    """A call or a stream broke, or took too long. Its outcome is unknown."""
+
+    code = "UNAVAILABLE"
+
+
+class HandshakeFailed(Unavailable):
+    """No call got through, and this is why. One class per cause; `common/handshake.py` finds it."""
+
+    code = "HANDSHAKE_FAILED"
+    exit_code = EXIT_CANNOT_CONNECT
+
+
+class NoCertificate(HandshakeFailed):
+    """The shard asks for a certificate, and this caller has none."""
+
+    code = "NO_CERTIFICATE"
+
+
+class ForeignCertificate(HandshakeFailed):
+    """One side's certificate is not of the other side's CA."""
+
+    code = "FOREIGN_CERTIFICATE"
+
+
+class CertificateExpired(HandshakeFailed):
+    """A certificate is too old, or a clock is wrong."""
+
+    code = "CERTIFICATE_EXPIRED"
+
+
+class CertificateNotYetValid(HandshakeFailed):
+    """A certificate begins later, so a clock is wrong."""
+
+    code = "CERTIFICATE_NOT_YET_VALID"
+
+
+class WrongHost(HandshakeFailed):
+    """The shard's certificate is not for the name that was dialed."""
+
+    code = "WRONG_HOST"
+
+
+class TlsNeeded(HandshakeFailed):
+    """The port speaks TLS, and this caller does not."""
+
+    code = "TLS_NEEDED"
+
+
+class TlsNotSpoken(HandshakeFailed):
+    """This caller speaks TLS, and the port does not."""
+
+    code = "TLS_NOT_SPOKEN"
+
+
+WORDS_MAX = 2000
+"""Bytes of the words of a refusal. They may quote what a caller sent, and go into statuses, answers and logs."""
+
+
+def plain(words: str) -> str:
+    """Words as one line of at most `WORDS_MAX` bytes of UTF-8: control characters are escaped, what is over is cut."""
+    words = words[: WORDS_MAX + 1]  # an escape is never shorter
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    if len(line.encode()) <= WORDS_MAX:
+        return line
+    return line.encode()[: WORDS_MAX - 3].decode(errors="ignore") + "…"
 
 
 class Refusal(DilocoError):
@@ -66,11 +160,38 @@ class Refusal(DilocoError):
     code = "REFUSED"
     exit_code = EXIT_REFUSED
 
+    def __init__(self, words: str) -> None:
+        super().__init__(plain(words))
+
 
 class Unauthenticated(Refusal):
-    """The bearer token is absent or wrong."""
+    """The certificate or the bearer token is absent or wrong."""
 
     code = "UNAUTHENTICATED"
+
+
+class WrongIdentity(Refusal):
+    """The call says it is of somebody else than its certificate or token proves."""
+
+    code = "WRONG_IDENTITY"
+
+
+class WrongScope(Refusal):
+    """The caller's scope does not have this call."""
+
+    code = "WRONG_SCOPE"
+
+
+class Revoked(Refusal):
+    """The caller's certificate or token is on the deny-list."""
+
+    code = "REVOKED"
+
+
+class Expired(Refusal):
+    """The caller's certificate or token has expired."""
+
+    code = "EXPIRED"
 
 
 class BadRequest(Refusal):
@@ -101,6 +222,12 @@ class ManifestMismatch(Refusal):
     """The caller's model, or the way it is cut, differs from the shard's."""
 
     code = "MANIFEST_MISMATCH"
+
+
+class FrozenMismatch(Refusal):
+    """What the caller's model holds fixed differs from what the learners of the run hold fixed."""
+
+    code = "FROZEN_MISMATCH"
 
 
 class NotJoined(Refusal):
@@ -149,6 +276,12 @@ class UnknownFragment(Refusal):
     code = "UNKNOWN_FRAGMENT"
 
 
+class VersionGone(Refusal):
+    """The shard no longer holds the version that a pull names; pull a later one."""
+
+    code = "VERSION_GONE"
+
+
 class NotSeeded(Refusal):
     """The fragment has no version yet."""
 
@@ -180,7 +313,7 @@ class BadSize(Refusal):
 
 
 class BadChecksum(Refusal):
-    """The bytes differ from what the header announced."""
+    """The bytes differ from their checksum."""
 
     code = "BAD_CHECKSUM"
 
@@ -221,6 +354,18 @@ class NormTooLarge(Refusal):
     code = "NORM_TOO_LARGE"
 
 
+class Quarantined(Refusal):
+    """The learner's contributions were outliers again and again, so it is left out for a while."""
+
+    code = "QUARANTINED"
+
+
+class Implausible(Refusal):
+    """The learner cannot have trained what it pushes, by its own reports and the shard's clock."""
+
+    code = "IMPLAUSIBLE"
+
+
 class Busy(Refusal):
     """Too many pushes are open at once; try again later."""
 
@@ -231,5 +376,5 @@ def refusal_from(code: str, message: str) -> Refusal:
     """The error with this stable code."""
     kind = next((kind for kind in Refusal.__subclasses__() if kind.code == code), Refusal)
     error = kind.__new__(kind)
-    Exception.__init__(error, message)
+    Refusal.__init__(error, message)
     return error

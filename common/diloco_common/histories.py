@@ -9,7 +9,7 @@ version was made from which. The lines, in the order in which each process write
               opened    fragment, round, asked
               accepted  learner, generation, fragment, round, epoch, base, tokens, steps
               declined  the same, outcome, code
-              merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps]
+              merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps, counted]
               announced fragment, epoch, version, checksum, state, tokens_merged
               restored  the same, stored_epoch
     learner   born      role="learner", step, tokens
@@ -20,11 +20,12 @@ version was made from which. The lines, in the order in which each process write
               applied   fragment, epoch, version, checksum, merged, forgotten, since
               ended
 
-Every line has `t`, in seconds. The `epoch` and `base` of a contribution name its base version. A shard writes `merging`
-before it computes a version. It writes `announced` once the version is durable, before any learner hears of it. A later
-epoch of the shard writes `restored` for the version with which it begins; `stored_epoch` is the epoch in the name on
-the disk. `state` is a checksum of everything that the shard goes on from, `checksum` one of the values that learners
-get.
+Every line has `t`, in seconds. The `epoch` and `base` of a contribution name its base version. `counted` is how many of
+its tokens count as merged, where that is not all. A shard writes `merging` before it computes a version. It writes
+`announced` once the version is durable, before any learner hears of it. A later epoch of the shard writes `restored`
+for the version with which it begins; `stored_epoch` is the epoch in the name on the disk. `state` is a checksum of
+everything that the shard goes on from, `checksum` one of the values that learners get. The leader of an island writes
+for all its ranks. It does not hold all values, so its `applied` have no checksum.
 
 `since` is a learner's own count of tokens. As far as the learner knows, all work before it is merged. From `applied` on
 the learner counts its contribution to round `merged` as merged, because the version holds it; or its contribution to

@@ -1,11 +1,90 @@
-"""The identity of a caller. It is the same for every transport, and known before the first payload byte."""
+"""Who calls, and what it may do. It is the same for every transport, and known before the first payload byte.
+
+A caller says who it is. Where a certificate or a signed token proves it, its scope decides which calls it may make.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
-from diloco_common.errors import BadLearnerId
+from diloco_common.errors import BadLearnerId, ConfigError, WrongScope
+
+_NAME = r"[A-Za-z0-9._-]{1,64}"
+_LEARNER_ID = re.compile(rf"{_NAME}\Z")
+_SUBJECT = re.compile(rf"(learner|shard|observer|admin)/({_NAME})\Z")
+_URI = re.compile(rf"diloco://({_NAME})/(.+)\Z")
+
+
+class Scope(StrEnum):
+    """What an identity is for."""
+
+    LEARNER = "learner"  # trains under one learner id
+    SHARD = "shard"  # serves; its name is its index
+    OBSERVER = "observer"  # reads the model
+    ADMIN = "admin"  # a person who runs the run
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Somebody of a run, as certificates and signed tokens name it."""
+
+    run_id: str
+    scope: Scope
+    name: str
+
+    def __str__(self) -> str:
+        """Short, for people who know the run: learner/a."""
+        return f"{self.scope.value}/{self.name}"
+
+    @property
+    def uri(self) -> str:
+        """As a certificate has it: diloco://RUN/learner/a."""
+        return f"diloco://{self.run_id}/{self}"
+
+
+def subject_of(run_id: str, text: str) -> Subject:
+    """The subject that is written learner/a. Raises ConfigError."""
+    found = _SUBJECT.match(text)
+    if found is None or (found[1] == Scope.SHARD and not _is_index(found[2])):
+        raise ConfigError(
+            f"{text[:80]!a} names nobody: write learner/ID, observer/NAME or admin/NAME (1 to 64 of "
+            "A-Z a-z 0-9 . _ -), or shard/N with the shard's index"
+        )
+    return Subject(run_id, Scope(found[1]), found[2])
+
+
+def subject_of_uri(uri: str) -> Subject:
+    """The subject of a URI. Raises ConfigError."""
+    found = _URI.match(uri)
+    if found is None:
+        raise ConfigError(f"{uri[:80]!a} is not like diloco://RUN/learner/ID")
+    return subject_of(found[1], found[2])
+
+
+def _is_index(name: str) -> bool:
+    return name.isascii() and name.isdigit() and name == str(int(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a certificate, or a signed token, has proven about a caller."""
+
+    subject: Subject
+    serial: str
+    """Of the certificate or token: lower-case hexadecimal digits without leading zeros."""
+    expires: float
+    """Seconds since 1970."""
+
+
+MAY = {
+    Scope.LEARNER: frozenset({"Join", "Observe", "Attend", "Push", "Pull", "Leave", "Probe"}),
+    Scope.OBSERVER: frozenset({"Observe", "Pull", "Probe"}),
+    Scope.ADMIN: frozenset({"Observe", "Pull", "Probe"}),
+    Scope.SHARD: frozenset(),
+}
+"""The calls of each scope; it may make no others. Observe is a Join that asks for no lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +98,29 @@ class Identity:
     """0: no lease (a call of Join, or an observer)."""
     epoch: int = 0
     """The epoch in which the shard gave the lease."""
+    peer: str = ""
+    """The address that it calls from, without its port; empty where the transport knows none."""
+    proof: Proof | None = None
+    """None: it says who it is, and nothing proves it."""
+    rank: int = 0
+    """Of the process, among those of an island that speak under the lease of its leader, which is rank 0."""
 
+    @property
+    def account(self) -> str:
+        """Whom its calls are charged to while it holds no lease: whom a proof names, else the host that it calls from.
 
-_LEARNER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+        So learners behind one proxy, or one NAT, take nothing from each other once they prove who they are.
+        """
+        if self.proof is not None:
+            subject = self.proof.subject
+            return subject.name if subject.scope is Scope.LEARNER else str(subject)
+        return self.peer
+
+    def check_may(self, *calls: str) -> None:
+        """Raises WrongScope unless it may make one of these calls. Where nothing is proven, nothing is narrowed."""
+        if self.proof is None or not MAY[self.proof.subject.scope].isdisjoint(calls):
+            return
+        raise WrongScope(f"{self.proof.subject} may not call {calls[0]}; that is for other scopes")
 
 
 def check_learner_id(learner_id: str) -> None:

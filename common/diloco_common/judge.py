@@ -29,7 +29,11 @@ class Violation:
 
 
 def violations(
-    histories: Histories, *, excused: Container[tuple[int, int]] = (), gapless: bool = True
+    histories: Histories,
+    *,
+    excused: Container[tuple[int, int]] = (),
+    gapless: bool = True,
+    claimants: Container[str] = (),
 ) -> list[Violation]:
     """All violations that the histories show.
 
@@ -37,10 +41,11 @@ def violations(
         histories: of all processes of one run, from its beginning.
         excused: as in `lost_versions`.
         gapless: as in `work_lost`.
+        claimants: as in `double_counted`.
     """
     return [
-        *double_counted(histories),
-        *work_lost(histories, excused, gapless=gapless),
+        *double_counted(histories, claimants),
+        *work_lost(histories, excused, gapless=gapless, claimants=claimants),
         *lost_versions(histories, excused),
         *differing_bytes(histories),
         *fencing(histories),
@@ -51,14 +56,19 @@ def violations(
 # ---------------------------------------------------------------- P1: exactly once
 
 
-def double_counted(histories: Histories) -> Iterator[Violation]:
+def double_counted(histories: Histories, claimants: Container[str] = ()) -> Iterator[Violation]:
     """No version holds a token of a process twice, and no learner will contribute a token that a version holds already.
 
     This compares trained tokens, not pushes: a second push of the same work is a push of its own.
+
+    `claimants`: learner ids under which somebody lies. What shards hold of them are claims, and nothing is promised to
+    them. Shards owe the others what they always owe.
     """
     lineage = histories.lineage
     for version in lineage.versions:
         for merge in version.merges:
+            if merge.learner in claimants:
+                continue
             if merge.push is None:
                 yield Violation(
                     "double_counted", f"{_words(merge)} holds a contribution that {merge.learner} never sent"
@@ -70,7 +80,7 @@ def double_counted(histories: Histories) -> Iterator[Violation]:
                         "double_counted",
                         f"{twice} tokens of {merge.learner} are in {_words(before)} and again in {_words(merge)}",
                     )
-    for process in histories.learner_processes():
+    for process in _believed(histories, claimants):
         for line, push in _fates(histories, process):
             if line["what"] == "carried":
                 for merge in lineage.merges_of(push) if push is not None else ():
@@ -91,7 +101,11 @@ def double_counted(histories: Histories) -> Iterator[Violation]:
 
 
 def work_lost(
-    histories: Histories, excused: Container[tuple[int, int]] = (), *, gapless: bool = True
+    histories: Histories,
+    excused: Container[tuple[int, int]] = (),
+    *,
+    gapless: bool = True,
+    claimants: Container[str] = (),
 ) -> Iterator[Violation]:
     """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good.
 
@@ -100,8 +114,9 @@ def work_lost(
 
     `excused`: as in `lost_versions`. The contributions in a lost version are lost with it.
     `gapless`: whether learners carry. If not (`sync.on_commit`), they throw away some of their work.
+    `claimants`: as in `double_counted`.
     """
-    for process in histories.learner_processes():
+    for process in _believed(histories, claimants):
         holds: dict[int, tuple[Version | None, int]] = {}  # fragment -> version, and the tokens counted as merged in it
         for line, push in _fates(histories, process):
             if line["what"] == "carried":
@@ -124,6 +139,11 @@ def work_lost(
                     continue
             if gapless and line["forgotten"] is None and before is not None and held.comes_from(before):
                 yield from _gaps(process, before, held, reached, since)
+
+
+def _believed(histories: Histories, claimants: Container[str]) -> Iterator[Process]:
+    """The processes of learners under whose ids nobody lies."""
+    return (process for process in histories.learner_processes() if process.name not in claimants)
 
 
 def _gaps(process: Process, before: Version, held: Version, reached: int, since: int) -> Iterator[Violation]:
@@ -253,7 +273,8 @@ def differing_bytes(histories: Histories) -> Iterator[Violation]:
                 seen[line["fragment"], epoch, line["version"]].setdefault(line["checksum"], process.name)
     for process in histories.learner_processes():
         for line in process.of("applied"):
-            seen[line["fragment"], line["epoch"], line["version"]].setdefault(line["checksum"], process.name)
+            if line["checksum"] is not None:
+                seen[line["fragment"], line["epoch"], line["version"]].setdefault(line["checksum"], process.name)
     for (fragment, epoch, version), holders in sorted(seen.items()):
         if len(holders) > 1:
             said = ", ".join(f"{checksum} at {name}" for checksum, name in holders.items())
@@ -336,7 +357,8 @@ def accounting(histories: Histories) -> Iterator[Violation]:
     """Every pushed token ends as merged, carried, refused or in flight; nothing else is merged.
 
     A shard merges every contribution it accepted, unless the generation was evicted. A version counts the tokens it
-    holds. A learner learns the fate of one contribution before it sends the next, and sends only tokens it has trained.
+    holds, or what its shard wrote that it counts of them. A learner learns the fate of one contribution before it sends
+    the next, and sends only tokens it has trained.
     """
     for process in histories.shard_processes():
         yield from _ledger(process)
@@ -372,6 +394,8 @@ def _closed(
             yield Violation(
                 "accounting", f"{where} merged {c['tokens']} tokens of {c['learner']}, but had accepted {tokens}"
             )
+        if not 0 < c.get("counted", c["tokens"]) <= c["tokens"]:
+            yield Violation("accounting", f"{where} counts {c['counted']} of {c['tokens']} tokens of {c['learner']}")
     for who, tokens in held.items():
         if who not in evicted:
             yield Violation("accounting", f"{where} forgot {tokens} accepted tokens of {who[0]}")
@@ -380,7 +404,7 @@ def _closed(
 def _tokens(version: Version) -> Iterator[Violation]:
     if version.base is not None:
         counted = version.line["tokens_merged"] - version.base.line["tokens_merged"]
-        merged = sum(merge.tokens for merge in version.merges)
+        merged = sum(merge.counted for merge in version.merges)
         if counted != merged:
             yield Violation(
                 "accounting",

@@ -33,6 +33,8 @@ class Merge:
     version: int
     learner: str
     tokens: int
+    counted: int
+    """Of those, as the shard says."""
     into: Version
     push: Push | None
     """The push of its learner; None: no learner sent it."""
@@ -175,7 +177,8 @@ class Lineage:
         for c in merging["contributions"] if merging is not None else ():
             push = self._pushes.get((c["learner"], epoch, c["generation"], name[0], name[2], c["tokens"]))
             merge = Merge(
-                float(line["t"]), shard, name[0], name[2], c["learner"], c["tokens"], version, push,
+                float(line["t"]), shard, name[0], name[2], c["learner"], c["tokens"],
+                c.get("counted", c["tokens"]), version, push,
                 version.last_of(push.process) if push is not None else None,
             )  # fmt: skip
             version._hold(merge)

@@ -4,8 +4,9 @@
     log.event("round closed", fragment=3, version=7, participants=2)
 
 writes `12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Text from outside is escaped: no
-control character, newline or terminal sequence is ever written raw. Only entry points call `configure`; a library
-leaves the handlers to its user.
+control character, newline or terminal sequence is ever written raw. Only entry points call `configure`. A library
+calls `listen`, which leaves the handlers to its user if there are any. Lines of one kind that come too often are
+counted instead (`repeats.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import math
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from typing import Any, TextIO
+
+from diloco_common.repeats import Over, Repeats
 
 _VALUE_MAX = 200
 """Characters that are shown of a value."""
+_HUNG_UP = "ExecuteBatchError"
+"""grpc.aio logs it, with a traceback, when a caller hangs up while it is being answered."""
 _MESSAGE_MAX = 2000
 """Characters that are shown of another library's message."""
 
@@ -58,7 +64,7 @@ class Log:
 
 def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Send our events, and the warnings of other libraries, to stderr. Replaces any earlier handlers."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler = _Handler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):
@@ -67,6 +73,65 @@ def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: Te
     root.setLevel(logging.WARNING)
     logging.getLogger("diloco").setLevel(level)
     logging.captureWarnings(True)
+
+
+def listen() -> None:
+    """For a library: our events go to stderr, unless the process has handlers that get them. Repeating it is fine."""
+    ours = logging.getLogger("diloco")
+    if all(isinstance(h, logging.NullHandler) for h in (*ours.handlers, *logging.getLogger().handlers)):
+        handler = _Handler(sys.stderr)
+        handler.setFormatter(TextFormatter())
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+
+
+def keep_quiet() -> None:
+    """For a library: without handlers of the process, nothing of ours is said, also no warnings."""
+    ours = logging.getLogger("diloco")
+    if not ours.handlers:
+        ours.addHandler(logging.NullHandler())
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes the first lines of a kind, and then how many more there were."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._repeats = Repeats()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and type(record.exc_info[1]).__name__ == _HUNG_UP:
+            return
+        what, code = _kind(record)
+        says, over = self._repeats.heard((record.name, record.levelno, what, code), record.created)
+        self._tell(over)
+        if says:
+            super().emit(record)
+
+    def close(self) -> None:
+        """Also at the end of the process."""
+        self._tell(self._repeats.all())
+        super().close()
+
+    def _tell(self, over: Iterable[Over]) -> None:
+        for one in over:
+            name, level, what, code = one.kind
+            text = f"said {one.count:,} times more in {one.seconds:.0f} s: {what}"
+            record = logging.LogRecord(name, level, "", 0, f"{text} code={code}" if code else text, None, None)
+            record.diloco_process = name.removeprefix("diloco.")
+            record.diloco_event = text
+            record.diloco_fields = {"code": code} if code else {}
+            super().emit(record)
+
+
+def _kind(record: logging.LogRecord) -> tuple[str, str]:
+    """What a line says, apart from its facts: the event and its stable code; of other libraries, the message."""
+    event = getattr(record, "diloco_event", None)
+    if event is None:
+        return escape(str(record.msg)), ""
+    fields: dict[str, object] = record.__dict__.get("diloco_fields", {})
+    return escape(event), escape(str(fields.get("code", "")))
 
 
 class TextFormatter(logging.Formatter):

@@ -11,16 +11,21 @@ shards by the same rule.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
+
+from diloco_common import bounds
+from diloco_common.errors import BadRequest
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One trainable parameter of the model."""
+class TensorSpec(NamedTuple):
+    """One trainable parameter of the model. A tuple, because models have many and callers send them."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,18 +99,41 @@ class _Rows:
     num_elements: int
 
 
+def model_digest(tensors: Iterable[TensorSpec]) -> str:
+    """32 hex digits over names, shapes and marks of a model, in any order, however it is cut."""
+    return hashlib.sha256(json.dumps(sorted(tensors)).encode()).hexdigest()[:32]
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """The model is one that could be sent. Raises BadRequest."""
+    bounds.check("JoinRequest", "tensors", tensors)
+    for tensor in tensors:
+        bounds.check("Tensor", "name", tensor.name)
+        bounds.check("Tensor", "shape", tensor.shape)
+        for n in tensor.shape:
+            bounds.check("Tensor", "shape[]", n)
+    elements = sum(tensor.num_elements for tensor in tensors)
+    if elements > bounds.ELEMENTS_MAX:
+        raise BadRequest(
+            f"the tensors have {elements} elements; at most {bounds.number(bounds.ELEMENTS_MAX)} are taken"
+        )
+
+
 def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
     """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards.
 
     A model with fewer pieces gives fewer fragments. Tensors without elements are left out. Raises ValueError if there
     is nothing to cut, two tensors have one name, a dimension is negative, or a shard would own nothing.
     """
-    if num_fragments < 1 or num_shards < 1:
-        raise ValueError(f"num_fragments and num_shards must be at least 1, got {num_fragments} and {num_shards}")
+    if not 1 <= num_fragments <= bounds.FRAGMENTS_MAX or num_shards < 1:
+        raise ValueError(
+            f"num_fragments must be 1 to {bounds.FRAGMENTS_MAX} and num_shards at least 1, "
+            f"got {num_fragments} and {num_shards}"
+        )
     specs = tuple(sorted(tensors, key=lambda t: t.name))
     names = [t.name for t in specs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"two tensors have the same name: {sorted({n for n in names if names.count(n) > 1})[:3]}")
+    if twice := sorted({a for a, b in itertools.pairwise(names) if a == b}):
+        raise ValueError(f"two tensors have the same name: {twice[:3]}")
     if negative := [t for t in specs if any(n < 0 for n in t.shape)]:
         raise ValueError(f"tensor {negative[0].name!r} has shape {list(negative[0].shape)}")
     total = sum(t.num_elements for t in specs)
@@ -130,16 +158,15 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
 
 def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit: int = 5) -> list[str]:
     """The first `limit` differences between two models, as lines `name: mine <-> theirs`."""
-    if mine == theirs:
+    odd = set(mine) ^ set(theirs)
+    if not odd:
         return []
-    left, right = {t.name: t for t in mine}, {t.name: t for t in theirs}
-    lines = []
-    for name in sorted(left.keys() | right.keys()):
-        a, b = left.get(name), right.get(name)
-        if a != b:
-            lines.append(f"{name}: {_describe(a)} <-> {_describe(b)}")
-    more = len(lines) - limit
-    return lines[:limit] + ([f"and {more} more"] if more > 0 else [])
+    names = {tensor.name for tensor in odd}
+    shown = set(heapq.nsmallest(limit, names))
+    left, right = ({t.name: t for t in tensors if t.name in shown} for tensors in (mine, theirs))
+    lines = [f"{name}: {_describe(left.get(name))} <-> {_describe(right.get(name))}" for name in sorted(shown)]
+    more = len(names) - limit
+    return lines + ([f"and {more} more"] if more > 0 else [])
 
 
 def _describe(spec: TensorSpec | None) -> str:
@@ -159,11 +186,11 @@ def _split(tensor: TensorSpec, target: int) -> list[_Rows]:
 
 def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
     """Put each item into the lightest bin (lowest index on ties), in the given order."""
-    loads = [0] * num_bins
+    loads = [(0, index) for index in range(num_bins)]  # a heap
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for item, size in enumerate(sizes):
-        lightest = min(range(num_bins), key=lambda b: (loads[b], b))
-        loads[lightest] += size
+        load, lightest = loads[0]
+        heapq.heapreplace(loads, (load + size, lightest))
         bins[lightest].append(item)
     return bins
 

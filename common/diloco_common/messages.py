@@ -11,6 +11,18 @@ from enum import Enum
 
 from diloco_common.codec import PayloadHeader
 from diloco_common.manifest import TensorSpec
+from diloco_common.ranges import Range
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAway:
+    """A shard that a learner does not reach."""
+
+    address: str
+    index: int | None
+    """None: it has never answered."""
+    for_s: float
+    """For how long, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +33,8 @@ class Progress:
     tokens: int
     loss: float | None = None
     step_time_s: float = 0.0
+    away: tuple[ShardAway, ...] = ()
+    """The shards that the learner does not reach now. Nothing is decided by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,8 @@ class Pulse:
 
     tokens_merged: int
     tokens_budget: int
+    learners_alive: int = 0
+    """That hold a lease on this shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,26 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenTensor:
+    """A frozen parameter or a fixed buffer of a learner's model: it must be the same everywhere."""
+
+    name: str
+    form: str
+    """dtype and shape, for people."""
+    crc32c: int | None
+    """Of its bytes; None: its values are not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Another name of a tied parameter."""
+
+    name: str
+    of: str
+    """The name that its `TensorSpec` has."""
+
+
+@dataclass(frozen=True, slots=True)
 class JoinRequest:
     """A process asks for a lease. An observer asks for a description of the run, without a lease."""
 
@@ -117,6 +153,10 @@ class JoinRequest:
     decodes: tuple[str, ...] = ()
     held: tuple[Held, ...] = ()
     observe: bool = False
+    frozen: tuple[FrozenTensor, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    index: int | None = None
+    """The number that this learner had before; None: it never had one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +174,25 @@ class JoinAnswer:
     fragments: tuple[FragmentStatus, ...]
     pulse: Pulse
     tensors: tuple[TensorSpec, ...] = ()
-    """Filled for observers only."""
+    """Filled for observers only, and so are `ties`."""
+    ties: tuple[Tie, ...] = ()
+    index: int = 0
+    """The learner's number: the smallest that no other live learner of this shard has."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Asks for the latest version of a fragment."""
+    """Asks for a version of a fragment."""
 
     fragment_id: int
     encodings: tuple[str, ...] = ()
     """Best first; empty: any encoding of the run."""
     have: tuple[int, int] | None = None
     """Epoch and number of the version that the caller has."""
+    want: tuple[int, int] | None = None
+    """Epoch and number of the version to send; None: the latest."""
+    ranges: tuple[Range, ...] = ()
+    """What to send of it; empty: the whole fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +211,8 @@ class PullHeader:
     """None: the caller already has this version."""
     base_version: int | None = None
     """The payload is the change since this version; None: the payload is the values themselves."""
+    ranges: tuple[Range, ...] = ()
+    """What the payload holds; empty: the whole fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +232,11 @@ class PushHeader:
     """For a seed: the tokens merged into these values, as an earlier epoch of the shard reported them."""
     not_finite: bool = False
     """The learner's values are NaN or infinite: no bytes follow, and the round need not wait."""
+    part: int = 0
+    num_parts: int = 1
+    """The contribution comes in so many parts, of which this is number `part`, counted from 0."""
+    ranges: tuple[Range, ...] = ()
+    """What the payload holds; empty: the whole fragment, or nothing if there are several parts."""
 
     @property
     def is_seed(self) -> bool:

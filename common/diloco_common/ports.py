@@ -8,14 +8,14 @@ the event loop belongs to the world too, and a virtual loop sleeps in no time.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from diloco_common.codec import Payload
-from diloco_common.errors import DilocoError
+from diloco_common.codec import Chunk, Payload
+from diloco_common.errors import Unavailable as Unavailable
 from diloco_common.identity import Identity
 from diloco_common.messages import (
     Directive,
@@ -28,6 +28,7 @@ from diloco_common.messages import (
     PushHeader,
 )
 
+T = TypeVar("T")
 Clock: TypeAlias = Callable[[], float]
 """Seconds since an arbitrary start. Monotonic, and comparable only inside one process."""
 
@@ -45,6 +46,8 @@ class World:
     threads: Callable[[int, str], Executor]
     """Makes an executor from a number of threads and a name. Shells use it through the event loop's `run_in_executor`
     or through `submit`, and end it with `shutdown(wait=False, cancel_futures=True)`."""
+    give_back: Callable[[], None] = lambda: None
+    """Gives memory back that was freed and that nothing soon will fill. Takes milliseconds."""
 
 
 class History(Protocol):
@@ -52,12 +55,6 @@ class History(Protocol):
 
     def write(self, what: str, **facts: Any) -> None:
         """Append one line. Safe from any thread."""
-
-
-class Unavailable(DilocoError):
-    """A call or a stream broke, or took too long. Its outcome is unknown."""
-
-    code = "UNAVAILABLE"
 
 
 class ControlStream(Protocol):
@@ -90,7 +87,7 @@ class Transport(Protocol):
 
     def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
-    ) -> AsyncGenerator[PullHeader | bytes, None]:
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
         """The header, then the chunks of its payload, if any. Close it early with `aclose`."""
 
     async def leave(self, caller: Identity, timeout_s: float) -> None: ...
@@ -105,15 +102,27 @@ class ShardService(Protocol):
     The transport has already checked the run and the caller's identity.
     """
 
+    async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
+        """Take in the one message of a call that sends just one, where the transport can leave it unread until then.
+
+        Few are taken in at once. `message` also parses it: a large one takes several times its bytes then.
+        """
+
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer: ...
 
     def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
         """Directives until the lease, or the learner's side, ends. Close it with `aclose`."""
 
-    async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | bytes]) -> PushAnswer:
+    async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
         """`parts`: the header, then the chunks. The lease is checked before the first part is read."""
 
-    def pull(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | bytes, None]:
-        """The header, then the chunks of its payload, if any. Close it early with `aclose`."""
+    def pull(
+        self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
+        """The header, then the chunks of its payload, if any. Close it early with `aclose`.
 
-    async def leave(self, caller: Identity) -> None: ...
+        `ends_in_s`: when the transport ends the call if the caller does not take what it asked for; infinity: never.
+        """
+
+    async def leave(self, caller: Identity) -> bool:
+        """Whether a lease ended. Repeating it is fine."""

@@ -6,19 +6,25 @@ The only file of `common` that knows grpc. `protobuf.py` makes the messages.
 from __future__ import annotations
 
 import hmac
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import grpc
 
 from diloco_common import errors
+from diloco_common.bounds import PARTS_MAX
 from diloco_common.codec import encoding_names
 from diloco_common.errors import refusal_from
 from diloco_common.identity import Identity, check_learner_id
+from diloco_common.tls import TlsFiles
 
-MAX_MESSAGE_BYTES = 20 << 20
-"""More than the largest chunk (4 Mi float32 elements) and the largest model description."""
+MAX_MESSAGE_BYTES = 8 << 20
+"""More than the largest chunk (`payload.CHUNK_BYTES_MAX`) and the largest model description (65,536 tensors)."""
 CODE_KEY = "diloco-code"
+SERVICE = "diloco.v1.ParameterServer"
+PROBE = "diloco.v1.Probe"
+"""What `diloco doctor` asks beside it."""
 EOF = grpc.aio.EOF
 """Reading a stream returns this at its end."""
 DECODES = encoding_names()
@@ -53,6 +59,9 @@ CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 2_000), *_keepal
 BULK_CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 4_000), *_keepalive(10_000, 30_000)]
 """For a channel for pushes or pulls. On a thin link, a ping waits for seconds behind the data. The two of them and the
 control channel together dial an unreachable shard about once per second."""
+HANDSHAKE_MS = 3_000
+"""A connection takes one of `shard.max_connections` from its first byte, and gRPC cannot bound those of one host. Three
+seconds are many round trips of any link that a learner can train over."""
 SERVER_OPTIONS = [
     *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,
@@ -61,6 +70,12 @@ SERVER_OPTIONS = [
         500,
     ),  # else idle channels are cut off for too many pings
     ("grpc.http2.max_ping_strikes", 0),
+    # What a call may send before the shard asks for it. By default, gRPC raises it to 4 MiB where the link is fast.
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+    ("grpc.max_concurrent_streams", 128),  # of one connection; a proxy may bring many learners on one
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; whoever has one is not idle
     ("grpc.so_reuseport", 0),  # or a second process takes the same port in silence
 ]
 
@@ -74,30 +89,56 @@ def metadata_of(identity: Identity, bearer_token: str | None) -> tuple[tuple[str
         pairs.append(("diloco-learner", identity.learner_id))
     if identity.generation:
         pairs += [("diloco-generation", str(identity.generation)), ("diloco-epoch", str(identity.epoch))]
+    if identity.rank:
+        pairs.append(("diloco-part", str(identity.rank)))
     if bearer_token:
         pairs.append(("authorization", f"Bearer {bearer_token}"))
     return tuple(pairs)
 
 
-def identify(metadata: Iterable[tuple[str, str | bytes]], run_id: str, bearer_token: str | None) -> Identity:
-    """The caller's identity. Raises Unauthenticated, WrongRun, BadLearnerId or BadRequest."""
+def host_of(peer: str) -> str:
+    """The caller's address without its port, from what gRPC calls the peer, such as ipv4:10.0.0.7:40000."""
+    return peer.rpartition(":")[0]
+
+
+def identify(
+    metadata: Iterable[tuple[str, str | bytes]], run_id: str, bearer_token: str | None, peer: str = ""
+) -> Identity:
+    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun, BadLearnerId or BadRequest."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
     if bearer_token is not None:
         _check_bearer_token(values.get("authorization"), bearer_token)
     run = values.get("diloco-run", "")
     if run != run_id:
-        raise errors.WrongRun(f"this shard belongs to run {run_id!r}, the caller to {run[:64]!r}; check run.id")
+        raise errors.WrongRun(
+            f"this shard belongs to run {run_id!r}, the caller to {run[:64]!r}; check run.id (run= of join)"
+        )
     learner = values.get("diloco-learner", "")
     if learner:
         check_learner_id(learner)
-    return Identity(run, learner, _decimal(values, "diloco-generation"), _decimal(values, "diloco-epoch"))
+    return Identity(
+        run, learner, _decimal(values, "diloco-generation"), _decimal(values, "diloco-epoch"), peer,
+        rank=min(_decimal(values, "diloco-part"), PARTS_MAX),
+    )  # fmt: skip
 
 
 def _check_bearer_token(authorization: str | None, bearer_token: str) -> None:
     if authorization is None:
-        raise errors.Unauthenticated("this shard asks for a bearer token; set security.token_file")
+        raise errors.Unauthenticated("this shard asks for a bearer token; set security.token_file (token= of join)")
     if not hmac.compare_digest(authorization.encode(), f"Bearer {bearer_token}".encode()):
-        raise errors.Unauthenticated("the bearer token is not the one of this shard; check security.token_file")
+        raise errors.Unauthenticated(
+            "the bearer token is not the one of this shard; check security.token_file (token= of join)"
+        )
+
+
+def authorization_in(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """What a call sends to prove itself; None if nothing."""
+    return next((value for key, value in metadata if key == "authorization" and isinstance(value, str)), None)
+
+
+def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
+    """The certificate of a caller, in PEM, whose chain TLS has checked; None without TLS."""
+    return next(iter(context.auth_context().get("x509_pem_cert", ())), None)
 
 
 def _decimal(values: Mapping[str, str], key: str) -> int:
@@ -107,10 +148,56 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
     return int(text)
 
 
+# ---------------------------------------------------------------- TLS
+
+
+def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """For a caller that trusts ca.pem of these files, and shows their certificate if there is one."""
+    key, chain = files.pair or (None, None)
+    return grpc.ssl_channel_credentials(files.ca, key, chain)
+
+
+def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+    """To one shard: TLS with these files, or plaintext."""
+    if files is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, channel_credentials(files), options=options)
+
+
+class ServerCredentials:
+    """Of a server that asks every caller for a certificate. Its own can be exchanged while it runs."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._next: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
+        self.grpc = grpc.dynamic_ssl_server_credentials(
+            _configuration(files), self._fetch, require_client_authentication=True
+        )
+
+    def exchange(self, files: TlsFiles) -> None:
+        """Use these from the next handshake on. Connections that there are go on."""
+        self._next.append(_configuration(files))
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC's threads ask this before every handshake; None: nothing is new."""
+        try:
+            return self._next.pop()  # in one step: an exchange meanwhile is not lost
+        except IndexError:
+            return None
+
+
+def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    assert files.pair is not None, "a server has a certificate"
+    return grpc.ssl_server_certificate_configuration([files.pair], files.ca)
+
+
 # ---------------------------------------------------------------- errors
 
 _STATUS: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Expired: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Revoked: grpc.StatusCode.UNAUTHENTICATED,
+    errors.WrongIdentity: grpc.StatusCode.PERMISSION_DENIED,
+    errors.WrongScope: grpc.StatusCode.PERMISSION_DENIED,
     errors.BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.BadLearnerId: grpc.StatusCode.INVALID_ARGUMENT,
     errors.BadSize: grpc.StatusCode.INVALID_ARGUMENT,
@@ -120,10 +207,12 @@ _STATUS: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.BadChecksum: grpc.StatusCode.DATA_LOSS,
     errors.TornUpload: grpc.StatusCode.UNAVAILABLE,
     errors.UnknownFragment: grpc.StatusCode.NOT_FOUND,
+    errors.VersionGone: grpc.StatusCode.NOT_FOUND,
     errors.NotSeeded: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WrongRun: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ManifestMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.FrozenMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotJoined: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LeaseExpired: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Stalled: grpc.StatusCode.FAILED_PRECONDITION,
@@ -134,6 +223,8 @@ _STATUS: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.TooStale: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ContributionConflict: grpc.StatusCode.ALREADY_EXISTS,
     errors.NormTooLarge: grpc.StatusCode.OUT_OF_RANGE,
+    errors.Quarantined: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Implausible: grpc.StatusCode.OUT_OF_RANGE,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
@@ -149,6 +240,18 @@ def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:
         if key == CODE_KEY:
             return refusal_from(str(value), error.details() or "")
     return None
+
+
+def failed_to_connect(error: grpc.aio.AioRpcError) -> bool:
+    """Whether no connection came about although something listens: then a handshake may be to blame."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return True  # a call that waits for its shard ends so
+    details = error.details() or ""
+    return (
+        error.code() is grpc.StatusCode.UNAVAILABLE
+        and details.startswith("failed to connect")
+        and "Connection refused" not in details
+    )
 
 
 async def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: errors.Refusal) -> NoReturn:

@@ -7,7 +7,7 @@ few values they need. The runs in docs/quality.md decided the defaults of `sync`
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,12 +21,21 @@ class Section(BaseModel):
 class RunSettings(Section):
     id: str = Field(default="local", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run; learners and shards of different runs refuse each other."""
-    tokens: int = Field(default=0, ge=0)
+    tokens: int = Field(default=0, ge=0, le=10**18)
     """Budget: the run ends when this many tokens are merged. 0: no end."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the initial weights and of every learner's data order."""
+    model: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
+    """Digest of the model that shards insist on. Empty: the first learner that joins a new shard brings the model.
+    `diloco-worker digest` prints that of the built-in model, `diloco_worker.digest_of(model)` gives that of yours, and
+    a worker says that of its model when it starts."""
     history: Path | None = None
     """Folder in which every process records its history, as JSON lines; none: nothing is recorded."""
+
+
+Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
+"""A rule of others: `mypkg.mymod:thing`, or `plugin:NAME`, an installed entry point (docs/lab.md)."""
+Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 
 class SyncSettings(Section):
@@ -34,26 +43,32 @@ class SyncSettings(Section):
 
     fragments: int = Field(default=24, ge=1, le=4096)
     """P: the number of fragments. Each one is synchronised on its own."""
-    sync_every: int = Field(default=24, ge=1)
+    sync_every: int = Field(default=24, ge=1, le=2**31)
     """H: inner steps between two rounds of a fragment."""
     quorum: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     """K: contributions that let a round close; "all" waits for every live learner."""
     grace: Annotated[float, Field(ge=0)] | Literal["adaptive"] = "adaptive"
-    """How long a round stays open after its quorum, in seconds. "adaptive" fits it to the slack left by the overlap."""
+    """How long a round stays open after its quorum, in seconds. "adaptive": where learners carry, for everybody who is
+    expected with `patience`; else as long as the overlap leaves slack."""
+    patience: float = Field(default=0.1, gt=0, le=1)
+    """With carry: a round waits for whoever is expected at most this share of the H steps later than the usual learner,
+    or `overlap_steps` if that is more. No learner stands still meanwhile; the next version comes later by so much."""
     grace_gamma: float = Field(default=0.8, gt=0, le=1)
-    """Share of the slack used by the adaptive grace window."""
+    """With overwrite and blend: share of the slack used by the adaptive grace window."""
     overlap_steps: int = Field(default=2, ge=0)
-    """tau: a round should be over within this many inner steps. Sets the slack of the adaptive grace window."""
+    """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
-    merge: Literal["rda", "mean"] = "rda"
-    """Radial-directional averaging, or the plain weighted mean."""
+    merge: Literal["rda", "mean", "centered_clip"] | Extension = "rda"
+    """Radial-directional averaging, the weighted mean, or centered clipping, which takes more time and withstands more
+    liars. In all of them weights and norms of one learner are bounded by medians (docs/quality.md). Or one of others:
+    `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.merge."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
     """What a learner does with its own progress when a version arrives."""
     blend_alpha: float = Field(default=0.5, ge=0, le=1)
     """alpha of "blend": theta <- alpha * theta + (1 - alpha) * new."""
-    push: Literal["float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit"] = "int8"
-    """Encoding of contributions."""
+    push: Literal["float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit"] | Plugin = "int8"
+    """Encoding of contributions; `plugin:NAME` is an entry point of diloco.codec."""
     pull: Literal["float32", "bfloat16", "int8", "int4", "e3m0"] = "bfloat16"
     """Encoding of versions. All but float32 and bfloat16 send the change since the version before."""
     error_feedback: bool = True
@@ -63,11 +78,15 @@ class SyncSettings(Section):
 class OuterSettings(Section):
     """The outer optimizer, one per fragment, in float32."""
 
-    optimizer: Literal["nesterov", "sgd", "adam"] = "nesterov"
+    optimizer: Literal["nesterov", "sgd", "adam", "delayed_nesterov", "heloco"] | Extension = "nesterov"
+    """"delayed_nesterov" and "heloco" are for rounds of few and late contributions. One of ours, `mypkg.mymod:Rule`, or
+    `plugin:NAME`, an entry point of diloco.outer (docs/lab.md)."""
     lr: float = Field(default=0.7, gt=0)
     """eta."""
     momentum: float = Field(default=0.5, ge=0, lt=1)
-    """mu of nesterov and sgd. The published 0.9 was still behind after 80 versions (docs/quality.md)."""
+    """mu of all but adam. The published 0.9 was still behind after 80 versions (docs/quality.md)."""
+    momentum_every: int = Field(default=4, ge=1)
+    """N of delayed_nesterov: versions between two momentum steps, about the number of learners."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
     """Of adam."""
@@ -79,15 +98,21 @@ class GuardSettings(Section):
     """Contributions that a shard refuses to merge."""
 
     norm_factor: float = Field(default=1000.0, gt=1)
-    """A contribution is refused if its norm is above this many times the running median of its fragment."""
+    """A contribution is refused if its norm is above this many times the usual norm of its fragment: the median over
+    the learners, each of which has one vote."""
     norm_window: int = Field(default=64, ge=8)
-    """Merged contributions that enter the running median."""
+    """Merged contributions that enter the usual norm, at most 8 of one learner. While as many are merged, it grows at
+    most tenfold."""
+    quarantine_s: float = Field(default=60.0, ge=0)
+    """Seconds for which a learner is left out after 8 of its last 16 contributions were outliers: not finite, refused
+    for their norm, or far longer than the others of their round. Doubles with each further time, up to tenfold.
+    0: never."""
 
 
 class LeaseSettings(Section):
     lease_s: float = Field(default=6.0, gt=0)
     """Seconds of silence after which a learner is evicted."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
+    heartbeat_s: float = Field(default=1.0, gt=0, le=3600)
     """Seconds between two messages, in both directions, if there is nothing else to send."""
     stalled_s: float = Field(default=30.0, gt=0)
     """Seconds without an inner step after which a learner is shown as stalled, although its heartbeats come."""
@@ -115,9 +140,20 @@ class ShardSettings(Section):
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     max_pushes: int = Field(default=64, ge=1)
-    """Pushes that may be open at once. Further ones are answered BUSY."""
+    """Pushes that may be open at once, of all learners; one learner may have 4. Further ones are answered BUSY."""
     max_learners: int = Field(default=1024, ge=1, le=100_000)
     """Leases that may be held at once. Further ones are answered BUSY."""
+    max_learners_per_host: int = Field(default=512, ge=1, le=100_000)
+    """Leases that may be held at once by learners that call from one address. Raise it where all learners are behind
+    one proxy."""
+    bytes_in_max: int = Field(default=4 << 30, ge=1 << 20)
+    """Payload bytes that open pushes may have announced, all together. Further pushes are answered BUSY. Held beside
+    it: what rounds have accepted, at most one contribution per learner and fragment."""
+    bytes_out_max: int = Field(default=256 << 20, ge=1 << 20)
+    """Payload bytes that may wait in buffers for pulls to take them, all together. Further chunks wait in line."""
+    max_connections: int = Field(default=0, ge=0)
+    """gRPC connections that may be open at once; a learner has 3. Further ones are closed at once. 0: 4 times
+    `max_learners`, but never more than the limit on open files leaves."""
     data_dir: Path | None = None
     """Folder for the versions of this shard alone; none: versions stay in memory, and a restart begins anew."""
     durability: Literal["version", "interval"] = "version"
@@ -148,7 +184,7 @@ class WorkerSettings(Section):
     """One worker process."""
 
     shards: tuple[str, ...] = ()
-    """Addresses of all shards, host:port, in any order."""
+    """Addresses of all shards, host:port, in any order. `@FILE` is the address file of a shard that may move."""
     learner_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
     """Unique in the run; empty: made from the host name and the process id."""
     http: str = "127.0.0.1:0"
@@ -161,6 +197,9 @@ class WorkerSettings(Section):
     """Folder for the worker's own checkpoint (optimizer, weights, data position, step); none: nothing is kept."""
     checkpoint_every_s: float = Field(default=30.0, gt=0)
     """Seconds between two of the worker's own checkpoints."""
+    track: str = Field(default="", pattern=r"^((tensorboard|wandb|csv):.+)?$")
+    """Where the curves of the built-in training go: `tensorboard:DIR`, `wandb:PROJECT` (offline unless WANDB_MODE says
+    otherwise) or `csv:FILE`. Empty: nowhere."""
     step_delay_s: float = Field(default=0.0, ge=0)
     """Sleep added to every inner step. Makes a straggler for experiments."""
     step_min_s: float = Field(default=0.0, ge=0)
@@ -185,18 +224,33 @@ class ModelSettings(Section):
 
 
 class TrainSettings(Section):
-    """The inner optimizer (AdamW) and its schedule, of the built-in training."""
+    """The inner optimizer and its schedule, of the built-in training."""
 
     batch: int = Field(default=8, ge=1)
     """Sequences per inner step and learner."""
-    lr: float = Field(default=2e-3, gt=0)
-    lr_final: float = Field(default=0.1, ge=0, le=1)
-    """The cosine ends at this share of `lr`."""
+    optimizer: Literal["muon", "adamw"] | Extension = "muon"
+    """"muon": Muon for the matrices of the layers, AdamW for embedding and output head. "adamw": AdamW for all. Or a
+    function of model and these settings: `mypkg.mymod:make`, or `plugin:NAME`, an entry point of diloco.inner."""
+    lr: float = Field(default=4e-3, gt=0)
+    """Of AdamW, at its highest. Where it is the only one, 2e-3 was best (docs/quality.md)."""
+    muon_lr: float = Field(default=5e-3, gt=0)
+    """Of Muon, at its highest. An update has the root mean square that one of AdamW has at this rate."""
+    schedule: Literal["cosine", "wsd", "linear"] = "linear"
+    """How rates go down after the warm-up, by global progress. "wsd" (warm-up, stable, decay) stays at the highest, and
+    falls in a line over the last `decay` of the budget."""
+    lr_final: float = Field(default=0.0, ge=0, le=1)
+    """The schedule ends at this share of the highest rates."""
+    decay: float = Field(default=0.5, gt=0, le=1)
+    """Of wsd: the share of the token budget over which rates fall."""
     warmup: float = Field(default=0.05, ge=0, le=1)
-    """Share of the token budget over which the learning rate rises."""
+    """Share of the token budget over which rates rise."""
     weight_decay: float = Field(default=0.1, ge=0)
+    """Of matrices, in both optimizers."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Of AdamW."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of Muon."""
     clip: float = Field(default=1.0, gt=0)
     """Norm to which gradients are clipped."""
 
@@ -209,14 +263,27 @@ class DataSettings(Section):
 
 
 class SecuritySettings(Section):
+    """Who may call, and how that is proven (docs/deploy.md)."""
+
+    tls: Path | None = None
+    """Folder with ca.pem, cert.pem and key.pem, as `diloco certs issue` makes it. Calls are then encrypted, and both
+    sides prove who they are. For a worker whose token a proxy passes on, ca.pem alone will do."""
+    revoked: Path | None = None
+    """The deny-list that `diloco certs revoke` writes. Shards read it, again when it changes. None: revoked.json in the
+    folder `tls`, if there is one."""
+    token_key: Path | None = None
+    """token.pub of the authority. Shards then ask for tokens that `diloco token issue` signed, each for one caller."""
     token_file: Path | None = None
-    """File with the bearer token. Shards ask for it, and learners send it."""
+    """File with the bearer token that learners send: a signed one of their own, or one that all share. A shard that has
+    this setting asks for that very token."""
+    audit: Path | None = None
+    """Folder for the audit log of each shard: who joined, left, was refused or revoked. None: there is none."""
     insecure: bool = False
-    """Allow a shard to serve on a non-loopback address without a bearer token."""
+    """Allow a shard to serve in plaintext on a non-loopback address, and HTTP there where nothing else is set here."""
 
 
 class ClusterSettings(Section):
-    """The local cluster of `diloco up`."""
+    """The cluster of `diloco up`, on this machine or on Ray."""
 
     shards: int = Field(default=2, ge=1, le=64)
     workers: int = Field(default=3, ge=1, le=256)
@@ -224,6 +291,12 @@ class ClusterSettings(Section):
     """Folder for versions, logs, addresses, the report and the exported model."""
     restart: bool = True
     """Start a shard or worker again when it dies unexpectedly."""
+    worker_cpus: float = Field(default=1.0, gt=0)
+    """CPU cores that each worker asks Ray for (`up --on ray`)."""
+    worker_gpus: float = Field(default=0.0, ge=0)
+    """GPUs that each worker asks Ray for; a worker sees only those that it got."""
+    page: str = "127.0.0.1:7171"
+    """Where the live page of the run is served, host:port; empty: nowhere. If the port is taken, on a free one."""
 
 
 class Settings(Section):
@@ -240,3 +313,13 @@ class Settings(Section):
     data: DataSettings = DataSettings()
     security: SecuritySettings = SecuritySettings()
     cluster: ClusterSettings = ClusterSettings()
+
+    def for_built_in(self) -> Settings:
+        """With the merge rule that suits the optimizer of the built-in training, unless a rule was given.
+
+        Shards cannot know what learners train with, so whoever starts both says it (docs/quality.md).
+        """
+        if self.train.optimizer != "muon" or "merge" in self.sync.model_fields_set:
+            return self
+        given: dict[str, Any] = {"merge": "mean"}
+        return self.model_copy(update={"sync": self.sync.model_copy(update=given)})

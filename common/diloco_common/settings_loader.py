@@ -8,15 +8,12 @@ then not read, so a child uses exactly what its parent decided.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
-import os
 import re
-import sys
 import tomllib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -24,6 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from diloco_common import quantities
 from diloco_common.endpoints import write_json
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
@@ -114,7 +112,7 @@ def _finish(
     tree: dict[str, dict[str, object]] = {}
     for name, one in given.items():
         section, key = name.split(".")
-        tree.setdefault(section, {})[key] = one.value
+        tree.setdefault(section, {})[key] = _read_quantity(name, one.value)
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
@@ -188,7 +186,7 @@ def _from_environ(environ: Mapping[str, str], problems: list[str]) -> dict[str, 
     for variable in sorted(v for v in environ if v.startswith(ENV_PREFIX)):
         name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
         if name in _FIELDS and variable == _variable(name):
-            given[name] = Given(_from_text(name, environ[variable]), variable)
+            given[name] = Given(from_text(name, environ[variable]), variable)
         else:
             hint = _did_you_mean(variable.upper(), [_variable(field) for field in _FIELDS])
             problems.append(f"the environment variable {variable} is not a setting{hint}")
@@ -209,11 +207,11 @@ def _from_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, 
         elif name not in _FIELDS:
             problems.append(f"--set {override}: {_unknown(name)}")
         else:
-            given[name] = Given(_from_text(name, text.strip()), "--set")
+            given[name] = Given(from_text(name, text.strip()), "--set")
     return given
 
 
-def _from_text(name: str, text: str) -> object:
+def from_text(name: str, text: str) -> object:
     """The text of a variable or of `--set`, in a form that pydantic understands: lists by commas, "" for none."""
     allowed = _FIELDS[name].annotation
     if get_origin(allowed) is tuple:
@@ -221,6 +219,39 @@ def _from_text(name: str, text: str) -> object:
     if type(None) in get_args(allowed) and text.lower() in ("", "none"):
         return None
     return text
+
+
+def _read_quantity(name: str, value: object) -> object:
+    """2M, 512MiB, 30s and bf16 as pydantic understands them. Whatever else it is stays, for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    kinds = set(_kinds(_FIELDS[name].annotation))
+    if name in ("sync.push", "sync.pull"):
+        return quantities.dtype(value)
+    parse: Callable[[str], float]
+    if float in kinds and _is_time(name):
+        parse = quantities.seconds
+    elif int in kinds:
+        parse = quantities.num_bytes if name.rpartition(".")[2].startswith("bytes_") else quantities.count
+    else:
+        return value
+    try:
+        return parse(value)
+    except ValueError:
+        return value
+
+
+def _kinds(annotation: object) -> Iterator[object]:
+    """The plain types that a value may have."""
+    if get_args(annotation) and get_origin(annotation) is not Literal:
+        for part in get_args(annotation):
+            yield from _kinds(part)
+    else:
+        yield annotation
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith("_s") or name == "sync.grace"
 
 
 # ---------------------------------------------------------------- explaining
@@ -268,9 +299,16 @@ def _explain(error: ValidationError, given: Mapping[str, Given]) -> list[str]:
 def allowed(name: str) -> str:
     """The allowed values of a setting, in words: "a whole number from 1 to 4096", "a number above 0 (seconds)"."""
     field = _FIELDS[name]
-    unit = "seconds" if name.endswith("_s") or name == "sync.grace" else "tokens" if name == "run.tokens" else ""
+    unit = "seconds" if _is_time(name) else "tokens, such as 2M" if name == "run.tokens" else ""
     words = _allowed_type(field.annotation) + _allowed_range(field.metadata)
     return f"{words} ({unit})" if unit else words
+
+
+def default_of(name: str) -> str:
+    """The default of a setting, as people write it; empty if it has none."""
+    section, key = name.split(".")
+    value = getattr(getattr(Settings(), section), key)
+    return "" if value is None or value == () else str(value)
 
 
 def _allowed_type(annotation: object) -> str:
@@ -311,61 +349,3 @@ def _allowed_range(metadata: Sequence[Any]) -> str:
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     said = " and ".join(f"{words[bound]} {value}" for bound, value in bounds.items())
     return f" {said}" if said else ""
-
-
-# ---------------------------------------------------------------- command line
-
-
-def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--config`, `--set` and `--settings`, the same for every command."""
-    group = parser.add_argument_group("settings")
-    group.add_argument("--config", type=Path, metavar="FILE.toml", help="settings of the run")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE",
-        help="one setting, such as sync.quorum=2; may be repeated",
-    )
-    group.add_argument(
-        "--settings",
-        type=Path,
-        metavar="FILE.json",
-        help="every setting as `diloco up` saved them; the environment is then not read",
-    )
-
-
-def settings_from_args(
-    args: argparse.Namespace,
-    flags: Mapping[str, str] | None = None,
-    environ: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Given] | None = None,
-) -> Settings:
-    """The settings of a command line. Prints to stderr which of them the environment decided.
-
-    Args:
-        args: parsed by a parser that `add_settings_arguments` prepared.
-        flags: name of an attribute of `args` -> its setting, such as {"data": "data.source"}. Attributes that are None
-            were not given.
-        environ: the process environment unless given.
-        defaults: see `load`.
-
-    Raises:
-        ConfigError: see `load`.
-    """
-    explicit = {
-        name: Given(_from_text(name, str(value)), f"--{flag.replace('_', '-')}")
-        for flag, name in (flags or {}).items()
-        if (value := getattr(args, flag)) is not None
-    }
-    if args.settings is not None:
-        if args.config is not None:
-            raise ConfigError(
-                "--settings and --config exclude each other: --settings holds every setting; leave out --config"
-            )
-        return load_saved(args.settings, args.overrides, explicit).settings
-    loaded = load(args.config, os.environ if environ is None else environ, args.overrides, explicit, defaults)
-    for line in loaded.describe_sources():
-        print(line, file=sys.stderr)
-    return loaded.settings

@@ -16,21 +16,45 @@ class Tensor(_message.Message):
     mean_merge: bool
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ...) -> None: ...
 
+class FrozenTensor(_message.Message):
+    __slots__ = ("name", "form", "crc32c")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    form: str
+    crc32c: int
+    def __init__(self, name: _Optional[str] = ..., form: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class Tie(_message.Message):
+    __slots__ = ("name", "of")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    of: str
+    def __init__(self, name: _Optional[str] = ..., of: _Optional[str] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held")
+    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     DECODES_FIELD_NUMBER: _ClassVar[int]
     OBSERVE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    TIES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     process_id: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     decodes: _containers.RepeatedScalarFieldContainer[str]
     observe: bool
     held: _containers.RepeatedCompositeFieldContainer[Held]
-    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+    frozen: _containers.RepeatedCompositeFieldContainer[FrozenTensor]
+    ties: _containers.RepeatedCompositeFieldContainer[Tie]
+    index: int
+    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("fragment_id", "epoch", "version")
@@ -43,7 +67,7 @@ class Held(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors")
+    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors", "ties", "index")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +79,8 @@ class JoinResponse(_message.Message):
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     PULSE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    TIES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     heartbeat_s: float
@@ -66,7 +92,9 @@ class JoinResponse(_message.Message):
     fragments: _containers.RepeatedCompositeFieldContainer[FragmentStatus]
     pulse: Pulse
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    ties: _containers.RepeatedCompositeFieldContainer[Tie]
+    index: int
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class LearnerPolicy(_message.Message):
     __slots__ = ("sync_every", "push_encoding", "pull_encoding", "on_commit", "blend_alpha", "error_feedback")
@@ -101,16 +129,28 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("inner_step", "tokens", "loss", "step_time_s")
+    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away")
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
     inner_step: int
     tokens: int
     loss: float
     step_time_s: float
-    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ...) -> None: ...
+    away: _containers.RepeatedCompositeFieldContainer[ShardAway]
+    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ...) -> None: ...
+
+class ShardAway(_message.Message):
+    __slots__ = ("address", "index", "for_s")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    index: int
+    for_s: float
+    def __init__(self, address: _Optional[str] = ..., index: _Optional[int] = ..., for_s: _Optional[float] = ...) -> None: ...
 
 class Directive(_message.Message):
     __slots__ = ("collect", "committed", "pulse", "drain", "stop", "evicted")
@@ -149,12 +189,14 @@ class Committed(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Pulse(_message.Message):
-    __slots__ = ("tokens_merged", "tokens_budget")
+    __slots__ = ("tokens_merged", "tokens_budget", "learners_alive")
     TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    LEARNERS_ALIVE_FIELD_NUMBER: _ClassVar[int]
     tokens_merged: int
     tokens_budget: int
-    def __init__(self, tokens_merged: _Optional[int] = ..., tokens_budget: _Optional[int] = ...) -> None: ...
+    learners_alive: int
+    def __init__(self, tokens_merged: _Optional[int] = ..., tokens_budget: _Optional[int] = ..., learners_alive: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()
@@ -172,16 +214,28 @@ class Evicted(_message.Message):
     message: str
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Range(_message.Message):
+    __slots__ = ("start", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    stop: int
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
 class PushRequest(_message.Message):
-    __slots__ = ("header", "chunk")
+    __slots__ = ("header", "chunk", "crc32c", "padding")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
     chunk: bytes
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    crc32c: int
+    padding: bytes
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ..., crc32c: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("fragment_id", "round", "epoch", "base_version", "tokens", "steps", "payload", "manifest_digest", "tokens_merged", "not_finite")
+    __slots__ = ("fragment_id", "round", "epoch", "base_version", "tokens", "steps", "payload", "manifest_digest", "tokens_merged", "not_finite", "part", "num_parts", "ranges")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +246,9 @@ class PushHeader(_message.Message):
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     round: int
     epoch: int
@@ -202,21 +259,24 @@ class PushHeader(_message.Message):
     manifest_digest: str
     tokens_merged: int
     not_finite: bool
-    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., tokens_merged: _Optional[int] = ..., not_finite: bool = ...) -> None: ...
+    part: int
+    num_parts: int
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, fragment_id: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., tokens_merged: _Optional[int] = ..., not_finite: bool = ..., part: _Optional[int] = ..., num_parts: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class Payload(_message.Message):
-    __slots__ = ("encoding", "num_elements", "chunk_elements", "num_bytes", "crc32c")
+    __slots__ = ("encoding", "num_elements", "chunk_elements", "num_bytes", "chunks_crc32c")
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     NUM_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_CRC32C_FIELD_NUMBER: _ClassVar[int]
     encoding: str
     num_elements: int
     chunk_elements: int
     num_bytes: int
-    crc32c: int
-    def __init__(self, encoding: _Optional[str] = ..., num_elements: _Optional[int] = ..., chunk_elements: _Optional[int] = ..., num_bytes: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    chunks_crc32c: int
+    def __init__(self, encoding: _Optional[str] = ..., num_elements: _Optional[int] = ..., chunk_elements: _Optional[int] = ..., num_bytes: _Optional[int] = ..., chunks_crc32c: _Optional[int] = ...) -> None: ...
 
 class PushResponse(_message.Message):
     __slots__ = ("outcome", "code", "message")
@@ -241,27 +301,37 @@ class PushResponse(_message.Message):
     def __init__(self, outcome: _Optional[_Union[PushResponse.Outcome, str]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("fragment_id", "encodings", "have_version", "epoch")
+    __slots__ = ("fragment_id", "encodings", "have_version", "epoch", "want_version", "want_epoch", "ranges")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     HAVE_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WANT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WANT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     encodings: _containers.RepeatedScalarFieldContainer[str]
     have_version: int
     epoch: int
-    def __init__(self, fragment_id: _Optional[int] = ..., encodings: _Optional[_Iterable[str]] = ..., have_version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    want_version: int
+    want_epoch: int
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, fragment_id: _Optional[int] = ..., encodings: _Optional[_Iterable[str]] = ..., have_version: _Optional[int] = ..., epoch: _Optional[int] = ..., want_version: _Optional[int] = ..., want_epoch: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("header", "chunk")
+    __slots__ = ("header", "chunk", "crc32c", "padding")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     header: PullHeader
     chunk: bytes
-    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    crc32c: int
+    padding: bytes
+    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ..., crc32c: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment_id", "version", "epoch", "payload", "merged_version", "tokens_merged", "base_version", "forgotten_version")
+    __slots__ = ("fragment_id", "version", "epoch", "payload", "merged_version", "tokens_merged", "base_version", "forgotten_version", "ranges")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +340,7 @@ class PullHeader(_message.Message):
     TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     epoch: int
@@ -278,7 +349,8 @@ class PullHeader(_message.Message):
     tokens_merged: int
     base_version: int
     forgotten_version: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., merged_version: _Optional[int] = ..., tokens_merged: _Optional[int] = ..., base_version: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., merged_version: _Optional[int] = ..., tokens_merged: _Optional[int] = ..., base_version: _Optional[int] = ..., forgotten_version: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ()
@@ -287,3 +359,21 @@ class LeaveRequest(_message.Message):
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("zeros",)
+    ZEROS_FIELD_NUMBER: _ClassVar[int]
+    zeros: bytes
+    def __init__(self, zeros: _Optional[bytes] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("num_bytes", "seconds", "clock", "package")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PACKAGE_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    seconds: float
+    clock: float
+    package: str
+    def __init__(self, num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., clock: _Optional[float] = ..., package: _Optional[str] = ...) -> None: ...

@@ -88,7 +88,7 @@ class ParameterServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Fetch the latest version of one fragment: a header, then its chunks in order.
+        """Fetch a version of one fragment, or ranges of it: a header, then its chunks in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,6 +265,83 @@ class ParameterServer(object):
             '/diloco.v1.ParameterServer/Leave',
             diloco__protos_dot_parameter__server__pb2.LeaveRequest.SerializeToString,
             diloco__protos_dot_parameter__server__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ProbeStub(object):
+    """What `diloco doctor` asks beside Join and Pull. Every shard serves it, and no training needs it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Measure = channel.stream_unary(
+                '/diloco.v1.Probe/Measure',
+                request_serializer=diloco__protos_dot_parameter__server__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=diloco__protos_dot_parameter__server__pb2.ProbeResponse.FromString,
+                _registered_method=True)
+
+
+class ProbeServicer(object):
+    """What `diloco doctor` asks beside Join and Pull. Every shard serves it, and no training needs it.
+    """
+
+    def Measure(self, request_iterator, context):
+        """Send zeros, to measure the way to the shard, which throws them away. It answers when they end, or after 2 seconds,
+        or 4 MiB, whatever comes first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ProbeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Measure': grpc.stream_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=diloco__protos_dot_parameter__server__pb2.ProbeRequest.FromString,
+                    response_serializer=diloco__protos_dot_parameter__server__pb2.ProbeResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'diloco.v1.Probe', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('diloco.v1.Probe', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Probe(object):
+    """What `diloco doctor` asks beside Join and Pull. Every shard serves it, and no training needs it.
+    """
+
+    @staticmethod
+    def Measure(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/diloco.v1.Probe/Measure',
+            diloco__protos_dot_parameter__server__pb2.ProbeRequest.SerializeToString,
+            diloco__protos_dot_parameter__server__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

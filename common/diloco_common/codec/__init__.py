@@ -1,14 +1,17 @@
 """Encodings of fragments: values to payloads and back. docs/wire-format.md specifies the format.
 
 `base.py` defines the interface of an encoding. `plain.py`, `int8.py`, `nibbles.py` and `topk.py` are the encodings, and
-`registry.py` finds one by its name. `change.py` encodes versions as changes. `payload.py` cuts a fragment into chunks
-and describes them, `receiver.py` takes them in, and `native.py` runs the inner loops in C. Pure: no sockets, and no
-files but the compiled loops.
+`registry.py` finds one by its name. `change.py` encodes versions as changes, and `anchor.py` holds what came.
+`payload.py` cuts a fragment into chunks and describes them, `frames.py` holds each in the message that carries it,
+`checksum.py` names its bytes, and `receiver.py` takes it in. `native.py` runs the inner loops in C. Pure: no sockets,
+and no files but the compiled loops.
 """
 
+from diloco_common.codec.anchor import Anchor
 from diloco_common.codec.base import Codec
+from diloco_common.codec.checksum import Checksum, chunks_crc32c, crc32c
+from diloco_common.codec.frames import Chunk
 from diloco_common.codec.payload import (
-    CHUNK_ELEMENTS,
     CHUNK_ELEMENTS_MAX,
     Payload,
     PayloadHeader,
@@ -19,14 +22,16 @@ from diloco_common.codec.payload import (
     decode_payload,
     encode_payload,
     num_payload_bytes,
+    usual_chunk_elements,
 )
-from diloco_common.codec.receiver import Checksum, PayloadReceiver
-from diloco_common.codec.registry import encoding_names, get_codec
+from diloco_common.codec.receiver import PayloadReceiver
+from diloco_common.codec.registry import encoding_names, get_codec, offered_names
 
 __all__ = [
-    "CHUNK_ELEMENTS",
     "CHUNK_ELEMENTS_MAX",
+    "Anchor",
     "Checksum",
+    "Chunk",
     "Codec",
     "Payload",
     "PayloadHeader",
@@ -34,10 +39,14 @@ __all__ = [
     "as_tensor",
     "check_chunk",
     "check_header",
+    "chunks_crc32c",
+    "crc32c",
     "decode_chunk",
     "decode_payload",
     "encode_payload",
     "encoding_names",
     "get_codec",
     "num_payload_bytes",
+    "offered_names",
+    "usual_chunk_elements",
 ]

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from diloco_common.codec.native import WeightedSum
+from diloco_common.codec.native import WeightedSum, kernels
 from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices
 from diloco_common.errors import BadSize, NotFinite
 
@@ -74,12 +74,18 @@ class Codec(ABC):
     ) -> None:
         """Encode the chunk x = `values - minus + plus`, each (n,) float32, into `out` as `encode_values` does.
 
-        Sets `loss` (n,) float32 to x - decoded. `loss` may be `values` itself. Raises NotFinite.
+        `values` may be bfloat16. Sets `loss` (n,) float32 to x - decoded. `loss` may be `values` itself. Raises
+        NotFinite.
         """
-        x = difference(values, minus, plus, loss)
-        self.encode_values(x, out)
-        if loss is not None:
-            self.accumulate(out, loss, weight=-1.0)
+        self._check_size(out, values.numel())
+        encoded = self._encode_natively(values, minus, plus, loss, out)
+        if encoded is None:
+            x = difference(values, minus, plus, loss)
+            self.encode_values(x, out)
+            if loss is not None:
+                self.accumulate(out, loss, weight=-1.0)
+        elif not encoded:
+            refuse_non_finite(difference(values, minus, plus))
 
     def encode_change(self, values: Tensor, base: Tensor, out: Tensor, anchor: Tensor) -> None:
         """Encode the change of a chunk from `base` to `values` into `out`; `anchor` <- base + decoded, rounded.
@@ -93,6 +99,23 @@ class Codec(ABC):
             decoded = scratch("change: decoded", torch.float32, part.stop - part.start, device)
             self.decode_range(out, num_elements, part.start, decoded)
             add_rounded(before[part], decoded, anchor[part])
+
+    def decode_change(
+        self, data: Tensor, base: Tensor, anchor: Tensor, reference: Tensor | None = None, out: Tensor | None = None
+    ) -> None:
+        """`anchor` <- base + the decoded chunk, rounded as `encode_change` does; `out` <- anchor - reference.
+
+        base and anchor (n,) bfloat16; reference (n,) float32 or bfloat16, and `out` (n,) float32: both or neither.
+        Raises BadSize and BadEncoding before anything is written.
+        """
+        num_elements = base.numel()
+        self.check(data, num_elements)
+        for part in slices(num_elements):
+            decoded = scratch("change: decoded", torch.float32, part.stop - part.start, data.device)
+            self.decode_range(data, num_elements, part.start, decoded)
+            add_rounded(base[part], decoded, anchor[part])
+            if reference is not None and out is not None:
+                subtract(anchor[part], reference[part], out[part])
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.
@@ -158,6 +181,12 @@ class Codec(ABC):
         self.decode_range(data, num_elements, start - before, decoded)
         return decoded[before:]
 
+    def _encode_natively(
+        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
+    ) -> bool | None:
+        """Encode as `encode` does, with a kernel. None: there is none here. False: an element of x is not finite."""
+        return None
+
     def _check_size(self, data: Tensor, num_elements: int) -> None:
         expected = self.num_bytes(num_elements)
         if data.numel() != expected:
@@ -165,16 +194,29 @@ class Codec(ABC):
 
 
 def difference(values: Tensor, minus: Tensor | None, plus: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """`values - minus + plus`, in `out` if given, else in scratch; `values` itself if there is nothing to compute."""
+    """`values - minus + plus`, in `out` if given, else in scratch; `values` itself if there is nothing to compute.
+
+    `values` (n,) float32 or bfloat16; the others float32.
+    """
     if out is None:
-        if minus is None and plus is None:
+        if minus is None and plus is None and values.dtype == torch.float32:
             return values
         out = scratch("difference", torch.float32, values.numel(), values.device)
     if minus is not None:
-        torch.sub(values, minus, out=out)
+        torch.sub(values, minus, out=out)  # computes in float32 whatever `values` are
     elif out.data_ptr() != values.data_ptr():
         out.copy_(values)
     return out if plus is None else out.add_(plus)
+
+
+def subtract(values: Tensor, reference: Tensor, out: Tensor) -> None:
+    """out <- values - reference: values and reference (m,) float32 or bfloat16, out (m,) float32, in float32."""
+    if values.dtype == torch.float32:
+        torch.sub(values, reference, out=out)
+    elif values.device.type == "cpu" and (native := kernels()) is not None:
+        native.difference(values, reference, out)
+    else:
+        torch.sub(out.copy_(values), reference, out=out)
 
 
 def add_rounded(base: Tensor, decoded: Tensor, out: Tensor) -> None:

@@ -32,7 +32,7 @@ class BlockCodec(Codec):
     scale_min: ClassVar[float]
     scale_max: ClassVar[float]
     native_bits: ClassVar[int] = 0
-    """Bits per code, if kernels.c has the encoding; 0: it has not."""
+    """What kernels/common.h calls the codes, if it has the encoding; 0: it has not."""
 
     @abstractmethod
     def num_code_bytes(self, num_elements: int) -> int:
@@ -57,23 +57,6 @@ class BlockCodec(Codec):
     def num_bytes(self, num_elements: int) -> int:
         return 4 * num_blocks(num_elements) + self.num_code_bytes(num_elements)
 
-    def encode(
-        self,
-        values: Tensor,
-        out: Tensor,
-        *,
-        minus: Tensor | None = None,
-        plus: Tensor | None = None,
-        loss: Tensor | None = None,
-    ) -> None:
-        native = self._native(out)
-        if native is None:
-            super().encode(values, out, minus=minus, plus=plus, loss=loss)
-            return
-        self._check_size(out, values.numel())
-        if not native.encode(self.native_bits, values, minus, plus, loss, self._limits, out):
-            refuse_non_finite(difference(values, minus, plus))
-
     def encode_change(self, values: Tensor, base: Tensor, out: Tensor, anchor: Tensor) -> None:
         native = self._native(out)
         if native is None:
@@ -82,6 +65,16 @@ class BlockCodec(Codec):
         self._check_size(out, values.numel())
         if not native.encode_change(self.native_bits, values, base, self._limits, BFLOAT16_MAX, out, anchor):
             refuse_non_finite(difference(values, base.float(), None))
+
+    def decode_change(
+        self, data: Tensor, base: Tensor, anchor: Tensor, reference: Tensor | None = None, out: Tensor | None = None
+    ) -> None:
+        native = self._native(data)
+        if native is None:
+            super().decode_change(data, base, anchor, reference, out)
+            return
+        self.check(data, base.numel())
+        native.decode_change(self.native_bits, data, base, BFLOAT16_MAX, anchor, reference, out)
 
     @property
     def _limits(self) -> tuple[float, float, float]:
@@ -112,6 +105,9 @@ class BlockCodec(Codec):
 
     def check(self, data: Tensor, num_elements: int) -> None:
         self._check_size(data, num_elements)
+        native = self._native(data)
+        if native is not None and native.check(self.native_bits, data, num_elements, self.scale_min, self.scale_max):
+            return
         scales, codes = _split(data, num_elements)
         scales_valid = (scales >= self.scale_min) & (scales <= self.scale_max)  # False for NaN
         if scales_valid.all() & self.codes_are_valid(codes, num_elements):  # waits for the device
@@ -134,13 +130,19 @@ class BlockCodec(Codec):
 
     def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
         native = self._native(parts[0].data)
-        return WeightedSum(native, self.native_bits, parts, weights) if native else None
+        return native.weighted_sum(self.native_bits, parts, weights) if native else None
 
     def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         native = self._native(data)
         if native is None:
             return super().sum_squares(data, num_elements, start, stop)
         return native.sum_squares(self.native_bits, data, num_elements, start, stop)
+
+    def _encode_natively(
+        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
+    ) -> bool | None:
+        native = self._native(out)
+        return None if native is None else native.encode(self.native_bits, values, minus, plus, loss, self._limits, out)
 
     def _native(self, data: Tensor) -> Kernels | None:
         return kernels() if self.native_bits and data.device.type == "cpu" else None

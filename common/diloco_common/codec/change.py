@@ -14,22 +14,26 @@ exact.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import add_rounded
+from diloco_common.codec import memory
+from diloco_common.codec.anchor import Anchor
+from diloco_common.codec.base import subtract
 from diloco_common.codec.payload import (
     ChunkWriter,
     Payload,
+    PayloadHeader,
     as_tensor,
     check_chunk_sizes,
     check_layout,
-    decode_chunk,
-    decode_payload,
 )
+from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
-from diloco_common.codec.scratch import scratch, slices
-from diloco_common.errors import BadSize, NotFinite
+from diloco_common.errors import BadEncoding, BadSize, NotFinite
 
 ANCHOR = "bfloat16"
 """Encoding of anchors."""
@@ -70,25 +74,59 @@ def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload
 
 
 @torch.no_grad()
-def decode_version(payload: Payload, base: Tensor | None, out: Tensor) -> None:
-    """Decode the version in a payload into `out` (n,) float32 on any device.
+def decode_version(
+    payload: Payload, base: Anchor | None, device: torch.device | str = "cpu", reference: Tensor | Anchor | None = None
+) -> tuple[Anchor, Tensor | None]:
+    """The version in a payload, on a device, and what it is more than `reference`: (n,) float32, in the same pass.
 
-    If the payload is a change, `base` is the anchor to add it to: float32 (n,) on the same device, only read. Without
-    `base`, the payload holds the values themselves. Raises as `decode_payload`.
+    A payload of values becomes the anchor in place. If it is a change, `base` is the anchor to add it to; it is only
+    read, and it is bfloat16. Without `base`, the payload holds the values themselves. Raises as `decode_payload`.
     """
-    if base is None:
-        decode_payload(payload, out)
-        return
     header = payload.header
-    if not base.numel() == out.numel() == header.num_elements:
-        raise BadSize(f"the change has {header.num_elements} elements, the anchor {base.numel()}, `out` {out.numel()}")
+    for other in (base, reference):
+        if other is not None and other.numel() != header.num_elements:
+            raise BadSize(f"the version has {header.num_elements} elements, what it is added to {other.numel()}")
     check_layout(header)
     check_chunk_sizes(payload)
-    for index, data in enumerate(payload.chunks):  # a chunk is still in the cache when the anchor is added to it
+    difference = None if reference is None else memory.empty(header.num_elements, device=device)
+    anchor = None if base is None else memory.empty(header.num_elements, torch.bfloat16, device)
+    chunks = []
+    for index, data in enumerate(payload.chunks):
         bound = header.chunk_slice(index)
-        before, chunk = base[bound], out[bound]
-        decode_chunk(header, index, data, chunk)
-        for part in slices(chunk.numel()):
-            rounded = scratch("change: after", torch.bfloat16, part.stop - part.start, out.device)
-            add_rounded(before[part], chunk[part], rounded)
-            chunk[part].copy_(rounded)
+        minus, out = (None, None) if reference is None or difference is None else (reference[bound], difference[bound])
+        if base is None or anchor is None:
+            chunks.append(_decode_values(header, index, as_tensor(data, device)))
+            if minus is not None and out is not None:
+                subtract(chunks[-1], minus, out)
+        else:
+            chunks.append(anchor[bound])
+            _decode_change(header, index, as_tensor(data, device), base[bound].bfloat16(), chunks[-1], minus, out)
+    return Anchor(chunks, header.chunk_elements), difference
+
+
+def _decode_values(header: PayloadHeader, index: int, data: Tensor) -> Tensor:
+    """The values of a chunk, in place where the encoding is a dtype. Raises BadEncoding with the index of the chunk."""
+    codec, bound = get_codec(header.encoding), header.chunk_slice(index)
+    if isinstance(codec, PlainCodec):
+        return codec.in_place(data)
+    values = torch.empty(bound.stop - bound.start, device=data.device)
+    with _of_chunk(index):
+        codec.decode(data, values)
+    return values
+
+
+def _decode_change(
+    header: PayloadHeader, index: int, data: Tensor, base: Tensor, anchor: Tensor, reference: Tensor | None,
+    difference: Tensor | None,
+) -> None:  # fmt: skip
+    with _of_chunk(index):
+        get_codec(header.encoding).decode_change(data, base, anchor, reference, difference)
+
+
+@contextmanager
+def _of_chunk(index: int) -> Iterator[None]:
+    """An error in it says the index of the chunk."""
+    try:
+        yield
+    except BadEncoding as error:
+        raise BadEncoding(f"chunk {index}: {error}") from None

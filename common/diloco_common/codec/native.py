@@ -1,58 +1,67 @@
-"""The encodings' inner loops in C (kernels.c). On a CPU they are three to nine times as fast as the same in torch.
+"""The encodings' inner loops in C (kernels/). On a CPU they are three to nine times as fast as the same in torch.
 
-The machine's C compiler compiles them at first use, in under a second. The user's cache folder keeps them, named by the
-hash of source, compiler flags and CPU. Nothing depends on them: without a compiler, with DILOCO_NATIVE=0, or on another
-device, the torch code runs and gives the same bytes. `python -m diloco_common.codec.native` compiles them now and says
-whether they are used. With `--portable` it puts a library beside the source that runs on other machines too, for
-container images without a compiler. If that library fits the CPU, it is used.
+`library.py` finds them: prebuilt in a platform wheel, or compiled at first use. Nothing depends on them: without a
+compiler, with DILOCO_NATIVE=0, or on another device, the torch code runs and gives the same bytes. `python -m
+diloco_common.codec.native` says which it is. With `--portable` it first compiles a library for other machines, too, and
+puts it beside the sources, as in a platform wheel: for container images without a compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import stat
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-PORTABLE = {"x86_64": ("-march=x86-64-v3", "abm avx2 bmi1 bmi2 f16c fma movbe"), "aarch64": ("-march=armv8-a", "asimd")}
-"""Machine -> the instruction set of a portable library, and the flags in /proc/cpuinfo of a CPU that has it."""
-COMPILE_S = 60.0
+from diloco_common.codec import library
+
+_Part = tuple[Tensor, int, int]
 BLOCK = 256
-"""BLOCK_ELEMENTS of the encodings; kernels.c has it too."""
+"""BLOCK_ELEMENTS of the encodings; kernels/common.h has it too."""
 
 
 @dataclass(frozen=True)
 class Kernels:
     """The loaded library. Tensors are contiguous, on the CPU; callers have checked sizes and codes."""
 
-    path: Path
+    found: library.Library
     library: ctypes.CDLL
 
     def encode(
         self, bits: int, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None,
         limits: tuple[float, float, float], out: Tensor,
     ) -> bool:  # fmt: skip
-        """Encode `values - minus + plus` (n,) float32 as int8 or int4 into `out` uint8. `loss` gets the encoding error.
+        """Encode `values - minus + plus` (n,) float32 as int8, int4 or e3m0 into `out` uint8. `loss` gets the error.
 
-        `limits`: code_max, scale_min, scale_max of the codec. Returns False if an element is not finite.
+        `values` may be bfloat16. `limits`: code_max, scale_min, scale_max of the codec. Returns False if an element is
+        not finite.
         """
-        pointers = [0 if t is None else t.data_ptr() for t in (values, minus, plus, loss)]
-        block: int = self.library.diloco_encode(bits, *pointers, values.numel(), *limits, out.data_ptr())
+        pointers = [_address(t) for t in (values, minus, plus, loss)]
+        encode = self.library.diloco_encode if values.itemsize == 4 else self.library.diloco_encode_from_anchor
+        block: int = encode(bits, *pointers, values.numel(), *limits, out.data_ptr())
         return block < 0
+
+    def difference(self, values: Tensor, reference: Tensor, out: Tensor) -> None:
+        """`out` (n,) float32 <- values (n,) bfloat16 - reference (n,) float32 or bfloat16."""
+        self.library.diloco_difference(values.data_ptr(), *_by_dtype(reference), values.numel(), out.data_ptr())
+
+    def decode_change(
+        self, bits: int, data: Tensor, base: Tensor, anchor_max: float, after: Tensor, reference: Tensor | None,
+        out: Tensor | None,
+    ) -> None:  # fmt: skip
+        """`after` <- base + decoded, saturating, both (n,) bfloat16; `out` (n,) float32 <- after - reference."""
+        self.library.diloco_decode_change(
+            bits, data.data_ptr(), base.data_ptr(), base.numel(), anchor_max, after.data_ptr(), *_by_dtype(reference),
+            _address(out),
+        )  # fmt: skip
+
+    def check(self, bits: int, data: Tensor, num_elements: int, scale_min: float, scale_max: float) -> bool:
+        """Whether an encoder could have written this chunk; its size is right."""
+        return bool(self.library.diloco_check(bits, data.data_ptr(), num_elements, scale_min, scale_max))
 
     def decode(self, bits: int, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
         """`out` (m,) float32 <- elements start..start+m of a chunk."""
@@ -75,56 +84,135 @@ class Kernels:
         )  # fmt: skip
         return block < 0
 
-    def encode_bfloat16(self, values: Tensor, most: float, out: Tensor) -> bool:
-        """`out` (n,) bfloat16 <- `values` (n,) float32, at most `most` in magnitude; False if one is not finite."""
-        return bool(self.library.diloco_encode_bfloat16(values.data_ptr(), values.numel(), most, out.data_ptr()))
-
     def sum_squares(self, bits: int, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         """Sum of squares of elements start..stop of a chunk, in float64."""
         return float(self.library.diloco_sum_squares(bits, data.data_ptr(), num_elements, start, stop))
 
+    def weighted_sum(self, bits: int, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
+        """`parts`: a chunk, its number of elements, the first element to sum. These differ by multiples of BLOCK."""
+        library, sources = self.library, (_Source * len(parts))(*map(partial(_source, bits), parts, weights))
+        start, chunks = parts[0][2] % BLOCK, [chunk for chunk, _, _ in parts]
+        heads = (bits, sources, len(parts), start)
+        return WeightedSum(library.diloco_sum, library.diloco_sum_nesterov, heads, start, chunks)
+
+    def encode_top(
+        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
+    ) -> bool:
+        """As `encode`, as topk64_2bit; `values` may be bfloat16."""
+        pointers = [0 if t is None else t.data_ptr() for t in (values, minus, plus, loss)]
+        block: int = self.library.diloco_encode_top(values.itemsize, *pointers, values.numel(), out.data_ptr())
+        return block < 0
+
+    def check_top(self, data: Tensor, num_elements: int) -> bool:
+        """Whether an encoder could have written this chunk of topk64_2bit; its size is right."""
+        return bool(self.library.diloco_check_top(data.data_ptr(), num_elements))
+
+    def decode_top(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
+        """As `decode`, of topk64_2bit."""
+        self.library.diloco_decode_top(data.data_ptr(), num_elements, start, start + out.numel(), out.data_ptr())
+
+    def accumulate_top(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
+        """As `accumulate`, of topk64_2bit."""
+        self.library.diloco_accumulate_top(
+            data.data_ptr(), num_elements, start, start + out.numel(), weight, out.data_ptr()
+        )
+
+    def sum_squares_top(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
+        """As `sum_squares`, of topk64_2bit."""
+        return float(self.library.diloco_sum_squares_top(data.data_ptr(), num_elements, start, stop))
+
+    def weighted_sum_top(self, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
+        """As `weighted_sum`, of topk64_2bit; any starts."""
+        library, (sources, chunks) = self.library, _chunk_sources(parts, weights)
+        heads = (sources, len(chunks))
+        return WeightedSum(library.diloco_sum_top, library.diloco_sum_nesterov_top, heads, 0, chunks)
+
+    def encode_plain(
+        self, bits: int, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, most: float,
+        out: Tensor,
+    ) -> bool:  # fmt: skip
+        """As `encode`, as float32 (bits = 32) or bfloat16 (16), at most `most`; `values` may be bfloat16."""
+        pointers = [0 if t is None else t.data_ptr() for t in (values, minus, plus, loss)]
+        block: int = self.library.diloco_encode_plain(
+            bits, values.itemsize, *pointers, values.numel(), most, out.data_ptr()
+        )
+        return block < 0
+
+    def sum_squares_plain(self, bits: int, data: Tensor, start: int, stop: int) -> float:
+        """As `sum_squares`, of float32 or bfloat16."""
+        return float(self.library.diloco_sum_squares_plain(bits, data.data_ptr(), start, stop))
+
+    def weighted_sum_plain(self, bits: int, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
+        """As `weighted_sum`, of float32 or bfloat16; any starts."""
+        library, (sources, chunks) = self.library, _chunk_sources(parts, weights)
+        heads = (bits, sources, len(chunks))
+        return WeightedSum(library.diloco_sum_plain, library.diloco_sum_nesterov_plain, heads, 0, chunks)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _by_dtype(reference: Tensor | None) -> tuple[int, int]:
+    """The addresses as float32 and as bfloat16: at most one is not null."""
+    address = _address(reference)
+    return (address, 0) if reference is not None and reference.itemsize == 4 else (0, address)
+
 
 class _Source(ctypes.Structure):
-    """`struct source` of kernels.c."""
+    """`struct source` of kernels/merging.c."""
 
     _fields_ = (("scales", ctypes.c_void_p), ("codes", ctypes.c_void_p), ("weight", ctypes.c_float))
+
+
+class _ChunkSource(ctypes.Structure):
+    """`struct chunk_source` of kernels/merging.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("num_elements", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("weight", ctypes.c_float),
+    )
 
 
 class WeightedSum:
     """A sum over contributions. The kernel that uses it forms it block by block, in registers."""
 
     def __init__(
-        self, kernels: Kernels, bits: int, parts: Sequence[tuple[Tensor, int, int]], weights: Sequence[float]
-    ) -> None:
-        """`parts`: a chunk, its number of elements, the first element to sum. These differ by multiples of BLOCK."""
-        self._library, self._bits = kernels.library, bits
-        self._chunks = [chunk for chunk, _, _ in parts]  # keeps them alive
-        self._sources = (_Source * len(parts))(*map(partial(_source, bits), parts, weights))
-        self._start = parts[0][2] % BLOCK
+        self, add_up: Callable[..., float], step: Callable[..., None], heads: tuple[Any, ...], start: int,
+        chunks: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """`heads`: the first arguments of both kernels; after them comes start + the number of elements."""
+        self._add_up, self._step, self._heads, self._start = add_up, step, heads, start
+        self._chunks = chunks  # keeps them alive
 
     def into(self, out: Tensor) -> float:
         """`out` (m,) float32 <- the sum; returns the sum of its squares."""
-        stop = self._start + out.numel()
-        return float(self._library.diloco_sum(*self._arguments(stop), out.data_ptr()))
+        return self._add_up(*self._heads, self._start + out.numel(), out.data_ptr())
 
     def squares(self, num_elements: int) -> float:
         """The sum of squares of the sum."""
-        return float(self._library.diloco_sum(*self._arguments(self._start + num_elements), 0))
+        return self._add_up(*self._heads, self._start + num_elements, 0)
 
     def nesterov(self, theta: Tensor, velocity: Tensor, momentum: float, lr: float) -> None:
         """Take a Nesterov step along the sum, in place; both (m,) float32."""
-        stop = self._start + theta.numel()
-        self._library.diloco_sum_nesterov(*self._arguments(stop), momentum, lr, velocity.data_ptr(), theta.data_ptr())
+        self._step(*self._heads, self._start + theta.numel(), momentum, lr, velocity.data_ptr(), theta.data_ptr())
 
-    def _arguments(self, stop: int) -> tuple[Any, ...]:
-        return self._bits, self._sources, len(self._sources), self._start, stop
+
+def _chunk_sources(parts: Sequence[_Part], weights: Sequence[float]) -> tuple[ctypes.Array[_ChunkSource], list[Tensor]]:
+    """The sources of kernels that find their way in a chunk, and the chunks."""
+    sources = (_ChunkSource * len(parts))()
+    for i, ((chunk, num_elements, start), weight) in enumerate(zip(parts, weights, strict=True)):
+        sources[i] = _ChunkSource(chunk.data_ptr(), num_elements, start, weight)
+    return sources, [chunk for chunk, _, _ in parts]
 
 
 def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Source:
     """The addresses of scale and codes of the block with the part's first element."""
     chunk, num_elements, start = part
     block, num_blocks, address = start // BLOCK, -(-num_elements // BLOCK), chunk.data_ptr()
-    return _Source(address + 4 * block, address + 4 * num_blocks + block * BLOCK * bits // 8, weight)
+    return _Source(address + 4 * block, address + 4 * num_blocks + block * BLOCK * (8 if bits == 8 else 4) // 8, weight)
 
 
 def kernels() -> Kernels | None:
@@ -136,121 +224,67 @@ def kernels() -> Kernels | None:
 @cache
 def find() -> Kernels | str:
     """The kernels, compiled if necessary, or the reason why they cannot be used and torch does the work."""
-    if os.environ.get("DILOCO_NATIVE", "1") == "0":
-        return "DILOCO_NATIVE is 0"
+    found = library.find()
+    if isinstance(found, str):
+        return found
     try:
-        path = _compiled()
-        _check_owner(path)
-        return Kernels(path, _load(path))
-    except _Unusable as error:
-        return str(error)
-    except subprocess.SubprocessError as error:
-        return f"the C compiler failed: {error}"
-    except (OSError, RuntimeError) as error:  # a folder that cannot be written to, or no home at all
-        return f"there is no place to keep them ({error}); set XDG_CACHE_HOME"
+        return Kernels(found, _load(found))
+    except OSError as error:
+        return f"{found.path} cannot be loaded: {error}"
 
 
-class _Unusable(Exception):
-    """The kernels cannot be used; the message says why."""
+def origin() -> str:
+    """Where the kernels come from: "prebuilt" or "compiled"; or "torch", if it does their work."""
+    found = find()
+    return "torch" if isinstance(found, str) else found.found.origin
 
 
-def _check_owner(path: Path) -> None:
-    """Loading a library runs its code, so nobody else may be able to write it. Raises _Unusable."""
-    for place in (path, path.parent):
-        status = place.stat()
-        if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise _Unusable(f"another user can write to {place}; make it yours alone, or set XDG_CACHE_HOME")
+_INT, _INT64, _FLOAT, _DOUBLE = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+_POINTER = ctypes.c_void_p
+_RANGE = (_INT, _POINTER, _INT64, _INT64, _INT64)  # bits, chunk, its elements, start, stop
+_SUM = (_INT, _POINTER, _INT, _INT64, _INT64)  # bits, sources, how many, start, stop
+_RANGE_TOP, _SUM_CHUNKS = (_POINTER, _INT64, _INT64, _INT64), (_POINTER, _INT, _INT64)
+_LIMITS = (_FLOAT, _FLOAT, _FLOAT)
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "diloco_encode": (_INT64, _INT, *[_POINTER] * 4, _INT64, *_LIMITS, _POINTER),
+    "diloco_check": (_INT, _INT, _POINTER, _INT64, _FLOAT, _FLOAT),
+    "diloco_decode": (None, *_RANGE, _POINTER),
+    "diloco_accumulate": (None, *_RANGE, _FLOAT, _POINTER),
+    "diloco_sum_squares": (_DOUBLE, *_RANGE),
+    "diloco_sum": (_DOUBLE, *_SUM, _POINTER),
+    "diloco_sum_nesterov": (None, *_SUM, _FLOAT, _FLOAT, _POINTER, _POINTER),
+    "diloco_encode_change": (_INT64, _INT, _POINTER, _POINTER, _INT64, *_LIMITS, _FLOAT, _POINTER, _POINTER),
+    "diloco_encode_from_anchor": (_INT64, _INT, *[_POINTER] * 4, _INT64, *_LIMITS, _POINTER),
+    "diloco_difference": (None, *[_POINTER] * 3, _INT64, _POINTER),
+    "diloco_decode_change": (None, _INT, _POINTER, _POINTER, _INT64, _FLOAT, *[_POINTER] * 4),
+    "diloco_encode_top": (_INT64, _INT, *[_POINTER] * 4, _INT64, _POINTER),
+    "diloco_check_top": (_INT, _POINTER, _INT64),
+    "diloco_decode_top": (None, *_RANGE_TOP, _POINTER),
+    "diloco_accumulate_top": (None, *_RANGE_TOP, _FLOAT, _POINTER),
+    "diloco_sum_squares_top": (_DOUBLE, *_RANGE_TOP),
+    "diloco_sum_top": (_DOUBLE, *_SUM_CHUNKS, _POINTER),
+    "diloco_sum_nesterov_top": (None, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),
+    "diloco_encode_plain": (_INT64, _INT, _INT, *[_POINTER] * 4, _INT64, _FLOAT, _POINTER),
+    "diloco_sum_squares_plain": (_DOUBLE, _INT, _POINTER, _INT64, _INT64),
+    "diloco_sum_plain": (_DOUBLE, _INT, *_SUM_CHUNKS, _POINTER),
+    "diloco_sum_nesterov_plain": (None, _INT, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),
+}
+"""Function -> the types of its result and of its arguments."""
 
 
-def compile_portable() -> Path | None:
-    """Put the portable library beside the source; None if this CPU could not run it.
-
-    Raises OSError or CalledProcessError.
-    """
-    path = _portable()
-    if path is not None:
-        _compile(PORTABLE[platform.machine()][0], path)
-    return path
-
-
-def _compiled() -> Path:
-    """The path of the compiled kernels. Compiles them if they are not there yet.
-
-    Raises _Unusable, SubprocessError, OSError, and RuntimeError if there is no home folder.
-    """
-    portable = _portable()
-    if portable is not None and portable.exists():
-        return portable
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache_home / "decoupled-diloco" / f"kernels-{_digest(_cpu())}.so"
-    if not path.exists():
-        if shutil.which(_compiler()) is None:
-            raise _Unusable(f"there is no C compiler ({_compiler()})")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _compile("-march=native", path)
-    return path
-
-
-def _portable() -> Path | None:
-    """The path of the library beside the source, if there is one; None if this CPU could not run it."""
-    march, needed = PORTABLE.get(platform.machine(), ("", ""))
-    if not march or not set(needed.split()) <= set(_cpu().split()):
-        return None
-    return SOURCE.with_name(f"kernels-{_digest(march)}.so")
-
-
-def _digest(runs_on: str) -> str:
-    return hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + runs_on.encode()).hexdigest()[:16]
-
-
-def _compiler() -> str:
-    return os.environ.get("CC", "cc")
-
-
-def _compile(march: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder, path.name)
-        command = [_compiler(), march, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        made.replace(path)  # in one step, so a process that starts at the same time never reads half of it
-
-
-def _cpu() -> str:
-    """The facts that -march=native depends on. Several machines may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
-    return platform.machine() + "".join(named)
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    integer, pointer, real, index = ctypes.c_int, ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
-    library.diloco_encode.argtypes = [integer, *[pointer] * 4, index, real, real, real, pointer]
-    library.diloco_encode.restype = index
-    library.diloco_decode.argtypes = [integer, pointer, index, index, index, pointer]
-    library.diloco_decode.restype = None
-    library.diloco_accumulate.argtypes = [integer, pointer, index, index, index, real, pointer]
-    library.diloco_accumulate.restype = None
-    library.diloco_sum.argtypes = [integer, pointer, integer, index, index, pointer]
-    library.diloco_sum.restype = ctypes.c_double
-    library.diloco_sum_nesterov.argtypes = [integer, pointer, integer, index, index, real, real, pointer, pointer]
-    library.diloco_sum_nesterov.restype = None
-    library.diloco_encode_change.argtypes = [integer, pointer, pointer, index, *[real] * 4, pointer, pointer]
-    library.diloco_encode_change.restype = index
-    library.diloco_encode_bfloat16.argtypes = [pointer, index, real, pointer]
-    library.diloco_encode_bfloat16.restype = integer
-    library.diloco_sum_squares.argtypes = [integer, pointer, index, index, index]
-    library.diloco_sum_squares.restype = ctypes.c_double
-    return library
+def _load(found: library.Library) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(found.path))
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
 
 
 if __name__ == "__main__":
     if "--portable" in sys.argv[1:]:
-        compile_portable()
-    found = find()
-    if isinstance(found, str):
-        sys.exit(f"no native kernels: {found}")
-    print(f"native kernels: {found.path}")
+        library.prebuild()
+    kernels_found = find()
+    if isinstance(kernels_found, str):
+        sys.exit(f"no native kernels, torch does their work: {kernels_found}")
+    print(f"native kernels: {kernels_found.found.path} ({kernels_found.found.origin})")

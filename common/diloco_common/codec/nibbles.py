@@ -96,6 +96,7 @@ class E3M0(NibbleCodec):
 
     name = "e3m0"
     code_max = 1.0
+    native_bits = 3
     scale_min = 64 * FLOAT32_TINY  # so that the smallest level is a normal number
     scale_max = torch.finfo(torch.float32).max
     levels = tuple((-1.0 if nibble > 7 else 1.0) * 2.0 ** (nibble % 8 - 7) * (nibble % 8 > 0) for nibble in range(16))

@@ -7,24 +7,38 @@ payload, or allocate memory for it, before the first chunk comes.
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cache
 
-import google_crc32c
 import torch
 from torch import Tensor
 
+from diloco_common.codec.anchor import Anchor
 from diloco_common.codec.base import BLOCK_ELEMENTS
+from diloco_common.codec.checksum import Checksum
+from diloco_common.codec.frames import Chunk, NewFrame
 from diloco_common.codec.registry import get_codec
 from diloco_common.codec.scratch import scratch
 from diloco_common.errors import BadEncoding, BadSize, NotFinite, UnknownEncoding
 
-CHUNK_ELEMENTS = 2**20
-"""Elements of a chunk unless told otherwise: 1 MiB of int8 codes."""
 CHUNK_ELEMENTS_MAX = 2**22
 """A header with larger chunks is refused."""
+CHUNK_BYTES_MAX = (4 << 20) + (64 << 10)
+"""So is one whose chunks would have more bytes: 1 Mi values of float32, or 4 Mi codes of 8 bits and their scales."""
+
+
+@cache
+def usual_chunk_elements(encoding: str) -> int:
+    """Elements of a chunk unless told otherwise: as many as may be. Each message costs CPU time, whatever its size.
+
+    Raises UnknownEncoding.
+    """
+    codec, size = get_codec(encoding), CHUNK_ELEMENTS_MAX
+    while codec.num_bytes(size) > CHUNK_BYTES_MAX:
+        size //= 2
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +51,8 @@ class PayloadHeader:
     """Elements of every chunk but the last."""
     num_bytes: int
     """Of all chunks together."""
-    crc32c: int
-    """CRC-32C of all bytes in order."""
+    chunks_crc32c: int
+    """Names the bytes as a whole: CRC-32C of the CRC-32C of each chunk in order, 4 bytes each, little-endian."""
 
     @property
     def num_chunks(self) -> int:
@@ -64,12 +78,14 @@ class PayloadHeader:
 @dataclass(frozen=True, slots=True)
 class Payload:
     header: PayloadHeader
-    chunks: tuple[bytes, ...]
+    chunks: tuple[Chunk, ...]
 
 
-def num_payload_bytes(encoding: str, num_elements: int, chunk_elements: int = CHUNK_ELEMENTS) -> int:
+def num_payload_bytes(encoding: str, num_elements: int, chunk_elements: int | None = None) -> int:
     """Bytes of all chunks of a fragment. Raises UnknownEncoding."""
     codec = get_codec(encoding)
+    if chunk_elements is None:
+        chunk_elements = usual_chunk_elements(encoding)
     whole, rest = divmod(num_elements, chunk_elements)
     return whole * codec.num_bytes(chunk_elements) + (codec.num_bytes(rest) if rest else 0)
 
@@ -95,7 +111,7 @@ def check_layout(header: PayloadHeader) -> None:
     codec = get_codec(header.encoding)
     if header.num_elements < 1:
         raise BadSize(f"a payload must have at least 1 element, not {header.num_elements}")
-    _check_chunk_elements(header.chunk_elements)
+    _check_chunk_elements(header.encoding, header.chunk_elements)
     expected = num_payload_bytes(codec.name, header.num_elements, header.chunk_elements)
     if header.num_bytes != expected:
         raise BadSize(
@@ -106,15 +122,17 @@ def check_layout(header: PayloadHeader) -> None:
 
 @torch.no_grad()
 def encode_payload(
-    values: Tensor,
+    values: Tensor | Anchor,
     encoding: str,
     *,
     minus: Tensor | None = None,
     plus: Tensor | None = None,
     loss: Tensor | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> Payload:
     """Encode the fragment x = `values - minus + plus`: all (n,) float32, contiguous, n >= 1, on one device.
+
+    `values` may be an anchor, in whatever dtype and chunks it came.
 
     Sets `loss` (n,) float32 to the encoding error `x - decoded`, where `decoded` is bit for bit the result of
     `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` itself.
@@ -123,9 +141,11 @@ def encode_payload(
     holds nothing of use.
     """
     for tensor in (values, minus, plus, loss):
-        if tensor is not None:
+        if isinstance(tensor, Tensor):
             _check_flat(tensor)
-    _check_chunk_elements(chunk_elements)
+    if chunk_elements is None:
+        chunk_elements = usual_chunk_elements(encoding)
+    _check_chunk_elements(encoding, chunk_elements)
     codec, chunks = get_codec(encoding), ChunkWriter(encoding, values.numel(), chunk_elements)
     for bound in chunks.bounds:
         encoded = chunks.next(values.device)
@@ -144,40 +164,34 @@ def encode_payload(
 
 
 class ChunkWriter:
-    """Makes a payload chunk by chunk. On a CPU it encodes directly into the bytes to send."""
+    """Makes a payload chunk by chunk. On a CPU it encodes directly into the frames to send."""
 
     def __init__(self, encoding: str, num_elements: int, chunk_elements: int) -> None:
         num_bytes = num_payload_bytes(encoding, num_elements, chunk_elements)
-        self._header = PayloadHeader(encoding, num_elements, chunk_elements, num_bytes, crc32c=0)
+        self._header = PayloadHeader(encoding, num_elements, chunk_elements, num_bytes, chunks_crc32c=0)
         self.bounds = self._header.chunk_bounds()
         """The elements of each chunk."""
-        self._chunks: list[bytes] = []
-        self._crc32c = 0
+        self._frame = NewFrame(0)
+        self._chunks: list[Chunk] = []
+        self._checksum = Checksum()
 
     def next(self, device: torch.device) -> Tensor:
         """The buffer for the next encoded chunk: uint8, on the device."""
         num_bytes = self._header.chunk_bytes(len(self._chunks))
-        self._chunks.append(_new_bytes(None, num_bytes))
-        return (
-            as_tensor(self._chunks[-1]) if device.type == "cpu" else scratch("encoded", torch.uint8, num_bytes, device)
-        )
+        self._frame = NewFrame(num_bytes)
+        return self._frame.chunk if device.type == "cpu" else scratch("encoded", torch.uint8, num_bytes, device)
 
     def written(self, encoded: Tensor) -> None:
         """The chunk is in the buffer that `next` returned."""
-        chunk = self._chunks[-1]
         if encoded.device.type != "cpu":
-            as_tensor(chunk).copy_(encoded)
-        self._crc32c = google_crc32c.extend(self._crc32c, chunk)
+            self._frame.chunk.copy_(encoded)
+        chunk, checksum = self._frame.sealed()
+        self._chunks.append(chunk)
+        self._checksum.add(checksum)
 
     def payload(self) -> Payload:
         """The payload, once all chunks are written."""
-        return Payload(replace(self._header, crc32c=self._crc32c), tuple(self._chunks))
-
-
-_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-"""Makes uninitialised bytes. Their maker may write to them, through `as_tensor`, until it hands them on. Encoding
-elsewhere and copying took a third of the time of publishing a version."""
-_new_bytes.argtypes, _new_bytes.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
+        return Payload(replace(self._header, chunks_crc32c=self._checksum.value), tuple(self._chunks))
 
 
 def decode_payload(payload: Payload, out: Tensor) -> None:
@@ -197,7 +211,7 @@ def decode_payload(payload: Payload, out: Tensor) -> None:
 
 
 @torch.no_grad()
-def decode_chunk(header: PayloadHeader, index: int, data: bytes, out_slice: Tensor) -> None:
+def decode_chunk(header: PayloadHeader, index: int, data: Chunk, out_slice: Tensor) -> None:
     """Decode chunk `index` alone, into `out_slice` (its elements,) float32, contiguous, on any device.
 
     Raises BadSize, and BadEncoding with the index of the block, before anything is written.
@@ -232,17 +246,18 @@ def check_chunk_sizes(payload: Payload) -> None:
         check_chunk_size(payload.header, index, chunk)
 
 
-def check_chunk_size(header: PayloadHeader, index: int, data: bytes) -> None:
+def check_chunk_size(header: PayloadHeader, index: int, data: Chunk) -> None:
     """Check the size of chunk `index`. Raises BadSize."""
     if len(data) != header.chunk_bytes(index):
         raise BadSize(f"chunk {index} of {header.num_chunks} takes {header.chunk_bytes(index)} bytes, got {len(data)}")
 
 
-def _check_chunk_elements(chunk_elements: int) -> None:
-    if not 0 < chunk_elements <= CHUNK_ELEMENTS_MAX or chunk_elements % BLOCK_ELEMENTS:
+def _check_chunk_elements(encoding: str, chunk_elements: int) -> None:
+    most = usual_chunk_elements(encoding)
+    if not 0 < chunk_elements <= most or chunk_elements % BLOCK_ELEMENTS:
         raise BadSize(
-            f"chunk_elements must be a multiple of {BLOCK_ELEMENTS} from {BLOCK_ELEMENTS} "
-            f"to {CHUNK_ELEMENTS_MAX}, not {chunk_elements}"
+            f"chunk_elements of {encoding} must be a multiple of {BLOCK_ELEMENTS} from {BLOCK_ELEMENTS} "
+            f"to {most}, not {chunk_elements}"
         )
 
 
@@ -254,8 +269,8 @@ def _check_flat(values: Tensor) -> None:
         )
 
 
-def as_tensor(data: bytes, device: torch.device | str = "cpu") -> Tensor:
-    """View bytes as a uint8 tensor, without a copy on a CPU. Read-only for everyone but `ChunkWriter`."""
+def as_tensor(data: Chunk, device: torch.device | str = "cpu") -> Tensor:
+    """View bytes as a uint8 tensor, without a copy on a CPU. Only to be read."""
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 

@@ -6,13 +6,14 @@ Encoders never write NaN or infinity. Decoders pass them on, because the shard c
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import BFLOAT16_MAX, Codec, refuse_non_finite
-from diloco_common.codec.native import kernels
+from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part, refuse_non_finite
+from diloco_common.codec.native import Kernels, WeightedSum, kernels
 from diloco_common.codec.scratch import scratch, slices
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -24,14 +25,16 @@ class PlainCodec(Codec):
     """Casts every element to one torch type."""
 
     dtype: ClassVar[torch.dtype]
+    reads_anywhere: ClassVar[bool] = False
+    """Whether the kernels read such values at addresses that are not a multiple of their size."""
+    value_max: ClassVar[float]
+    """The largest magnitude that it can say."""
 
     def num_bytes(self, num_elements: int) -> int:
         return self.dtype.itemsize * num_elements
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         self._check_size(out, values.numel())
-        if self._encode_natively(values, out):
-            return
         # On a CPU slice by slice, so each is still in the cache when it is cast; elsewhere at once, to wait only once.
         parts = slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]
         for part in parts:
@@ -41,9 +44,11 @@ class PlainCodec(Codec):
                 refuse_non_finite(values)
             self._cast(values[part], out.view(self.dtype)[part], absmax)
 
-    def _encode_natively(self, values: Tensor, out: Tensor) -> bool:
-        """Encode with a kernel; False if there is none. Raises NotFinite."""
-        return False
+    def in_place(self, data: Tensor) -> Tensor:
+        """The values of a chunk, in its own dtype: a view where that can be read at its address, else a copy."""
+        if data.data_ptr() % (1 if self.reads_anywhere and kernels() else self.dtype.itemsize):
+            data = data.clone()
+        return data.view(self.dtype)
 
     def check(self, data: Tensor, num_elements: int) -> None:
         self._check_size(data, num_elements)
@@ -51,8 +56,33 @@ class PlainCodec(Codec):
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
         out.copy_(data.view(self.dtype)[start : start + out.numel()])
 
+    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
+        native = self._native(parts[0].data)
+        return native.weighted_sum_plain(self._bits, parts, weights) if native else None
+
+    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
+        native = self._native(data)
+        if native is None:
+            return super().sum_squares(data, num_elements, start, stop)
+        return native.sum_squares_plain(self._bits, data, start, stop)
+
     def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:
         out.copy_(values)
+
+    @property
+    def _bits(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    def _encode_natively(
+        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
+    ) -> bool | None:
+        native = self._native(out)
+        return (
+            None if native is None else native.encode_plain(self._bits, values, minus, plus, loss, self.value_max, out)
+        )
+
+    def _native(self, data: Tensor) -> Kernels | None:
+        return kernels() if data.device.type == "cpu" else None
 
 
 class Float32(PlainCodec):
@@ -60,6 +90,7 @@ class Float32(PlainCodec):
 
     name = "float32"
     dtype = torch.float32
+    value_max = FLOAT32_MAX
 
 
 class Bfloat16(PlainCodec):
@@ -70,14 +101,8 @@ class Bfloat16(PlainCodec):
 
     name = "bfloat16"
     dtype = torch.bfloat16
-
-    def _encode_natively(self, values: Tensor, out: Tensor) -> bool:
-        native = kernels() if values.device.type == "cpu" else None
-        if native is None:
-            return False
-        if not native.encode_bfloat16(values, BFLOAT16_MAX, out):
-            refuse_non_finite(values)
-        return True
+    reads_anywhere = True
+    value_max = BFLOAT16_MAX
 
     def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:
         if absmax <= BFLOAT16_MAX:

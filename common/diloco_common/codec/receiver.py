@@ -1,28 +1,11 @@
-"""Receives a payload, chunk by chunk, from a sender that is not trusted; and checksums."""
+"""Receives a payload, chunk by chunk, from a sender that is not trusted."""
 
 from __future__ import annotations
 
-import google_crc32c
-
+from diloco_common.codec.checksum import Checksum, crc32c
+from diloco_common.codec.frames import Chunk, said_crc32c
 from diloco_common.codec.payload import Payload, PayloadHeader, check_chunk_size, check_layout
 from diloco_common.errors import BadChecksum, BadSize
-
-
-class Checksum:
-    """CRC-32C (Castagnoli) of bytes that arrive in parts."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, data: bytes) -> None:
-        self.value = google_crc32c.extend(self.value, data)
-
-    def verify(self, expected: int) -> None:
-        """Raises BadChecksum."""
-        if self.value != expected:
-            raise BadChecksum(
-                f"the bytes have crc32c {self.value:08x}, the header says {expected:08x}: they changed on the way"
-            )
 
 
 class PayloadReceiver:
@@ -34,13 +17,18 @@ class PayloadReceiver:
     def __init__(self, header: PayloadHeader) -> None:
         check_layout(header)
         self.header = header
-        self._chunks: list[bytes] = []
+        self._chunks: list[Chunk] = []
         self._checksum = Checksum()
 
-    def add(self, chunk: bytes) -> None:
-        """Take the next chunk. Raises BadSize for a wrong size or one chunk too many, and does not keep the chunk."""
-        check_chunk_size(self.header, len(self._chunks), chunk)
-        self._checksum.update(chunk)
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk. Raises BadSize for a wrong size or one chunk too many, and BadChecksum where its frame
+        says another one; then it does not keep the chunk."""
+        index = len(self._chunks)
+        check_chunk_size(self.header, index, chunk)
+        checksum, said = crc32c(chunk), said_crc32c(chunk)
+        if said not in (None, checksum):
+            raise BadChecksum(f"chunk {index} has crc32c {checksum:08x}, it says {said:08x}: it changed on the way")
+        self._checksum.add(checksum)
         self._chunks.append(chunk)
 
     @property
@@ -53,5 +41,9 @@ class PayloadReceiver:
         missing = self.header.num_chunks - len(self._chunks)
         if missing:
             raise BadSize(f"{missing} of {self.header.num_chunks} chunks are missing; the sender stopped early")
-        self._checksum.verify(self.header.crc32c)
+        if self._checksum.value != self.header.chunks_crc32c:
+            raise BadChecksum(
+                f"the checksums of the chunks have crc32c {self._checksum.value:08x}, the header says "
+                f"{self.header.chunks_crc32c:08x}: they changed on the way"
+            )
         return Payload(self.header, tuple(self._chunks))

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from diloco_common.codec.base import Codec
 from diloco_common.codec.int8 import Int8
 from diloco_common.codec.nibbles import E3M0, Int4
 from diloco_common.codec.plain import Bfloat16, Float32
 from diloco_common.codec.topk import TopK
-from diloco_common.errors import UnknownEncoding
+from diloco_common.errors import ConfigError, UnknownEncoding
+from diloco_common.extensions import find, plugin_names
 
+GROUP = "diloco.codec"
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Bfloat16(), Int8(), Int4(), E3M0(), TopK())}
 
 
 def encoding_names() -> tuple[str, ...]:
-    """Names of all encodings, from most to fewest bits per element."""
-    return tuple(_CODECS)
+    """Names of all encodings, ours from most to fewest bits per element, then those that are installed as plugins."""
+    return (*_CODECS, *plugin_names(GROUP))
+
+
+def offered_names() -> tuple[str, ...]:
+    """What a learner offers when it joins: all names, and NAME@DIGEST of each plugin, so that a shard with another
+    source of it can refuse. The digest is that of `diloco_common.extensions.find`."""
+    return (*encoding_names(), *(f"{name}@{source}" for name in plugin_names(GROUP) if (source := _source_of(name))))
+
+
+def _source_of(name: str) -> str:
+    try:
+        return find(GROUP, name).source
+    except ConfigError:  # broken, and perhaps not needed: if it is, its use says why
+        return ""
 
 
 def get_codec(name: str) -> Codec:
     """The codec of that name. Raises UnknownEncoding."""
     codec = _CODECS.get(name)
-    if codec is None:
-        raise UnknownEncoding(f"there is no encoding {name!r}; choose one of {', '.join(_CODECS)}")
+    return _plugin(name) if codec is None else codec
+
+
+@cache
+def _plugin(name: str) -> Codec:
+    """An installed one. A name may come from others, so nothing but entry points is loaded."""
+    if name not in plugin_names(GROUP):
+        raise UnknownEncoding(f"there is no encoding {name!r}; choose one of {', '.join(encoding_names())}")
+    codec: Codec = find(GROUP, name).thing
+    if codec.name != name:
+        raise UnknownEncoding(f"the codec that is installed as {name!r} calls itself {codec.name!r}")
     return codec

@@ -8,10 +8,13 @@ positions of a chunk ascend from its first entry to its last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import Codec, refuse_non_finite
+from diloco_common.codec.base import Codec, Part, refuse_non_finite
+from diloco_common.codec.native import Kernels, WeightedSum, kernels
 from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices
 from diloco_common.errors import BadEncoding
 
@@ -85,6 +88,9 @@ class TopK(Codec):
 
     def check(self, data: Tensor, num_elements: int) -> None:
         self._check_size(data, num_elements)
+        native = self._native(data)
+        if native is not None and native.check_top(data, num_elements):
+            return
         levels, index_bytes, code_bytes = _split(data, num_elements)
         num_kept = _num_kept(num_elements)
         positions = _positions(index_bytes, num_kept)
@@ -100,6 +106,10 @@ class TopK(Codec):
         raise BadEncoding(f"{self.name}: block {block} has {why}; the sender's encoder is at fault")
 
     def decode_range(self, data: Tensor, num_elements: int, start: int, out: Tensor) -> None:
+        native = self._native(data)
+        if native is not None:
+            native.decode_top(data, num_elements, start, out)
+            return
         stop = start + out.numel()
         first, last = start // BLOCK, _num_blocks(stop)
         whole_stop = min(last * BLOCK, num_elements)
@@ -114,8 +124,38 @@ class TopK(Codec):
     def accumulate(self, data: Tensor, out: Tensor, weight: float) -> None:
         num_elements = out.numel()
         self.check(data, num_elements)
+        native = self._native(data)
+        if native is not None:
+            native.accumulate_top(data, num_elements, 0, out, weight)
+            return
         positions, sent = _entries(data, num_elements, 0, _num_blocks(num_elements))
         out.index_add_(0, positions, sent, alpha=weight)  # no position comes twice, so the order does not matter
+
+    def accumulate_range(self, data: Tensor, num_elements: int, start: int, out: Tensor, weight: float) -> None:
+        native = self._native(data)
+        if native is None:
+            super().accumulate_range(data, num_elements, start, out, weight)
+        else:
+            native.accumulate_top(data, num_elements, start, out, weight)
+
+    def native_sum(self, parts: Sequence[Part], weights: Sequence[float]) -> WeightedSum | None:
+        native = self._native(parts[0].data)
+        return native.weighted_sum_top(parts, weights) if native else None
+
+    def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
+        native = self._native(data)
+        if native is None:
+            return super().sum_squares(data, num_elements, start, stop)
+        return native.sum_squares_top(data, num_elements, start, stop)
+
+    def _encode_natively(
+        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
+    ) -> bool | None:
+        native = self._native(out)
+        return None if native is None else native.encode_top(values, minus, plus, loss, out)
+
+    def _native(self, data: Tensor) -> Kernels | None:
+        return kernels() if data.device.type == "cpu" else None
 
 
 def _num_blocks(num_elements: int) -> int:

@@ -7,6 +7,7 @@ from diloco_common.metrics.registry import COUNTS, Declare, start_at_zero
 REJECTIONS = (
     "MANIFEST_MISMATCH", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING", "NOT_SEEDED", "WRONG_EPOCH", "WRONG_ROUND",
     "TOO_STALE", "BAD_SIZE", "BAD_CHECKSUM", "BAD_ENCODING", "CONTRIBUTION_CONFLICT", "NOT_FINITE", "NORM_TOO_LARGE",
+    "QUARANTINED", "IMPLAUSIBLE",
 )  # fmt: skip
 """Codes of a rejected contribution, as docs/errors.md lists them."""
 

@@ -39,7 +39,14 @@ class Learners:
         self._learner_silent = declare.gauge(
             "diloco_shard_learner_silent_seconds", "Time since the learner's last message.", "learner"
         )
+        self._learner_quarantined = declare.gauge(
+            "diloco_shard_learner_quarantined", "1 while the learner is left out for its outliers.", "learner"
+        )
+        self._quarantines = declare.counter(
+            "diloco_shard_quarantines_total", "Learners left out because of their outliers; repeats count."
+        )
         self._per_learner = (
+            self._learner_quarantined,
             self._learner_inner_step,
             self._learner_tokens,
             self._learner_step_seconds,
@@ -88,6 +95,12 @@ class Learners:
             self._states[learner] = state
             for one in LEARNER_STATES:
                 self._learner_state.labels(learner, one).set(one == state)
+
+    def quarantined(self, learner: str, *, is_so: bool) -> None:
+        self._learner_quarantined.labels(learner).set(is_so)
+
+    def put_in_quarantine(self) -> None:
+        self._quarantines.inc()
 
     def contributions(self, learner: str, *, asked: int, contributed: int, merged: int) -> None:
         """Totals over all generations of the learner."""

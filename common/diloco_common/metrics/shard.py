@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from diloco_common.metrics.certificates import Certificates
 from diloco_common.metrics.contributions import Contributions
 from diloco_common.metrics.learners import Learners
 from diloco_common.metrics.registry import Declare, new_registry
@@ -53,6 +54,7 @@ class ShardMetrics:
         self.registry = new_registry()
         declare = Declare(self.registry)
         self.itself = Itself(declare)
+        self.certificates = Certificates(declare)
         self.learners = Learners(declare)
         self.contributions = Contributions(declare)
         self.rounds = Rounds(declare)

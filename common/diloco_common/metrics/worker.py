@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from diloco_common.metrics.certificates import Certificates
 from diloco_common.metrics.registry import SECONDS, Declare, new_registry, start_at_zero
 
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
@@ -130,3 +131,4 @@ class WorkerMetrics:
         declare = Declare(self.registry)
         self.training = Training(declare)
         self.exchange = Exchange(declare, clock)
+        self.certificates = Certificates(declare)

@@ -1,0 +1,243 @@
+"""The limits of every number, text and list that a caller sends: one table, the same as in docs/wire-format.md.
+
+`protobuf.py` holds each message to it, on both sides, before the message becomes values. Whatever is within the limits
+fits what carries it further on: int64, JSON, the 12 digits in file names, and float64 without a loss. Counters that add
+up such values stop at a limit of their own, below what the wire takes. What a limit cannot tell, such as whether a
+learner can have trained so much, the shard's core judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_common.errors import BadRequest
+
+FRAGMENTS_MAX = 4096
+TENSORS_MAX = 2**15
+"""Tensors of a model. One with 64 experts in each of 90 layers, three tensors each, has half of it."""
+TENSOR_NAME_MAX = 512
+DIMENSIONS_MAX = 8
+FROZEN_MAX = 8192
+"""Frozen tensors that are compared; a learner with more declares several as one. A shard looks at them within 50 ms."""
+TIES_MAX = 4096
+"""Further names of tied parameters; a learner with more leaves the rest out."""
+JOIN_ENTRIES_MAX = TENSORS_MAX + FROZEN_MAX + TIES_MAX + FRAGMENTS_MAX + 128
+"""Of all fields of a Join together; counted before they are parsed."""
+JOIN_ENTRY_BYTES_MAX = 8 << 10
+"""Of each. A tensor with a name of 512 characters and 8 dimensions has less than 3 KiB."""
+ELEMENTS_MAX = 2**42
+"""Of a model, and of each dimension."""
+TOKENS_MAX = 2**40
+"""Of one contribution."""
+STEPS_MAX = 2**32
+"""Of one contribution."""
+TOKENS_TOTAL_MAX = 2**53
+"""That one learner has trained on; the last integer that float64 counts to."""
+STEPS_TOTAL_MAX = 2**48
+TOKENS_MERGED_MAX = 2**62
+"""What the wire takes. A shard stops counting at half of it."""
+TOKENS_COUNTED_MAX = TOKENS_MERGED_MAX // 2
+VERSION_MAX = 2**39
+"""What the wire takes; the name of a version file has 12 digits."""
+VERSION_KEPT_MAX = VERSION_MAX // 2
+"""Of a version file: so many versions more may follow. At a thousand a second they take eight years."""
+EPOCH_MAX = 2**53
+EPOCH_KEPT_MAX = 10**12 - 1
+"""Of a version file; the name of an epoch file has 12 digits."""
+GENERATION_MAX = 2**53
+NAME_MAX = 64
+"""Characters of ids, codes and names of encodings."""
+NAMES_MAX = 32
+"""Encodings that a Pull names."""
+DECODES_MAX = 64
+"""Encodings that a Join names. A codec of others has two, and counts also where no run uses it."""
+DECODES_NAME_MAX = 96
+"""Characters of each: `NAME@DIGEST`."""
+PARTS_MAX = 4096
+"""Of one contribution: processes of a learner that push."""
+RANGES_MAX = 8192
+"""Of one message. A rank has about one for each tensor of the fragment."""
+RANGES_OF_ALL_MAX = 65536
+"""Of all parts of one contribution: 64 ranks with 1024 tensors each in one fragment."""
+SIZE_MAX = 2**53
+"""Of the sizes of a payload. They must agree with the fragment, which is refused in words of its own (BAD_SIZE)."""
+LOSS_MAX = 1e30
+STEP_TIME_MAX_S = 2.0**20
+"""Twelve days."""
+HEARTBEAT_MAX_S = 3600.0
+AWAY_MAX = 64
+"""Shards that a learner reports as away; of more, it reports the first."""
+ADDRESS_MAX = 260
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a field may be: a number, or the length of a text or a list."""
+
+    most: float
+    least: float = 0
+    counts: str = ""
+    """What a length counts: "characters" or "entries". Empty: the field is a number."""
+
+    def holds(self, value: Any) -> bool:
+        """Not for NaN."""
+        return bool(self.least <= (len(value) if self.counts else value) <= self.most)
+
+
+_U32, _NAME, _VERSION, _EPOCH = Limit(2**32 - 1), Limit(NAME_MAX, 0, "characters"), Limit(VERSION_MAX), Limit(EPOCH_MAX)
+_FRAGMENT_ID = Limit(FRAGMENTS_MAX - 1)
+_TENSORS, _NAMES, _FRAGMENTS = (Limit(most, 0, "entries") for most in (TENSORS_MAX, NAMES_MAX, FRAGMENTS_MAX))
+_TOKENS_MERGED, _RANGES = Limit(TOKENS_MERGED_MAX), Limit(RANGES_MAX, 0, "entries")
+
+LIMITS: Mapping[str, Mapping[str, Limit]] = {
+    "Tensor": {
+        "name": Limit(TENSOR_NAME_MAX, 1, "characters"),
+        "shape": Limit(DIMENSIONS_MAX, 0, "entries"),
+        "shape[]": Limit(ELEMENTS_MAX),
+    },
+    "JoinRequest": {
+        "protocol": _U32,
+        "process_id": _NAME,
+        "tensors": _TENSORS,
+        "decodes": Limit(DECODES_MAX, 0, "entries"),
+        "decodes[]": Limit(DECODES_NAME_MAX, 0, "characters"),
+        "held": _FRAGMENTS,
+        "frozen": Limit(FROZEN_MAX, 0, "entries"),
+        "ties": Limit(TIES_MAX, 0, "entries"),
+        "index": _U32,
+    },
+    "Tie": {"name": Limit(TENSOR_NAME_MAX, 1, "characters"), "of": Limit(TENSOR_NAME_MAX, 1, "characters")},
+    "FrozenTensor": {
+        "name": Limit(TENSOR_NAME_MAX, 0, "characters"),
+        "form": Limit(TENSOR_NAME_MAX, 0, "characters"),
+        "crc32c": _U32,
+    },
+    "Held": {"fragment_id": _FRAGMENT_ID, "epoch": _EPOCH, "version": _VERSION},
+    "JoinResponse": {
+        "generation": Limit(GENERATION_MAX),
+        "epoch": _EPOCH,
+        "heartbeat_s": Limit(HEARTBEAT_MAX_S),
+        "shard_index": _FRAGMENT_ID,
+        "num_shards": Limit(FRAGMENTS_MAX, 1),
+        "num_fragments": Limit(FRAGMENTS_MAX, 1),
+        "manifest_digest": _NAME,
+        "fragments": _FRAGMENTS,
+        "tensors": _TENSORS,
+        "ties": Limit(TIES_MAX, 0, "entries"),
+        "index": _U32,
+    },
+    "LearnerPolicy": {
+        "sync_every": Limit(2**31, 1),
+        "push_encoding": _NAME,
+        "pull_encoding": _NAME,
+        "on_commit": _NAME,
+        "blend_alpha": Limit(1.0),
+    },
+    "FragmentStatus": {
+        "fragment_id": _FRAGMENT_ID,
+        "version": _VERSION,
+        "merged_version": _VERSION,
+        "epoch": _EPOCH,
+        "forgotten_version": _VERSION,
+    },
+    "Progress": {
+        "inner_step": Limit(STEPS_TOTAL_MAX),
+        "tokens": Limit(TOKENS_TOTAL_MAX),
+        "loss": Limit(LOSS_MAX, -LOSS_MAX),
+        "step_time_s": Limit(STEP_TIME_MAX_S),
+        "away": Limit(AWAY_MAX, 0, "entries"),
+    },
+    "ShardAway": {
+        "address": Limit(ADDRESS_MAX, 0, "characters"),
+        "index": _FRAGMENT_ID,
+        "for_s": Limit(STEP_TIME_MAX_S),
+    },
+    "Collect": {"fragment_id": _FRAGMENT_ID, "round": Limit(VERSION_MAX, 1), "epoch": _EPOCH},
+    "Committed": {"fragment_id": _FRAGMENT_ID, "version": _VERSION, "epoch": _EPOCH},
+    "Pulse": {"tokens_merged": _TOKENS_MERGED, "tokens_budget": _TOKENS_MERGED, "learners_alive": _U32},
+    "Evicted": {"code": _NAME},
+    "Range": {"start": Limit(ELEMENTS_MAX - 1), "stop": Limit(ELEMENTS_MAX, 1)},
+    "PushHeader": {
+        "fragment_id": _FRAGMENT_ID,
+        "round": _VERSION,
+        "epoch": _EPOCH,
+        "base_version": _VERSION,
+        "tokens": Limit(TOKENS_MAX),
+        "steps": Limit(STEPS_MAX),
+        "manifest_digest": _NAME,
+        "tokens_merged": Limit(TOKENS_COUNTED_MAX),
+        "part": Limit(PARTS_MAX - 1),
+        "num_parts": Limit(PARTS_MAX),
+        "ranges": _RANGES,
+    },
+    "Payload": {
+        "encoding": _NAME,
+        "num_elements": Limit(SIZE_MAX),
+        "chunk_elements": Limit(SIZE_MAX),
+        "num_bytes": Limit(SIZE_MAX),
+        "chunks_crc32c": _U32,
+    },
+    "PushResponse": {"code": _NAME},
+    "PullRequest": {
+        "fragment_id": _FRAGMENT_ID,
+        "encodings": _NAMES,
+        "encodings[]": _NAME,
+        "have_version": _VERSION,
+        "epoch": _EPOCH,
+        "want_version": _VERSION,
+        "want_epoch": _EPOCH,
+        "ranges": _RANGES,
+    },
+    "PullHeader": {
+        "fragment_id": _FRAGMENT_ID,
+        "version": _VERSION,
+        "epoch": _EPOCH,
+        "merged_version": _VERSION,
+        "tokens_merged": _TOKENS_MERGED,
+        "base_version": _VERSION,
+        "forgotten_version": _VERSION,
+        "ranges": _RANGES,
+    },
+}
+"""Message of diloco.v1 -> field -> its limit; `name[]`: of each entry of a list. What is not here is a flag, a message,
+an enum, the bytes of a chunk, or the words of a refusal, which are cut (`errors.plain`)."""
+
+PART_FIELDS_MAX = 16
+"""Of a message of Push or Pull that is not a frame as we make it."""
+HEADER_BYTES_MAX = 160 << 10
+"""Of the headers of Push and Pull; with RANGES_MAX ranges they have 147 KB."""
+MESSAGE_BYTES_MAX: Mapping[str, int] = {
+    "JoinRequest": 4 << 20,
+    "Progress": 32 << 10,
+    "PushRequest": (4 << 20) + (128 << 10),
+    "PullRequest": HEADER_BYTES_MAX,
+    "LeaveRequest": 1 << 10,
+}
+"""Of the messages that callers send, before they are parsed. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
+
+
+def check(message: str, field: str, value: Any) -> None:
+    """Raises BadRequest, which names the field, the value and the limit."""
+    limit = LIMITS[message][field]
+    if not limit.holds(value):
+        raise beyond(f"{message}.{field}", value, limit)
+
+
+def beyond(what: str, value: Any, limit: Limit) -> BadRequest:
+    """What a caller hears of a value that its limit does not hold."""
+    takes = f"at most {number(limit.most)}"
+    if limit.least:
+        takes = f"{number(limit.least)} to {number(limit.most)}"
+    has = f"has {len(value)} {limit.counts}" if limit.counts else f"is {value}"
+    return BadRequest(f"{what} {has}; {takes} {'are' if limit.counts else 'is'} taken")
+
+
+def number(value: float) -> str:
+    """A limit as people write it: 2^40, and 4096."""
+    if value >= 2**15 and value == int(value) and int(value).bit_count() == 1:
+        return f"2^{int(value).bit_length() - 1}"
+    if value > 2**16 and value == int(value) and (int(value) + 1).bit_count() == 1:
+        return f"2^{int(value).bit_length()} - 1"
+    return f"{value:.12g}"

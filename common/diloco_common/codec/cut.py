@@ -1,0 +1,55 @@
+"""Cuts ranges of a fragment out of a payload that holds values, as the payload of a part (part_layout.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from diloco_common.codec.checksum import chunks_crc32c
+from diloco_common.codec.payload import Payload, PayloadHeader
+from diloco_common.part_layout import num_elements, spans
+from diloco_common.ranges import Range
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of the encodings that keep every element by itself; others have scales, and cannot be cut."""
+
+
+def cut_header(whole: Payload, ranges: Sequence[Range]) -> PayloadHeader:
+    """Of the payload of these ranges, which lie in the fragment. Cuts all of it once, a chunk at a time.
+
+    Raises KeyError for an encoding that cannot be cut.
+    """
+    header, size = whole.header, num_elements(ranges)
+    num_bytes = size * ITEM_BYTES[header.encoding]
+    checksum = chunks_crc32c(cut_chunks(whole, ranges))
+    return PayloadHeader(header.encoding, size, header.chunk_elements, num_bytes, checksum)
+
+
+def cut_chunks(whole: Payload, ranges: Sequence[Range]) -> Iterator[bytes]:
+    """The chunks of that payload. Each is cut when it is asked for, so no more than one is held here."""
+    item, size, step = ITEM_BYTES[whole.header.encoding], num_elements(ranges), whole.header.chunk_elements
+    chunks = [np.frombuffer(chunk, np.uint8) for chunk in whole.chunks]
+    rest = spans(ranges)
+    span = next(rest, None)
+    for at in range(0, size, step):
+        end = min(at + step, size)
+        out = np.zeros((end - at) * item, np.uint8)
+        while span is not None and span.start + span.shift < end:
+            first, stop = max(span.start, at - span.shift), min(span.stop, end - span.shift)
+            _copy(out, (first + span.shift - at) * item, chunks, first * item, stop * item, step * item)
+            if span.stop > stop:
+                break  # the next chunk has more of it
+            span = next(rest, None)
+        yield out.tobytes()
+
+
+def _copy(out: Bytes, at: int, chunks: Sequence[Bytes], start: int, stop: int, chunk_bytes: int) -> None:
+    """Bytes `start` to `stop` of all chunks, each but the last `chunk_bytes` long, to `out` from `at` on."""
+    while start < stop:
+        index, first = divmod(start, chunk_bytes)
+        some = chunks[index][first : first + stop - start]
+        out[at : at + len(some)] = some
+        start, at = start + len(some), at + len(some)

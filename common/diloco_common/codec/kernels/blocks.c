@@ -1,0 +1,76 @@
+/* The encodings int8 (bits = 8), int4 (bits = 4) and e3m0 (bits = E3M0), in one pass over the values. */
+
+#include "common.h"
+
+/* Encode values - minus + plus (minus and plus may be null) of n elements into out; loss (may be null, may be values) is what was lost. Returns -1, or the first block with an element that is not finite. */
+int64_t diloco_encode(int bits, const float *values, const float *minus, const float *plus, float *loss, int64_t n,
+                      float code_max, float scale_min, float scale_max, uint8_t *out) {
+    uint8_t *codes = out + 4 * blocks_of(n);
+    int8_t block_codes[BLOCK];
+    for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
+        int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
+        if (!encode_block(bits, values + start, minus ? minus + start : 0, plus ? plus + start : 0, loss ? loss + start : 0,
+                          count, code_max, scale_min, scale_max, out + 4 * block, block_codes))
+            return block;
+        store_codes(bits, block_codes, start, count, codes);
+    }
+    return -1;
+}
+
+/* Whether an encoder could have written this chunk of n elements. */
+int diloco_check(int bits, const uint8_t *data, int64_t n, float scale_min, float scale_max) {
+    const uint8_t *codes = data + 4 * blocks_of(n);
+    int bad = 0;
+    for (int64_t block = 0; block < blocks_of(n); block++) {
+        float scale = load_scale(data, block);
+        bad |= !(scale >= scale_min && scale <= scale_max); /* NaN is neither */
+    }
+    if (bits == 8) {
+        uint8_t bad_code = 0;
+        for (int64_t i = 0; i < n; i++) bad_code |= codes[i] == 0x80;
+        return !(bad | bad_code);
+    }
+    uint8_t bad_pair = n % 2 ? codes[n / 2] > 0x0f : 0;
+    for (int64_t i = 0; i < (n + 1) / 2; i++) bad_pair |= ((codes[i] & 0x0f) == 0x08) | ((codes[i] & 0xf0) == 0x80);
+    return !(bad | bad_pair);
+}
+
+#define FOR_BLOCKS(BODY)                                                                    \
+    const uint8_t *codes = data + 4 * blocks_of(n);                                         \
+    int8_t unpacked[BLOCK];                                                                 \
+    for (int64_t at = start; at < stop;) {                                                  \
+        int64_t block = at / BLOCK, first = block * BLOCK;                                  \
+        int64_t end = first + BLOCK < stop ? first + BLOCK : stop;                          \
+        int held = n - first < BLOCK ? (int)(n - first) : BLOCK;                            \
+        const int8_t *code = block_codes_of(bits, codes, first, held, unpacked) + (at - first); \
+        int count = (int)(end - at);                                                        \
+        float scale = load_unit(bits, data, block);                                         \
+        BODY at = end;                                                                      \
+    }
+
+/* out <- elements start..stop of a checked chunk of n elements. */
+void diloco_decode(int bits, const uint8_t *data, int64_t n, int64_t start, int64_t stop, float *out) {
+    FOR_BLOCKS({
+        for (int i = 0; i < count; i++) out[i] = (float)code[i] * scale;
+        out += count;
+    })
+}
+
+/* out <- out + weight * elements start..stop. */
+void diloco_accumulate(int bits, const uint8_t *data, int64_t n, int64_t start, int64_t stop, float weight, float *out) {
+    FOR_BLOCKS({
+        for (int i = 0; i < count; i++) out[i] = fmaf(weight, (float)code[i] * scale, out[i]);
+        out += count;
+    })
+}
+
+/* The sum of squares of elements start..stop. */
+double diloco_sum_squares(int bits, const uint8_t *data, int64_t n, int64_t start, int64_t stop) {
+    double sum = 0;
+    FOR_BLOCKS({
+        int32_t squares = 0;
+        for (int i = 0; i < count; i++) squares += code[i] * code[i];
+        sum += (double)scale * (double)scale * squares;
+    })
+    return sum;
+}

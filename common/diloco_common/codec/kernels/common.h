@@ -1,0 +1,165 @@
+/* What the kernels share: blocks of 256 elements, nibbles, and bfloat16. One library is made of all the .c files in this
+   folder (codec/native.py).
+
+   A chunk of n elements is the float32 scales of its blocks of 256, then the codes (docs/wire-format.md). Encoding gives
+   the same bytes as the torch code in codec/, bit for bit. So no operation may be fused or reordered: compile with
+   -ffp-contract=off and without -ffast-math. Pointers into chunks may be unaligned. Nothing is allocated, and every
+   function is safe from any thread. */
+
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 256
+
+/* What `bits` says of the codes: int8, int4, or e3m0, whose nibbles are a sign and an exponent. */
+#define E3M0 3
+
+/* In a chunk, so at any address; a bfloat16 as its bits. */
+typedef uint16_t bfloat16_t __attribute__((aligned(1)));
+typedef float float32_t __attribute__((aligned(1)));
+
+static inline int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+
+static inline float load_scale(const uint8_t *data, int64_t block) {
+    float scale;
+    memcpy(&scale, data + 4 * block, 4);
+    return scale;
+}
+
+/* Outside of a chunk, a code of e3m0 is its level in 64ths of the scale: 0, or a power of two up to 64, with a sign. */
+static inline float unit_of(int bits, float scale) { return bits == E3M0 ? scale * 0x1p-6f : scale; }
+
+/* What one of a block's codes is worth. */
+static inline float load_unit(int bits, const uint8_t *data, int64_t block) {
+    return unit_of(bits, load_scale(data, block));
+}
+
+static inline int stored_bits(int bits) { return bits == 8 ? 8 : 4; }
+
+static inline float from_bfloat16(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Rounds to nearest, ties to even. */
+static inline uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* x <- values - minus + plus, `count` elements. Values are float32 (width = 4) or bfloat16 (width = 2); minus and plus
+   may be null. */
+static inline void load_values(const void *values, int width, const float *minus, const float *plus, int count,
+                               float *x) {
+    if (width == 4 && minus) {
+        for (int i = 0; i < count; i++) x[i] = ((const float *)values)[i] - minus[i];
+    } else {
+        if (width == 4) memcpy(x, values, 4 * (size_t)count);
+        for (int i = 0; width == 2 && i < count; i++) x[i] = from_bfloat16(((const bfloat16_t *)values)[i]);
+        for (int i = 0; minus && i < count; i++) x[i] -= minus[i];
+    }
+    if (plus)
+        for (int i = 0; i < count; i++) x[i] += plus[i];
+}
+
+/* The bits of the largest magnitude; those of NaN and infinity are the largest of all. */
+static inline uint32_t largest_bits(const float *x, int count) {
+    uint32_t largest = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &x[i], 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+/* x <- values - minus + plus for one block. Returns the bits of its largest magnitude. */
+static inline uint32_t load_block(const float *values, const float *minus, const float *plus, int count, float *x) {
+    load_values(values, 4, minus, plus, count, x);
+    for (int i = count; i < BLOCK; i++) x[i] = 0;
+    return largest_bits(x, BLOCK);
+}
+
+/* The nearest level of e3m0, ties away from zero. As in codec/nibbles.py, half of the mantissa's range is added to the
+   bits: it carries into the exponent from 1.5 * 2^k on. */
+static inline int8_t nearest_level(float scaled) {
+    uint32_t bits, magnitude;
+    memcpy(&bits, &scaled, 4);
+    magnitude = bits & 0x7fffffff;
+    int exponent = (int)((magnitude + 0x400000) >> 23) - (127 - 7), least = magnitude >= (127u - 7) << 23;
+    int e = exponent > least ? exponent : least, level = (1 << e) >> 1;
+    return (int8_t)(bits >> 31 ? -level : level);
+}
+
+/* Encode one block, and store its scale and codes. Returns 0 if an element is not finite. */
+static inline int encode_block(int bits, const float *values, const float *minus, const float *plus, float *loss, int count,
+                               float code_max, float scale_min, float scale_max, uint8_t *scale_out, int8_t *codes) {
+    float x[BLOCK], absmax;
+    uint32_t largest = load_block(values, minus, plus, count, x);
+    if (largest >= 0x7f800000) return 0;
+    memcpy(&absmax, &largest, 4);
+    float scale = absmax / code_max;
+    if (scale > scale_max) scale = scale_max;
+    if (scale < scale_min) scale = 1.0f;
+    memcpy(scale_out, &scale, 4);
+    if (bits == E3M0)
+        for (int i = 0; i < BLOCK; i++) codes[i] = nearest_level(x[i] / scale);
+    else
+        for (int i = 0; i < BLOCK; i++) codes[i] = (int8_t)(int32_t)rintf(x[i] / scale);
+    if (loss) {
+        float unit = unit_of(bits, scale);
+        for (int i = 0; i < BLOCK; i++) x[i] -= (float)codes[i] * unit;
+        memcpy(loss, x, 4 * (size_t)count);
+    }
+    return 1;
+}
+
+static inline void pack_nibbles(const int8_t *codes, int count, uint8_t *out) {
+    for (int i = 0; i < (count + 1) / 2; i++) out[i] = (uint8_t)((codes[2 * i] & 0x0f) | ((uint8_t)codes[2 * i + 1] << 4));
+}
+
+/* A level of e3m0 as its nibble, sign << 3 | e. */
+static inline int8_t nibble_of(int8_t level) {
+    int m = level < 0 ? -level : level;
+    int e = (m > 0) + (m > 1) + (m > 2) + (m > 4) + (m > 8) + (m > 16) + (m > 32);
+    return (int8_t)((level < 0) << 3 | e);
+}
+
+static inline void store_codes(int bits, const int8_t *block_codes, int64_t start, int count, uint8_t *codes) {
+    if (bits == 8) {
+        memcpy(codes + start, block_codes, (size_t)count);
+        return;
+    }
+    int8_t nibbles[BLOCK];
+    if (bits == E3M0) {
+        for (int i = 0; i < BLOCK; i++) nibbles[i] = nibble_of(block_codes[i]);
+        block_codes = nibbles;
+    }
+    pack_nibbles(block_codes, count, codes + start / 2);
+}
+
+static inline void unpack_nibbles(const uint8_t *packed, int count, int8_t *codes) {
+    for (int i = 0; i < (count + 1) / 2; i++) {
+        codes[2 * i] = (int8_t)(packed[i] << 4) >> 4;
+        codes[2 * i + 1] = (int8_t)packed[i] >> 4;
+    }
+}
+
+/* The codes of one block, in place if they need no unpacking. */
+static inline const int8_t *block_codes_of(int bits, const uint8_t *codes, int64_t first, int count, int8_t *unpacked) {
+    if (bits == 8) return (const int8_t *)(codes + first);
+    unpack_nibbles(codes + first / 2, count, unpacked);
+    if (bits == E3M0)
+        for (int i = 0; i < count; i++) {
+            int level = (1 << (unpacked[i] & 7)) >> 1;
+            unpacked[i] = (int8_t)(unpacked[i] < 0 ? -level : level);
+        }
+    return unpacked;
+}

@@ -1,0 +1,133 @@
+"""Options that commands share: those of the settings, and numbers within bounds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter, Token
+
+from diloco_common import quantities
+from diloco_common.errors import ConfigError
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import Given, Loaded, default_of, from_text, load, load_saved
+
+_SETTINGS = Group("Settings", sort_key=12)
+_FLAGS = {"data.source": "--data"}
+"""Setting -> its option, where that does not have the name of its key."""
+
+Flag = Annotated[bool, Parameter(show_default=False)]
+"""An option without a value."""
+Json = Annotated[bool, Parameter(help="print it as JSON", show_default=False)]
+
+
+@Parameter(name="*", group=_SETTINGS)
+@dataclass(frozen=True)
+class SettingsOptions:
+    """--config, --set and --settings: the same for every command that takes settings."""
+
+    config: Annotated[Path | None, Parameter(metavar="FILE.toml", help="settings of the run")] = None
+    set: Annotated[
+        list[str] | None,
+        Parameter(metavar="SECTION.KEY=VALUE", help="one setting, such as sync.quorum=2; may be repeated"),
+    ] = None
+    settings: Annotated[
+        Path | None,
+        Parameter(
+            metavar="FILE.json", help="every setting as `diloco up` saved them; the environment is then not read"
+        ),
+    ] = None
+
+
+NO_SETTINGS = SettingsOptions()
+"""None of them given."""
+
+
+def setting(name: str, metavar: str, about: str, default: object = None) -> Parameter:
+    """The option of one setting. Its value stays text until all settings are checked together.
+
+    `default`: the command's own, instead of that of the setting.
+    """
+    shown = default_of(name) if default is None else str(default)
+    return Parameter(name=_flag(name), metavar=metavar, help=f"{about} ({name})", show_default=shown or False)
+
+
+def load_from(
+    options: SettingsOptions,
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Given] | None = None,
+) -> Loaded:
+    """The settings of a command line, and where each comes from. Prints which of them the environment decided.
+
+    Args:
+        options: the shared options, as given.
+        flags: setting -> the value of its own option; None: it was not given.
+        environ: the process environment unless given.
+        defaults: see `settings_loader.load`.
+
+    Raises:
+        ConfigError: see `settings_loader.load`.
+    """
+    explicit = {
+        name: Given(from_text(name, str(value)), _flag(name)) for name, value in flags.items() if value is not None
+    }
+    overrides = options.set or ()
+    if options.settings is not None:
+        if options.config is not None:
+            raise ConfigError(
+                "--settings and --config exclude each other: --settings holds every setting; leave out --config"
+            )
+        return load_saved(options.settings, overrides, explicit)
+    loaded = load(options.config, os.environ if environ is None else environ, overrides, explicit, defaults)
+    for line in loaded.describe_sources():
+        print(line, file=sys.stderr)
+    return loaded
+
+
+def settings_from(
+    options: SettingsOptions,
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Given] | None = None,
+) -> Settings:
+    """As `load_from`, the settings alone."""
+    return load_from(options, flags, environ, defaults).settings
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, f"--{name.rpartition('.')[2].replace('_', '-')}")
+
+
+# ---------------------------------------------------------------- values
+
+
+def number(parse: Callable[[str], float], low: float, high: float, words: str) -> Callable[[Any, Sequence[Token]], Any]:
+    """A converter that refuses, with these words, what is not a number from `low` to `high`."""
+
+    def convert(_: Any, tokens: Sequence[Token]) -> float:
+        try:
+            value = parse(tokens[0].value)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise ValueError(f"must be {words}")
+        return value
+
+    return convert
+
+
+def _dtype(_: Any, tokens: Sequence[Token]) -> str:
+    found = quantities.dtype(tokens[0].value)
+    if found not in ("float32", "bfloat16", "float16"):
+        raise ValueError("must be one of float32, bfloat16 (bf16), float16 (fp16)")
+    return found
+
+
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], Parameter(converter=_dtype)]
+"""Of a model file; bf16 and the like will do."""
+Days = Annotated[float, Parameter(converter=number(float, 0.01, 3650, "days, from 0.01 to 3650"), metavar="N")]

@@ -1,0 +1,67 @@
+"""Numbers as people write them: 2M tokens, 1.5e9, 512MiB, 30s. Pure."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+_NUMBER = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?|[+-]?\.[0-9]+)\s*([A-Za-zµ]*)")
+_THOUSANDS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
+_BYTES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SECONDS = {
+    "": "1", "ms": "0.001", "s": "1", "sec": "1", "m": "60", "min": "60", "h": "3600", "d": "86400",
+}  # fmt: skip
+_DTYPES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
+    "float": "float32",
+}  # fmt: skip
+
+
+def count(text: str) -> int:
+    """2M, 1.5e9, 2_000_000, 3k, 1B. Raises ValueError, also if it is no whole number."""
+    number, unit = _split(text)
+    if unit.lower() not in _THOUSANDS or unit == "b":  # a small b is a byte or a bit
+        raise ValueError(text)
+    return _whole(number * 1000 ** _THOUSANDS[unit.lower()], text)
+
+
+def num_bytes(text: str) -> int:
+    """512MiB, 4GB, 4Gi, 1.5e9: bytes. Units with an i are powers of 1024. Raises ValueError."""
+    number, unit = _split(text)
+    base = unit.lower().removesuffix("b")
+    power = 1024 if base.endswith("i") and len(base) > 1 else 1000
+    if base.removesuffix("i") not in _BYTES or base == "i":
+        raise ValueError(text)
+    return _whole(number * power ** _BYTES[base.removesuffix("i")], text)
+
+
+def seconds(text: str) -> float:
+    """30s, 1.5h, 250ms, 5m (minutes), 10: seconds. Raises ValueError."""
+    number, unit = _split(text)
+    if unit not in _SECONDS:
+        raise ValueError(text)
+    return float(number * Decimal(_SECONDS[unit]))
+
+
+def dtype(text: str) -> str:
+    """bf16 is bfloat16; a name that is no short one stays."""
+    return _DTYPES.get(text.lower(), text)
+
+
+def _split(text: str) -> tuple[Decimal, str]:
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(text)
+    try:
+        number = Decimal(found[1].replace("_", ""))
+    except InvalidOperation:
+        raise ValueError(text) from None
+    if abs(number.adjusted()) > 40:
+        raise ValueError(text)
+    return number, found[2]
+
+
+def _whole(number: Decimal, text: str) -> int:
+    if number != number.to_integral_value():
+        raise ValueError(text)
+    return int(number)
