@@ -1,7 +1,6 @@
 """`python -m diloco_server`."""
 
-import sys
-
+from diloco_common.command import leave
 from diloco_server.cli import main
 
-sys.exit(main())
+leave(main())

@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from diloco_common.allocator import tune_allocator
-from diloco_common.command import CommandParser, end_on_sigterm, run_command
-from diloco_common.settings_loader import add_settings_arguments, settings_from_args
+from diloco_common.command import end_on_sigterm, new_app, run_app
+from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, setting, settings_from
+
+app = new_app("diloco-server", "Run one shard of the parameter server.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(lambda: _serve(argv), name="diloco-server")
-
-
-def _serve(argv: Sequence[str] | None) -> None:
-    parser = CommandParser(prog="diloco-server", description="Run one shard of the parameter server.")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="address of gRPC (shard.listen)")
-    parser.add_argument("--http", metavar="HOST:PORT", help="address of metrics and status (shard.http)")
-    parser.add_argument("--index", metavar="I", help="which shard this is, counted from 0 (shard.index)")
-    parser.add_argument("--count", metavar="S", help="how many shards the run has (shard.count)")
-    parser.add_argument("--address-file", type=Path, metavar="FILE", help="write the bound addresses here")
-    parser.add_argument("--verbose", action="store_true", help="log every round")
-    add_settings_arguments(parser)
-    args = parser.parse_args(argv)
-    flags = {"listen": "shard.listen", "http": "shard.http", "index": "shard.index", "count": "shard.count"}
-    settings = settings_from_args(args, flags)
+@app.default
+def serve(
+    *,
+    listen: Annotated[str | None, setting("shard.listen", "HOST:PORT", "address of gRPC")] = None,
+    http: Annotated[str | None, setting("shard.http", "HOST:PORT", "address of metrics and status")] = None,
+    index: Annotated[str | None, setting("shard.index", "I", "which shard this is, counted from 0")] = None,
+    count: Annotated[str | None, setting("shard.count", "S", "how many shards the run has")] = None,
+    tls: Annotated[str | None, setting("security.tls", "FOLDER", "its certificate, by `diloco certs issue`")] = None,
+    insecure: Annotated[Flag, Parameter(help="plaintext on any address (security.insecure)")] = False,
+    address_file: Annotated[Path | None, Parameter(metavar="FILE", help="write the bound addresses here")] = None,
+    verbose: Annotated[Flag, Parameter(help="log every round")] = False,
+    options: SettingsOptions = NO_SETTINGS,
+) -> None:
+    """Run one shard of the parameter server, until SIGTERM or Ctrl-C."""
+    flags = {
+        "shard.listen": listen, "shard.http": http, "shard.index": index, "shard.count": count, "security.tls": tls,
+        "security.insecure": insecure or None,
+    }  # fmt: skip
+    settings = settings_from(options, flags)
 
     end_on_sigterm()
     tune_allocator()  # before threads and large buffers
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # else each handshake that fails writes a line, and anybody may dial
     import asyncio
+    import gc
     import logging
 
     import torch
 
     from diloco_common import logs
-    from diloco_server.server import serve
+    from diloco_server import server
 
-    logs.configure(level=logging.DEBUG if args.verbose else logging.INFO)
+    gc.collect()
+    gc.freeze()  # a full collection in the event loop need not look at the modules again: 100 ms for torch's
+    logs.configure(level=logging.DEBUG if verbose else logging.INFO)
     torch.set_num_threads(1)  # one compute thread per shard: OpenMP teams collapse where cores are busy
-    asyncio.run(serve(settings, args.address_file))
+    asyncio.run(server.serve(settings, address_file))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_app(app, argv)
 
 
 if __name__ == "__main__":

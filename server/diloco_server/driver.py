@@ -18,9 +18,10 @@ from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.outer_rules import make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
+from diloco_server.rules import find_rules
 from diloco_server.storage.version import StoredVersion
 
 T = TypeVar("T")
@@ -70,7 +71,8 @@ class EffectDriver:
     """Carries out the effects of one shard."""
 
     def __init__(self, shard: Shard, shell: Shell, witness: Witness) -> None:
-        self.optimizer = make_outer_optimizer(shard.settings.outer)
+        self.rules = find_rules(shard.settings)
+        self.optimizer = make_outer_optimizer(shard.settings.outer, self.rules.outer)
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
 
@@ -119,7 +121,7 @@ class EffectDriver:
             began = stopwatch()
             arithmetic.step(
                 values, state.fragment, effect.contributions,
-                outer_step=effect.version, rule=self._sync.merge, optimizer=self.optimizer,
+                outer_step=effect.version, rule=self.rules.merge, optimizer=self.optimizer,
             )  # fmt: skip
             merged_s = stopwatch() - began
             return arithmetic.publish(values, self._sync.pull, before), merged_s

@@ -44,7 +44,7 @@ class ShardHistory:
         """A closed round is about to become a version. Written first: after a crash, the version tells if it did."""
         contributions = [
             {"learner": c.learner_id, "generation": c.generation, "round": c.round, "base": c.base_version,
-             "tokens": c.tokens, "steps": c.steps}
+             "tokens": c.tokens, "steps": c.steps} | ({} if c.counted == c.tokens else {"counted": c.counted})
             for c in merge.contributions
         ]  # fmt: skip
         self._history.write("merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions)

@@ -14,7 +14,8 @@ from functools import partial
 from typing import TypeVar
 
 from diloco_common import ports
-from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec import Chunk, Payload, PayloadHeader, encode_payload
+from diloco_common.codec.cut import cut_header
 from diloco_common.errors import Draining, Refusal
 from diloco_common.identity import Identity
 from diloco_common.logs import Log
@@ -22,14 +23,17 @@ from diloco_common.manifest import TensorSpec
 from diloco_common.messages import JoinAnswer, JoinRequest, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
+from diloco_common.ranges import Range
 from diloco_common.settings import Settings
 from diloco_server.answers import join_answer, pull_header
 from diloco_server.checkpointer import Checkpointer
 from diloco_server.clock import AwakeClock
 from diloco_server.control_streams import ControlStream, ControlStreams
+from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
+from diloco_server.core.parts import places_of
 from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver, Job
 from diloco_server.keeper import Keeper
@@ -80,6 +84,8 @@ class ShardHost:
         self._tick_s = tick_s
         self._compute = world.threads(1, "diloco-compute")
         self._cpu_clock = world.cpu_clock
+        self._give_back = world.give_back
+        self._computed_last: ComputePhase | None = None  # of the compute thread alone
         self._recovering = False
         self._jobs: dict[asyncio.Task[None], None] = {}
         # Not a set: it has no order, and `close` cancels them in the order of their start, in every run of a seed.
@@ -215,10 +221,13 @@ class ShardHost:
         return join_answer(self.shard, tensors=self.shard.manifest.tensors)
 
     def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
-        """Grant a lease. Raises Draining, ManifestMismatch, Superseded or Busy."""
-        member = self.shard.join(learner_id, request.process_id, request.tensors, self.clock(), request.held)
+        """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
+        member = self.shard.join(
+            learner_id, request.process_id, request.tensors, self.clock(), request.held, request.frozen, request.ties,
+            request.index,
+        )  # fmt: skip
         self.advance()
-        return join_answer(self.shard, learner_id, member.generation)
+        return join_answer(self.shard, learner_id, member.generation, index=member.index)
 
     def member(self, caller: Identity) -> Member:
         """Who calls, if it holds a lease. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
@@ -242,14 +251,22 @@ class ShardHost:
         self.shard.progress(self.member(caller), progress, self.clock())
         self.advance_later()
 
-    def leave(self, caller: Identity) -> None:
-        """A learner says goodbye: nothing more is told to it. Repeating it is fine. Raises NotJoined."""
+    def leave(self, caller: Identity) -> bool:
+        """A learner says goodbye: nothing more is told to it. Whether a lease ended. Repeating it is fine."""
         current = self.shard.membership.get(caller.learner_id)
         if current is None or not current.live or current.generation != caller.generation:
-            return
+            return False
         self.shard.leave(self.member(caller))
         self.streams.end(caller.learner_id)
         self.advance()
+        return True
+
+    def revoke(self, caller: Identity) -> None:
+        """A learner may call no longer: its lease ends, and what it contributed to open rounds is fenced off."""
+        current = self.shard.membership.get(caller.learner_id)
+        if current is not None and current.live and current.generation == caller.generation:
+            self.shard.revoke(current)
+            self.advance()
 
     # ------------------------------------------------------------ contributions
 
@@ -260,9 +277,10 @@ class ShardHost:
 
     def norms_of(self, header: PushHeader) -> PieceNorms:
         """For the bytes of a push that was admitted. Hand them to `inspect` as they come."""
-        return PieceNorms(header.payload, self.shard.owned(header.fragment_id).fragment.pieces)
+        pieces = self.shard.owned(header.fragment_id).fragment.pieces
+        return PieceNorms(header.payload, len(pieces), places_of(header.ranges, pieces))
 
-    def inspect(self, norms: PieceNorms, chunk: bytes) -> None:
+    def inspect(self, norms: PieceNorms, chunk: Chunk) -> None:
         """Look at the next chunk, in the event loop: a fraction of the time that it takes to receive it."""
         began = self._cpu_clock()
         norms.add(chunk)
@@ -285,22 +303,32 @@ class ShardHost:
         return self._answered(member, header, self.shard.reject(member, header, refusal))
 
     def _answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
-        self.telemetry.answered(member, header, answer)
+        if answer.code != PART:
+            self.telemetry.answered(member, header, answer)
         self.advance_later()
         return answer
 
     # ------------------------------------------------------------ versions
 
     def pull(self, caller: Identity, request: PullRequest) -> tuple[PullHeader, Payload | None, Payload]:
-        """The latest version: what is said of it, the change since what the caller has (if there is one), the values.
+        """A version: what is said of it, the change since what the caller has (if there is one), the values.
 
-        Raises UnknownFragment, NotSeeded, and as `member` does, where the caller names a lease.
+        Raises UnknownFragment, NotSeeded, VersionGone, and as `member` does, where the caller names a lease.
         """
         if caller.generation:
             self.member(caller)
+        if request.want is not None:
+            holder = caller.learner_id if caller.generation else ""
+            record, published = self.shard.named(request.fragment_id, request.want, holder)
+            if record is not self.shard.owned(request.fragment_id).record:
+                return pull_header(self.shard, caller.learner_id, request.fragment_id, record), None, published.values
         _, values = self.shard.published(request.fragment_id)
         change = None if request.have is None else self.shard.change_since(request.fragment_id, *request.have)
         return pull_header(self.shard, caller.learner_id, request.fragment_id), change, values
+
+    async def cut_header(self, values: Payload, ranges: Sequence[Range]) -> PayloadHeader:
+        """Of what a pull asks for of a version. Holds a chunk at a time. Raises Draining once the shard has ended."""
+        return await self.compute("encode", lambda: cut_header(values, ranges))
 
     async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
         """The latest version in an encoding other than the run's, for one caller alone. Raises Draining."""
@@ -345,6 +373,9 @@ class ShardHost:
         self._check_open()
 
         def timed() -> T:
+            if self._computed_last == "seed":  # its bytes are free now, and no contribution is as large
+                self._give_back()
+            self._computed_last = phase
             began = self._cpu_clock()
             try:
                 return work()

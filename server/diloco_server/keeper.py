@@ -58,6 +58,10 @@ class Keeper:
         self._hurry = asyncio.Event()
         self._failing: dict[int, str] = {}  # fragment -> why its version is not durable
         self._said_at = 0.0
+        self.bytes_saved = 0
+        """Of versions that this process made durable."""
+        self.free_bytes: int | None = None
+        """Of the disk, after the last write; None: not known."""
 
     @property
     def failing(self) -> str:
@@ -147,6 +151,7 @@ class Keeper:
         now = self._clock()
         self._written_at[record.fragment_id] = now
         self._metrics.storage.saved(num_bytes, now - began)
+        self.bytes_saved += num_bytes
         self._written(record.fragment_id, record.version, manifest)
         if self._failing.pop(record.fragment_id, None) and not self._failing:
             self._log.event("storage works again", fragment=record.fragment_id, version=record.version)
@@ -161,6 +166,7 @@ class Keeper:
                 free = self._store.free_bytes()
                 if free is not None:
                     self._metrics.storage.disk_free(free)
+                    self.free_bytes = free
 
     def _failed(self, version: StoredVersion, error: OSError) -> None:
         self._metrics.storage.save_failed()

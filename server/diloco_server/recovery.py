@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_common.errors import DataError
 from diloco_common.logs import Log
-from diloco_common.manifest import Manifest
+from diloco_common.manifest import Manifest, model_digest
 from diloco_common.settings import Settings
 from diloco_server.core import arithmetic
 from diloco_server.core.fragment import Restored
@@ -30,6 +30,11 @@ def recover(
         log.error("version damaged or missing; using the one before", code="VERSION_DAMAGED", why=words)
     if recovered.manifest is None:
         return None
+    if settings.run.model not in ("", found := model_digest(recovered.manifest.tensors)):
+        raise WrongFolder(
+            f"the data folder holds versions of the model {found}, but run.model is {settings.run.model}: give the "
+            "settings that made the folder, or another folder (shard.data_dir)"
+        )
     restored = [_restored(found, settings, optimizer) for found in recovered.versions]
     for r in restored:
         log.event(

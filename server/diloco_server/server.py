@@ -6,39 +6,44 @@ It builds the world that the shard runs in: the wall clock, real threads, the sy
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2
 
 from diloco_common import rpc
-from diloco_common.addresses import bind_socket, in_use, is_loopback, parse_address
+from diloco_common.addresses import bind_socket, in_use, parse_address
+from diloco_common.allocator import give_back
+from diloco_common.audit import AuditLog
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
-from diloco_common.errors import EXIT_OK, ConfigError, DilocoError
+from diloco_common.errors import EXIT_OK, DilocoError
 from diloco_common.history import HistoryFile
-from diloco_common.http import HttpServer
+from diloco_common.http import HttpServer, check_http_is_meant
+from diloco_common.http_tls import TlsDoor
 from diloco_common.logs import Log
 from diloco_common.metrics import ShardMetrics
 from diloco_common.ports import Clock, World
-from diloco_common.security import read_bearer_token
 from diloco_common.settings import Settings
-from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_common.tls import TlsFiles
+from diloco_server.access import LOOK_S, Access
+from diloco_server.descriptors import connections_allowed, connections_wanted, files_max, raise_limit
+from diloco_server.health import Health
 from diloco_server.host import ShardHost
+from diloco_server.probe import Probe
 from diloco_server.service import Service
 from diloco_server.servicer import ParameterServer
 from diloco_server.status import shard_status
 from diloco_server.storage.folder import open_store
 
-SERVICE = "diloco.v1.ParameterServer"
 DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
 WRITES_END_S = 2.0
@@ -54,6 +59,7 @@ def real_world() -> World:
         cpu_clock=time.thread_time,
         random=random.SystemRandom(),
         threads=lambda count, name: ThreadPoolExecutor(count, thread_name_prefix=name),
+        give_back=give_back,
     )
 
 
@@ -63,12 +69,16 @@ class ShardServer:
     def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
         """`clock` counts seconds; leases and grace windows are measured by it. None: while this process is awake.
 
-        Raises InUse or DataError where the data folder cannot be had.
+        Raises ConfigError, and InUse or DataError where the data folder cannot be had.
         """
         self.settings = settings
         self.grpc_address = ""
         self.http_address = ""
         world, metrics, name = real_world(), ShardMetrics(), f"shard-{settings.shard.index}"
+        audit = settings.security.audit
+        self._audit = None if audit is None else AuditLog(audit, name, time.time)
+        self._access = Access(settings, time.time, Log(name), self._audit)
+        self._credentials = rpc.ServerCredentials(self._access.tls) if self._access.tls is not None else None
         store, self._lock = open_store(
             settings, epoch_in_memory=1 + world.random.randrange(2**31), first_epoch=int(time.time())
         )
@@ -80,35 +90,57 @@ class ShardServer:
             registry=metrics.registry,
             status=lambda: shard_status(self.host, self.grpc_address),
             ready=self.host.ready,
+            bearer_token=self._access.bearer_token,
+            door=self._door(metrics),
+            pages={"/rounds": self._rounds},
         )
-        self._health = HealthServicer()
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        self._ticking: asyncio.Task[None] | None = None
+        self._connections_max = connections_allowed(settings.shard, files_max())
+        self._health = Health(
+            settings.run.id, ("", rpc.SERVICE), self._access.callers, self.host.telemetry.call_refused
+        )
+        self._server = grpc.aio.server(
+            options=[*rpc.SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._connections_max)]
+        )
+        self._tasks: list[asyncio.Task[None]] = []
         self.hangs = False
         """A write to the data folder may be under way for good: its thread would keep the process from ending."""
 
     async def start(self) -> None:
         """Bind both ports, recover what the data folder holds, and serve. Raises ConfigError, InUse or DataError."""
-        bearer_token = _bearer_token_for(self.settings)
-        servicer = ParameterServer(self.service, self.settings.run.id, bearer_token, self.host.telemetry.call_refused)
-        pb_grpc.add_ParameterServerServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        check_http_is_meant("shard.http", self.settings.shard.http, self.settings.security)
+        servicer = ParameterServer(
+            self.service, self.settings.run.id, self._access.callers, self.host.telemetry.call_refused,
+            self._access.bearer_token, self._audit,
+        )  # fmt: skip
+        probe = Probe(servicer.admitted, time.time, _package())
+        self._server.add_generic_rpc_handlers((servicer.handler(), probe.handler(), self._health.handler()))
         listen = parse_address(self.settings.shard.listen)
         bind_socket(str(listen)).close()  # gRPC does not tell why it cannot have an address
         try:
-            port = self._server.add_insecure_port(str(listen))
+            port = self._bind(str(listen))
         except RuntimeError:
             raise in_use(self.settings.shard.listen) from None
         self.http_address = await self._http.start()
         await self.host.recover()
         await self._server.start()
         self.grpc_address = f"{str(listen).rpartition(':')[0]}:{port}"
-        self._ticking = asyncio.create_task(self.host.run(), name="ticking")
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._tasks = [
+            asyncio.create_task(self.host.run(), name="ticking"),
+            asyncio.create_task(self._watch_files(), name="watching files"),
+        ]
+        self._health.set(health_pb2.HealthCheckResponse.SERVING)
         if isinstance(why := native.find(), str):
             self.host.log.warning("no native kernels: merging and encoding take several times as long", why=why)
+        else:
+            self.host.log.event("kernels", origin=native.origin())
+        if self._connections_max < (wanted := connections_wanted(self.settings.shard)):
+            self.host.log.warning(
+                "few files may be open, so fewer connections are let in: raise the hard limit (ulimit -Hn)",
+                files=files_max(), connections=self._connections_max, wanted=wanted,
+            )  # fmt: skip
         if self.settings.shard.data_dir is None:
             self.host.log.warning("versions are kept in memory only: a restart begins anew (shard.data_dir keeps them)")
+        self._access.say()
         self.host.log.event(
             "serving",
             run=self.settings.run.id,
@@ -116,6 +148,46 @@ class ShardServer:
             http=self.http_address,
             epoch=self.host.shard.epoch,
         )
+
+    def _door(self, metrics: ShardMetrics) -> TlsDoor | None:
+        """How HTTP is served; None: in plaintext."""
+        access = self._access
+        if access.tls is None:
+            return None
+
+        def files() -> TlsFiles:
+            assert access.tls is not None
+            return access.tls
+
+        metrics.certificates.follow(files)
+        return TlsDoor(files, access.callers.holds)
+
+    def _rounds(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        """The answer of /rounds?epoch=E&after=N. Raises ValueError where these are no numbers."""
+        telemetry, now = self.host.telemetry, self.host.clock()
+        return telemetry.timeline.since(int(asked.get("epoch", 0)), int(asked.get("after", 0)), now)
+
+    def _bind(self, address: str) -> int:
+        """The port that gRPC took. Raises RuntimeError."""
+        if self._credentials is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, self._credentials.grpc))
+
+    async def _watch_files(self) -> None:
+        """Act on certificates and deny-lists that change, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._look_at_files()
+            except Exception as error:  # or nobody would ever be revoked again, and nobody would know
+                self.host.log.error("looking at certificates and the deny-list failed", trace=error)
+
+    def _look_at_files(self) -> None:
+        files, leases = self._access.refresh(self.service.leases_of)
+        if files is not None and self._credentials is not None:
+            self._credentials.exchange(files)
+        for lease in leases:
+            self.host.revoke(lease)
 
     async def abandon(self) -> None:
         """End what a `start` that failed has left, while there is a loop to end it in."""
@@ -126,14 +198,16 @@ class ShardServer:
 
     async def stop(self) -> None:
         """Drain and end. Repeating it is fine."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.host.drain(DRAIN_S)
-        if self._ticking is not None:
-            self._ticking.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.host.close()
         await self._server.stop(grace=1.0)
         await self._http.stop()
         await self._release()
+        if self._audit is not None:
+            self._audit.close()
         self.host.log.event("ended", tokens_merged=self.host.shard.tokens_merged)
 
     async def _release(self) -> None:
@@ -152,13 +226,10 @@ class ShardServer:
                 folder=self.settings.shard.data_dir,
             )
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for service in ("", SERVICE):
-            await self._health.set(service, status)
-
 
 async def serve(settings: Settings, address_file: Path | None) -> None:
     """Run a shard until SIGTERM or SIGINT. Raises DilocoError where it cannot start, or cannot go on."""
+    raise_limit()
     server = ShardServer(settings)
     ending = asyncio.Event()
     on_signals(lambda: ending.set() if server.grpc_address else _leave())
@@ -179,6 +250,14 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
         _leave()
 
 
+def _package() -> str:
+    """The version that is installed."""
+    try:
+        return importlib.metadata.version("decoupled-diloco")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
 async def _first_of(*events: asyncio.Event) -> None:
     """Wait until one of them is set."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
@@ -197,15 +276,3 @@ def on_signals(act: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, act)
-
-
-def _bearer_token_for(settings: Settings) -> str | None:
-    """The bearer token that callers must send. Raises ConfigError where an open address has none."""
-    bearer_token = read_bearer_token(settings.security)
-    listen = parse_address(settings.shard.listen)
-    if bearer_token is None and not settings.security.insecure and not is_loopback(listen.host):
-        raise ConfigError(
-            f"shard.listen = {listen} is reachable from other machines and there is no token. Set "
-            "security.token_file (the same token for all shards and workers), or security.insecure = true"
-        )
-    return bearer_token

@@ -6,13 +6,24 @@ Transports bring the calls (`servicer.py` is gRPC). The host decides and changes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
+from typing import TypeVar
 
-from diloco_common.codec import Payload, PayloadReceiver
-from diloco_common.codec.change import pull_encodings
-from diloco_common.errors import BadRequest, Busy, Draining, ProtocolMismatch, Refusal, TornUpload, UnknownEncoding
+from diloco_common import bounds
+from diloco_common.codec import Chunk, Payload, PayloadHeader, PayloadReceiver
+from diloco_common.codec.cut import cut_chunks
+from diloco_common.errors import (
+    BadRequest,
+    Busy,
+    Draining,
+    ProtocolMismatch,
+    Refusal,
+    TornUpload,
+    UnknownEncoding,
+)
 from diloco_common.identity import Identity
 from diloco_common.messages import (
     Directive,
@@ -25,50 +36,132 @@ from diloco_common.messages import (
     PushAnswer,
     PushHeader,
 )
+from diloco_common.part_layout import num_elements
 from diloco_common.protocol import PROTOCOL, PUSHES_AT_ONCE, SLOWEST_BYTES_PER_S
+from diloco_common.ranges import Range
+from diloco_common.rate import Rate
 from diloco_server.control_streams import ControlStream
 from diloco_server.host import ShardHost
+from diloco_server.quotas import Places, Pushes
+from diloco_server.rules import check_codecs
+from diloco_server.waits import BODY_S, Bodies, OpenPush, Outgoing, Pace, Turns, Wait
 
-OBSERVERS_AT_ONCE = 4
-"""Pulls that may be open at once in an encoding made for their caller alone; more are answered BUSY."""
+PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
+"""Pulls of one learner, and of callers without a lease from one host; more are answered BUSY. One is enough; others may
+be left for a while from connections that broke."""
+PULL_S = 900.0
+"""Seconds that a pull may be open, beside the time that a slow link takes for its bytes. Its deadline ends it, for gRPC
+cannot be told to drop what a caller does not take."""
+MESSAGES_AT_ONCE = 4
+"""Messages of one learner, of Pull or Leave, that are read at once. The newest count."""
+OBSERVERS_AT_ONCE, HOST_OBSERVERS_AT_ONCE = 4, 2
+"""Pulls that may be open at once in an encoding made for their caller alone, and from one host."""
 OBSERVER_ENCODINGS = ("float32",)
 """Taken by Pull besides the run's own: encoded for the caller alone."""
 
-PROCESS_ID_MAX = 64
-"""Characters of what tells a process from others of its learner id: it is kept, and written into every version."""
+HOST_JOINS, HOST_JOINS_PER_S = 1024, 100.0
+"""Joins from one host: so many at once, and so many per second in the long run. Hundreds of learners of one host may
+lose their leases together."""
+
+REPORTS, REPORTS_PER_S = 100, 100.0
+"""Reports on one control stream: so many at once, and so many per second in the long run; further ones wait, none is
+lost. A learner draws them together and sends 50 per second at most (`worker/connection.py: REPORT_EVERY_S`)."""
 
 SEEDS_AT_ONCE = 4
 """Seeds received at once, of different fragments. Learners that start together all bring the whole model in float32:
 taken all at once, that is many times the memory that the shard needs for it."""
+
+T = TypeVar("T")
 
 
 class Service:
     """Answers the calls of one shard: a `ports.ShardService`."""
 
     def __init__(self, host: ShardHost) -> None:
+        limits = host.settings.shard
         self._host = host
-        self._pushes = 0  # open now
-        self._observers = 0  # pulls open now whose bytes are made for them alone
-        self._seeding: set[int] = set()  # fragments whose seed is coming in
+        self._pushes = Pushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
+        self._rank_pushes = Places[OpenPush](max(PUSHES_AT_ONCE, limits.max_pushes // 2))
+        self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
+        self._rank_pulls = Places[object](max(PULLS_AT_ONCE, limits.max_pushes // 2))
+        self._outgoing = Outgoing(limits.bytes_out_max)
+        self._observers = Places[object](HOST_OBSERVERS_AT_ONCE)  # pulls whose bytes are made for them alone
+        self._seeding: dict[tuple[int, int], OpenPush] = {}  # fragments whose seed is coming in, and the part
+        self._messages, self._bodies = Places[Wait](MESSAGES_AT_ONCE), Bodies()
+        self._joins = Rate("joins from this host, or of this identity", HOST_JOINS, HOST_JOINS_PER_S)
+        self._homes: dict[str, str] = {}  # learner id -> the host that it joined from
+        self._proven: dict[str, Identity] = {}  # learner id -> who was given its lease, or attended it later
+
+    async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
+        """The one message of a call. Nobody knows its size before it is there, so few are read at once. Raises Busy."""
+        late = Busy(f"the message did not come within {BODY_S:g} s; try again")
+        account = self._account(caller)
+        if account is None:
+            async with self._bodies.place() as wait:
+                return await wait.until(now() + BODY_S, late, message)
+        wait = Wait()
+        oldest = self._messages.take(account, wait)
+        if oldest is not None:
+            oldest.end(Busy("later calls of this learner came first"))
+        try:
+            return await wait.until(now() + BODY_S, late, message)
+        finally:
+            self._messages.give_back(account, wait)
+
+    def _account(self, caller: Identity) -> str | None:
+        """The learner that a call is charged to; None: it holds no lease."""
+        with suppress(Refusal):
+            return self._host.member(caller).learner_id
+        return None
 
     # ------------------------------------------------------------ leases
 
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer:
+        self._joins.take(caller.account, now())
         if request.protocol != PROTOCOL:
             raise ProtocolMismatch(
                 f"this shard speaks protocol {PROTOCOL}, the caller {request.protocol}; install equal versions"
             )
         if request.observe:
             return self._host.observe(request.tensors)
-        if len(request.process_id) > PROCESS_ID_MAX:
-            raise BadRequest(f"process_id has {len(request.process_id)} characters, at most {PROCESS_ID_MAX} are taken")
+        bounds.check("JoinRequest", "process_id", request.process_id)  # it is kept, and written into every version
         if not caller.learner_id:
             raise BadRequest("metadata diloco-learner is missing")
-        self._check_decodes(request.decodes)
-        return self._host.join(caller.learner_id, request)
+        check_codecs(self._host.settings.sync, self._host.driver.rules.sources, request.decodes)
+        self._check_home(caller)
+        answer = self._host.join(caller.learner_id, request)
+        self._homes[caller.learner_id] = caller.account
+        self._hold(replace(caller, generation=answer.generation))
+        return answer
+
+    def _hold(self, caller: Identity) -> None:
+        """Keep what proves the holder of a lease; forget those whose leases have ended."""
+        if caller.proof is None:
+            return
+        self._proven[caller.learner_id] = caller
+        live = {m.learner_id: m.generation for m in self._host.shard.membership.live()}
+        self._proven = {name: held for name, held in self._proven.items() if live.get(name) == held.generation}
+
+    def leases_of(self, serials: AbstractSet[str]) -> list[Identity]:
+        """Who holds a lease, with or without an open call, by a proof with one of these serials."""
+        return [held for held in self._proven.values() if held.proof is not None and held.proof.serial in serials]
+
+    def _check_home(self, caller: Identity) -> None:
+        """Leave leases to learners of other hosts, where nothing proves who they are. Raises Busy."""
+        if not caller.peer or caller.proof is not None:
+            return
+        live, most = self._host.shard.membership.live(), self._host.settings.shard.max_learners_per_host
+        self._homes = {m.learner_id: self._homes.get(m.learner_id, "") for m in live}
+        neighbours = sum(home == caller.account and name != caller.learner_id for name, home in self._homes.items())
+        if neighbours >= most:
+            raise Busy(
+                f"{most} learners from {caller.account} hold a lease already (shard.max_learners_per_host); "
+                "try again later"
+            )
 
     async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
         stream = self._host.attend(caller)
+        self._hold(caller)  # it may have another certificate by now
         reader = asyncio.create_task(self._read_reports(caller, reports, stream), name="attend")
         try:
             while (directive := await stream.next()) is not None:
@@ -76,46 +169,43 @@ class Service:
                 if isinstance(directive, Evicted):
                     break
             if reader.done():
-                reader.result()  # raises what ended it, such as bytes that are no message
+                reader.result()  # raises what ended it
         finally:
             reader.cancel()
             self._host.close_stream(stream)
 
-    async def leave(self, caller: Identity) -> None:
-        self._host.leave(caller)
+    async def leave(self, caller: Identity) -> bool:
+        return self._host.leave(caller)
 
     async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: ControlStream) -> None:
-        """Hand in the learner's reports until its side ends; then end ours."""
+        """Hand in the learner's reports until its side ends; then end ours. Raises BadRequest."""
         try:
+            turns = Turns(REPORTS_PER_S, REPORTS)
             async for progress in reports:
                 self._host.progress(caller, progress)
+                await turns.next()  # meanwhile nothing is read, so the transport holds the sender back
+        except BadRequest:
+            raise
         except Refusal as refusal:
             stream.send(Evicted(refusal.code, str(refusal)))
         finally:
             stream.end()
 
-    def _check_decodes(self, decodes: Sequence[str]) -> None:
-        needed = pull_encodings(self._host.settings.sync.pull)
-        if not set(needed) <= set(decodes):
-            raise UnknownEncoding(
-                f"versions are sent as {' and '.join(needed)} (sync.pull), "
-                f"the learner decodes {', '.join(decodes) or 'nothing'}"
-            )
-
     # ------------------------------------------------------------ contributions
 
-    async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | bytes]) -> PushAnswer:
+    async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
         member = self._host.member(caller)
-        with self._push_place():
-            header = await self._next_part(parts)
+        with self._push_place(member.learner_id, caller.rank) as push:
+            header = await push.next(parts, now() + self._host.settings.lease.lease_s)
             if not isinstance(header, PushHeader):
                 raise BadRequest("a push begins with its header")
             answer = self._host.admit(member, header)
             if answer is not None:
                 return answer
-            with self._seed_place(header):
+            self._announce(push, header)
+            with self._seed_place(push, header):
                 try:
-                    payload, norms = await self._receive(header, parts)
+                    payload, norms = await self._receive(push, header, parts)
                 except (TornUpload, Draining):
                     raise
                 except Refusal as refusal:
@@ -123,11 +213,15 @@ class Service:
                 return self._host.contribute(caller, header, payload, norms)
 
     async def _receive(
-        self, header: PushHeader, parts: AsyncIterator[PushHeader | bytes]
+        self, push: OpenPush, header: PushHeader, parts: AsyncIterator[PushHeader | Chunk]
     ) -> tuple[Payload, tuple[float, ...]]:
-        """Take the bytes of a push that was admitted by its header, and the norms of its pieces."""
+        """Take the bytes of a push that was admitted by its header, and the norms of its pieces.
+
+        Raises TornUpload if they fall behind: so many in so many seconds, and a lease's time more for pauses.
+        """
         receiver, norms = PayloadReceiver(header.payload), self._host.norms_of(header)
-        while (part := await self._next_part(parts, header)) is not None:
+        pace, sizes = Pace(self._host.settings.lease.lease_s, PUSHES_AT_ONCE), _chunk_sizes(header.payload)
+        while (part := await push.next(parts, pace.due(next(sizes, 0)))) is not None:
             if isinstance(part, PushHeader):
                 raise BadRequest("after its header a push has chunks only")
             receiver.add(part)
@@ -137,85 +231,155 @@ class Service:
             raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
         return receiver.finish(), norms.finish()
 
-    async def _next_part(
-        self, parts: AsyncIterator[PushHeader | bytes], header: PushHeader | None = None
-    ) -> PushHeader | bytes | None:
-        """The next part; None at the end. Raises TornUpload after a pause longer than a lease and a slow chunk take."""
-        wait_s = self._host.settings.lease.lease_s
-        if header is not None:
-            wait_s += PUSHES_AT_ONCE * header.payload.chunk_bytes(0) / SLOWEST_BYTES_PER_S
-        try:
-            async with asyncio.timeout(wait_s):
-                return await anext(parts, None)
-        except TimeoutError:
-            raise TornUpload(f"no chunk came for {wait_s:.0f} s; push again") from None
-
     @contextmanager
-    def _push_place(self) -> Iterator[None]:
-        """Held while a push is open. Raises Busy."""
-        limit = self._host.settings.shard.max_pushes
-        if self._pushes >= limit:
-            raise Busy(f"{limit} pushes are open (shard.max_pushes); try again in a moment")
-        self._pushes += 1
+    def _push_place(self, learner_id: str, rank: int) -> Iterator[OpenPush]:
+        """Held while a push is open. Ranks have places each, but those above 0 at most half of all. Raises Busy."""
+        account = f"{learner_id}/{rank}" if rank else learner_id
+        push = OpenPush(account, learner_id)
+        if rank:
+            self._rank_pushes.take_if_free(learner_id, push, "pushes of ranks of this island")
         try:
-            yield
+            oldest = self._pushes.opened(account, push)
+            if oldest is not None:
+                oldest.end(TornUpload(f"{PUSHES_AT_ONCE} later pushes of this learner are open; push again"))
+            yield push
         finally:
-            self._pushes -= 1
+            self._pushes.closed(account, push)
+            self._rank_pushes.give_back(learner_id, push)
+
+    def _announce(self, push: OpenPush, header: PushHeader) -> None:
+        """Its bytes may come. An older push of the fragment is what a broken connection has left. Raises Busy."""
+        older = self._pushes.announced(push.account, push, header.fragment_id, header.payload.num_bytes)
+        if older is not None:
+            older.end(TornUpload(f"fragment {header.fragment_id}: a later push of this learner came; push again"))
 
     @contextmanager
-    def _seed_place(self, header: PushHeader) -> Iterator[None]:
+    def _seed_place(self, push: OpenPush, header: PushHeader) -> Iterator[None]:
         """Held while the bytes of a seed come in; nothing for a contribution. Raises Busy."""
         if not header.is_seed:
             yield
             return
-        if header.fragment_id in self._seeding or len(self._seeding) >= SEEDS_AT_ONCE:
-            raise Busy(f"others are bringing {len(self._seeding)} fragments; try again in a moment")
-        self._seeding.add(header.fragment_id)
+        seeding, key = self._seeding, (header.fragment_id, header.part)
+        others = [p for (f, _), p in seeding.items() if f == header.fragment_id and p.learner_id != push.learner_id]
+        if others or (key not in seeding and len(seeding) >= SEEDS_AT_ONCE):
+            raise Busy(f"others are bringing {len(seeding)} fragments; try again in a moment")
+        seeding[key] = push
         try:
             yield
         finally:
-            self._seeding.remove(header.fragment_id)
+            if seeding.get(key) is push:  # a later one of the same learner takes its place
+                del seeding[key]
 
     # ------------------------------------------------------------ versions
 
-    async def pull(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | bytes, None]:
-        header, change, values = self._host.pull(caller, request)
-        made = {payload.header.encoding: payload for payload in (change, values) if payload is not None}
-        encoding = _choose_encoding(request.encodings, made)
-        payload = made.get(encoding)
-        if request.have == (header.epoch, header.version):
-            yield header
-        elif payload is not None:
-            base = request.have if payload is change else None
-            for part in self._parts(header, payload, base and base[1]):
-                yield part
-        else:
-            with self._observer_place():
-                header, payload = await self._host.encode_for(caller, request.fragment_id, encoding)
-                for part in self._parts(header, payload, None):
-                    yield part
+    async def pull(
+        self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
+        with self._pull_place(caller):
+            header, change, values = self._host.pull(caller, request)
+            if request.ranges:  # a change has scales that ranges may share, so it cannot be cut
+                _check_ranges(request.ranges, values.header.num_elements)
+                header, change = replace(header, ranges=request.ranges), None
+            size = num_elements(request.ranges) if request.ranges else values.header.num_elements
+            _check_ends(ends_in_s, 4 * size)
+            made = {payload.header.encoding: payload for payload in (change, values) if payload is not None}
+            only_made = bool(request.ranges or request.want)  # what is made for a caller is the latest version, whole
+            encoding = _choose_encoding(request.encodings, made, () if only_made else OBSERVER_ENCODINGS)
+            payload = made.get(encoding)
+            if request.have == (header.epoch, header.version):
+                yield header
+            elif payload is not None:
+                base = request.have if payload is change else None
+                header = replace(header, payload=payload.header, base_version=base and base[1])
+                chunks: Iterable[Chunk] = payload.chunks
+                if request.ranges:
+                    header = replace(header, payload=await self._host.cut_header(payload, request.ranges))
+                    chunks = cut_chunks(payload, request.ranges)
+                async with aclosing(self._parts(header, chunks)) as parts:
+                    async for part in parts:
+                        yield part
+            else:
+                with self._observer_place(caller):
+                    header, payload = await self._host.encode_for(caller, request.fragment_id, encoding)
+                    header = replace(header, payload=payload.header)
+                    async with aclosing(self._parts(header, payload.chunks)) as parts:
+                        async for part in parts:
+                            yield part
 
-    def _parts(self, header: PullHeader, payload: Payload, base_version: int | None) -> Iterator[PullHeader | bytes]:
-        yield replace(header, payload=payload.header, base_version=base_version)
-        for chunk in payload.chunks:
-            yield chunk
-            self._host.telemetry.sent(len(chunk))
+    async def _parts(self, header: PullHeader, chunks: Iterable[Chunk]) -> AsyncGenerator[PullHeader | Chunk, None]:
+        assert header.payload is not None
+        yield header
+        coming = iter(chunks)
+        for num_bytes in _chunk_sizes(header.payload):
+            async with self._outgoing.held(num_bytes):  # before a chunk is cut
+                yield next(coming)
+            self._host.telemetry.sent(num_bytes)
 
     @contextmanager
-    def _observer_place(self) -> Iterator[None]:
+    def _pull_place(self, caller: Identity) -> Iterator[None]:
+        """Held while a pull is open, and so are its bytes. Raises Busy, and as `ShardHost.member` does for a lease.
+
+        Ranks have places each, but those above 0 of one learner only so many together: a caller chooses its rank.
+        """
+        place, learner_id = object(), ""
+        if caller.generation:
+            learner_id = self._host.member(caller).learner_id
+            places, account = self._pulls, f"{learner_id}/{caller.rank}" if caller.rank else learner_id
+        else:
+            places, account = self._host_pulls, caller.account
+        if learner_id and caller.rank:
+            self._rank_pulls.take_if_free(learner_id, place, "pulls of ranks of this island")
+        try:
+            places.take_if_free(account, place, f"pulls of {account or 'this host'}")
+            yield
+        finally:
+            places.give_back(account, place)
+            self._rank_pulls.give_back(learner_id, place)
+
+    @contextmanager
+    def _observer_place(self, caller: Identity) -> Iterator[None]:
         """Held while a pull is open whose bytes are made for its caller alone. Raises Busy."""
-        if self._observers >= OBSERVERS_AT_ONCE:
+        if len(self._observers) >= OBSERVERS_AT_ONCE:
             raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again soon")
-        self._observers += 1
+        place, account = object(), caller.account
+        self._observers.take_if_free(account, place, f"pulls of {account or 'this host'} in an encoding of their own")
         try:
             yield
         finally:
-            self._observers -= 1
+            self._observers.give_back(account, place)
 
 
-def _choose_encoding(wanted: Sequence[str], made: Iterable[str]) -> str:
-    """What a caller gets: the first that it takes of those that are made, best first, or can be made for it."""
-    offered = tuple(dict.fromkeys((*made, *OBSERVER_ENCODINGS)))
+def now() -> float:
+    """The time of the event loop, in seconds."""
+    return asyncio.get_running_loop().time()
+
+
+def _check_ends(ends_in_s: float, num_bytes: int) -> None:
+    """Refuse a pull that may stay open for ever: its bytes are held until its end. Raises BadRequest."""
+    longest_s = PULL_S + num_bytes / SLOWEST_BYTES_PER_S
+    if ends_in_s > longest_s:
+        raise BadRequest(
+            f"a pull of this fragment must have a deadline of at most {longest_s:.0f} s; give it a timeout"
+        )
+
+
+def _check_ranges(ranges: Sequence[Range], fragment_elements: int) -> None:
+    """Raises BadRequest."""
+    if ranges[-1].stop > fragment_elements:
+        raise BadRequest(f"a range ends at element {ranges[-1].stop} of {fragment_elements}")
+
+
+def _chunk_sizes(header: PayloadHeader) -> Iterator[int]:
+    """Bytes of each chunk that is to come."""
+    return (header.chunk_bytes(index) for index in range(header.num_chunks))
+
+
+def _choose_encoding(wanted: Sequence[str], made: Iterable[str], more: Sequence[str]) -> str:
+    """What a caller gets: the first that it takes of those that are made, best first, or of more that can be made.
+
+    Raises UnknownEncoding.
+    """
+    offered = tuple(dict.fromkeys((*made, *more)))
     for encoding in wanted or offered[:1]:
         if encoding in offered:
             return encoding

@@ -1,100 +1,221 @@
-"""diloco.v1.ParameterServer on gRPC: read the message, call the service, turn the answer into a message."""
+"""diloco.v1.ParameterServer on gRPC: read the message, call the service, turn the answer into a message.
+
+On this side every call takes a stream of raw messages, also where a caller sends just one. So the caller is known
+before a byte of it is taken in, and bytes that are no message are a refusal like any other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Any, NoReturn, TypeAlias
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import grpc
 
 from diloco_common import protobuf, rpc
-from diloco_common.errors import Refusal
+from diloco_common.audit import Audit, NoAudit
+from diloco_common.codec import Chunk
+from diloco_common.errors import BadRequest, Refusal
 from diloco_common.identity import Identity
-from diloco_common.messages import Progress, PullHeader, PushHeader
+from diloco_common.messages import JoinRequest, Outcome, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_common.ports import ShardService
+from diloco_common.rate import Rate
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_server.callers import Callers
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Messages: TypeAlias = AsyncIterator[bytes]
+Method: TypeAlias = Callable[[Identity, Messages, Context], Any]
+"""An awaitable answer, or an asynchronous generator of answers."""
+OK = "OK"
+"""Outcome of a call that was not refused, in the audit log."""
+JOINS, JOINS_PER_S = 128, 8.0
+"""Joins on one connection: so many at once, and so many per second in the long run. A learner that cannot get in asks
+about once per second; many of them share a connection only behind a proxy."""
 
 
-class ParameterServer(pb_grpc.ParameterServerServicer):
+class ParameterServer:
     """Every shard serves this."""
 
     def __init__(
-        self, service: ShardService, run_id: str, bearer_token: str | None, refused: Callable[[str, str, str], None]
+        self,
+        service: ShardService,
+        run_id: str,
+        callers: Callers,
+        refused: Callable[[str, str, str], None],
+        bearer_token: str | None = None,
+        audit: Audit | None = None,
     ) -> None:
-        """Callers must be of this run, and send this bearer token if there is one.
+        """Callers must be of this run, prove what `callers` asks for, and send this bearer token if there is one.
 
-        `refused` is told learner id, code and words of every call that ends with an error status.
+        `refused` is told learner id, code and words of every call that ends with an error status. `audit`: the audit
+        log, if there is one.
         """
         self._service = service
         self._run_id = run_id
-        self._bearer_token = bearer_token
+        self._callers = callers
         self._refused = refused
+        self._bearer_token = bearer_token
+        self._audit = audit or NoAudit()
+        self._joins = Rate("joins on this connection", JOINS, JOINS_PER_S)
 
-    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
-        try:
-            answer = await self._service.join(self._caller(context), protobuf.join_request_from_pb(request))
-            return protobuf.join_answer_to_pb(answer)
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server is given."""
+        methods = {
+            "Join": self._one(self.Join, "Join", "Observe"),
+            "Attend": self._many(self.Attend, "Attend", protobuf.serialize),
+            "Push": self._one(self.Push, "Push"),
+            "Pull": self._many(self.Pull, "Pull", protobuf.pull_response),
+            "Leave": self._one(self.Leave, "Leave"),
+        }
+        return grpc.method_handlers_generic_handler(rpc.SERVICE, methods)
 
-    async def Attend(self, requests: AsyncIterator[pb.Progress], context: Context) -> AsyncIterator[pb.Directive]:
-        try:
-            async with aclosing(self._service.attend(self._caller(context), _reports(requests))) as directives:
-                async for directive in directives:
-                    yield protobuf.directive_to_pb(directive)
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
+    async def Join(self, caller: Identity, requests: Messages, context: Context) -> pb.JoinResponse:
+        self._joins.take(context.peer(), asyncio.get_running_loop().time())
+        request = await self._service.read(caller, partial(_join_request, requests))
+        call = "Observe" if request.observe else "Join"
+        caller.check_may(call)
+        answer = await self._service.join(caller, request)
+        self._audit.note(call, OK, replace(caller, generation=answer.generation))
+        return protobuf.join_answer_to_pb(answer)
 
-    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Context) -> pb.PushResponse:
-        try:
-            return protobuf.answer_to_pb(await self._service.push(self._caller(context), _push_parts(requests)))
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
+    async def Attend(self, caller: Identity, requests: Messages, _: Context) -> AsyncGenerator[pb.Directive, None]:
+        async with aclosing(self._service.attend(caller, _reports(requests))) as directives:
+            async for directive in directives:
+                yield protobuf.directive_to_pb(directive)
 
-    async def Pull(self, request: pb.PullRequest, context: Context) -> AsyncIterator[pb.PullResponse]:
+    async def Push(self, caller: Identity, requests: Messages, _: Context) -> pb.PushResponse:
+        parts = _PushParts(requests)
+        answer = await self._service.push(caller, parts)
+        if parts.header is not None:
+            self._note_push(caller, parts.header, answer)
+        return protobuf.answer_to_pb(answer)
+
+    async def Pull(
+        self, caller: Identity, requests: Messages, context: Context
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
+        request = await self._service.read(caller, partial(_pull_request, requests))
+        left_s = context.time_remaining()
+        async with aclosing(self._service.pull(caller, request, math.inf if left_s is None else left_s)) as parts:
+            async for part in parts:
+                yield part
+
+    async def Leave(self, caller: Identity, requests: Messages, _: Context) -> pb.LeaveResponse:
+        protobuf.parse(pb.LeaveRequest, await self._service.read(caller, partial(only, requests)))
+        if await self._service.leave(caller):
+            self._audit.note("Leave", OK, caller)
+        return pb.LeaveResponse()
+
+    def _note_push(self, caller: Identity, header: PushHeader, answer: PushAnswer) -> None:
+        """Seeds, and what was rejected."""
+        what = "Seed" if header.is_seed else "Push"
+        if answer.outcome is Outcome.REJECTED:
+            self._audit.note(what, answer.code, caller, fragment=header.fragment_id)
+        elif header.is_seed:
+            self._audit.note(what, OK, caller, fragment=header.fragment_id)
+
+    # ------------------------------------------------------------ around every call
+
+    @asynccontextmanager
+    async def admitted(self, context: Context, *calls: str, answers_many: bool) -> AsyncIterator[Identity]:
+        """The caller of a call that may be one of `calls`, while it may call. A refusal ends the call."""
+        learner_id = str(dict(context.invocation_metadata() or ()).get("diloco-learner", ""))
+        caller = Identity(self._run_id, learner_id, peer=rpc.host_of(context.peer()))
         try:
             caller = self._caller(context)
-            async with aclosing(self._service.pull(caller, protobuf.pull_request_from_pb(request))) as parts:
-                async for part in parts:
-                    yield _pull_response(part)
+            caller.check_may(*calls)
+            if answers_many:
+                # Now, not with the first answer: a call that is ended in the middle of that cannot be told why, as
+                # grpc.aio would send the initial metadata twice (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
+                await context.send_initial_metadata(())
+            async with self._callers.holding(caller):
+                yield caller
         except Refusal as refusal:
-            await self._refuse(context, refusal)
-
-    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        try:
-            await self._service.leave(self._caller(context))
-            return pb.LeaveResponse()
-        except Refusal as refusal:
-            await self._refuse(context, refusal)
+            self._refused(learner_id, refusal.code, str(refusal))
+            if caller.proof is None:
+                metadata = context.invocation_metadata() or ()
+                shown = rpc.certificate_of(context), rpc.authorization_in(metadata)
+                caller = self._callers.named(caller, *shown)
+            self._audit.note(calls[0], refusal.code, caller, why=str(refusal))
+            await rpc.refuse(context, refusal)
 
     def _caller(self, context: Context) -> Identity:
-        return rpc.identify(context.invocation_metadata() or (), self._run_id, self._bearer_token)
+        metadata, peer = context.invocation_metadata() or (), rpc.host_of(context.peer())
+        claimed = rpc.identify(metadata, self._run_id, self._bearer_token, peer)
+        return self._callers.proven(claimed, rpc.certificate_of(context), rpc.authorization_in(metadata))
 
-    async def _refuse(self, context: Context, refusal: Refusal) -> NoReturn:
-        learner_id = dict(context.invocation_metadata() or ()).get("diloco-learner", "")
-        self._refused(str(learner_id), refusal.code, str(refusal))
-        await rpc.refuse(context, refusal)
+    def _one(self, method: Method, *calls: str) -> grpc.RpcMethodHandler:
+        async def call(requests: Messages, context: Context) -> Any:
+            async with self.admitted(context, *calls, answers_many=False) as caller:
+                return await method(caller, requests, context)
+
+        return grpc.stream_unary_rpc_method_handler(call, response_serializer=protobuf.serialize)
+
+    def _many(self, method: Method, name: str, serialize: Callable[[Any], bytes]) -> grpc.RpcMethodHandler:
+        # Not a generator, which could not be told to end while gRPC waits for a slow reader on its behalf.
+        async def call(requests: Messages, context: Context) -> None:
+            async with (
+                self.admitted(context, name, answers_many=True) as caller,
+                aclosing(method(caller, requests, context)) as answers,
+            ):
+                async for answer in answers:
+                    await context.write(answer)
+
+        return grpc.stream_stream_rpc_method_handler(call, response_serializer=serialize)
 
 
-async def _reports(requests: AsyncIterator[pb.Progress]) -> AsyncIterator[Progress]:
+async def only(requests: Messages) -> bytes:
+    """The one message of a caller that sends just one; what follows is not read. Raises BadRequest."""
     async for request in requests:
-        yield protobuf.progress_from_pb(request)
+        return request
+    raise BadRequest("the call ended without a message")
 
 
-async def _push_parts(requests: AsyncIterator[pb.PushRequest]) -> AsyncIterator[PushHeader | bytes]:
-    """The header and the chunks. A message that holds neither is an empty chunk."""
+async def _join_request(requests: Messages) -> JoinRequest:
+    """A Join. Raises BadRequest, which does not keep the message alive until the garbage collector comes."""
+    try:
+        return await _parsed_join(await only(requests))
+    except BadRequest as refusal:
+        raise refusal.with_traceback(None) from None
+
+
+async def _parsed_join(data: bytes) -> JoinRequest:
+    """Others have their turn while the tensors of a large model are read. Raises BadRequest."""
+    message = protobuf.parse(pb.JoinRequest, data)
+    tensors = []
+    for some in protobuf.tensors_in_turns(message.tensors):
+        tensors += some
+        await asyncio.sleep(0)
+    return protobuf.join_request_from_pb(message, tensors)
+
+
+async def _pull_request(requests: Messages) -> PullRequest:
+    return protobuf.pull_request_from_pb(protobuf.parse(pb.PullRequest, await only(requests)))
+
+
+async def _reports(requests: Messages) -> AsyncIterator[Progress]:
     async for request in requests:
-        if request.WhichOneof("part") == "header":
-            yield protobuf.push_header_from_pb(request.header)
-        else:
-            yield request.chunk
+        yield protobuf.progress_from_pb(protobuf.parse(pb.Progress, request))
 
 
-def _pull_response(part: PullHeader | bytes) -> pb.PullResponse:
-    if isinstance(part, PullHeader):
-        return pb.PullResponse(header=protobuf.pull_header_to_pb(part))
-    return pb.PullResponse(chunk=part)
+class _PushParts:
+    """The header and the chunks of a push, as they come. No generator: each chunk would go through one more."""
+
+    def __init__(self, requests: Messages) -> None:
+        self._requests = requests
+        self.header: PushHeader | None = None
+        """Once it has come."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> PushHeader | Chunk:
+        """Raises BadRequest."""
+        part = protobuf.push_part(await anext(self._requests))
+        if isinstance(part, PushHeader):
+            self.header = part
+        return part

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
+from diloco_server.core.quarantine import Conduct
 from diloco_server.host import ShardHost
+from diloco_server.machine import resident_bytes
 
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
@@ -31,7 +34,11 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "data_dir": str(settings.shard.data_dir) if settings.shard.data_dir else None,
         "unwritten": host.keeper.unwritten,
         "grace_s": shard.grace_s(),
-        "learners": [_learner(m, now) for m in shard.membership.all()],
+        "rules": host.driver.rules.sources,
+        "learners": [
+            _learner(m, shard.quarantine.conduct(m.learner_id), host.telemetry.staleness.get(m.learner_id), now)
+            for m in shard.membership.all()
+        ],
         "fragments": [_fragment(s) for _, s in sorted(shard.fragments.items())],
         "rounds": ledger.rounds,
         "participants_mean": ledger.participants_mean,
@@ -51,10 +58,14 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "events": host.telemetry.recent(),
         "bytes_pushed": host.telemetry.bytes_pushed,
         "bytes_pulled": host.telemetry.bytes_pulled,
+        "bytes_saved": host.keeper.bytes_saved,
+        "disk_free_bytes": host.keeper.free_bytes,
+        "memory_bytes": resident_bytes(),
+        "versions_lost": host.telemetry.versions_lost,
     }
 
 
-def _learner(member: Member, now: float) -> dict[str, Any]:
+def _learner(member: Member, conduct: Conduct, staleness: int | None, now: float) -> dict[str, Any]:
     progress = member.progress
     return {
         "id": member.learner_id,
@@ -70,7 +81,18 @@ def _learner(member: Member, now: float) -> dict[str, Any]:
         "merged": member.merged,
         "tokens_merged": member.tokens_merged,
         "missed": dict(member.missed),
+        "staleness": staleness,
+        "away": [asdict(shard) for shard in progress.away],
+        "outliers": conduct.outliers,
+        "quarantine": _quarantine(conduct, now),
     }
+
+
+def _quarantine(conduct: Conduct, now: float) -> dict[str, Any] | None:
+    """None: the learner is not in quarantine."""
+    if conduct.until is None:
+        return None
+    return {"left_s": round(conduct.until - now, 3), "why": conduct.why, "times": conduct.times}
 
 
 def _fragment(state: FragmentState) -> dict[str, Any]:

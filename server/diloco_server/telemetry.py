@@ -1,4 +1,4 @@
-"""What happened on a shard, told four ways: log lines, metrics, the recent events of /status, and the history.
+"""What happened on a shard, told five ways: log lines, metrics, the recent events of /status, /rounds, the history.
 
 It decides nothing, and branches on nothing that a log or a metric returns: in another world they may be silent.
 """
@@ -20,10 +20,13 @@ from diloco_server.core.effects import (
     LearnerForgotten,
     LearnerGone,
     LearnerJoined,
+    LearnerQuarantined,
+    LearnerReleased,
     MergeRound,
     QuorumReached,
     RoundClosed,
     RoundOpened,
+    SameLosses,
     VersionCommitted,
     VersionsLost,
 )
@@ -31,6 +34,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, State
 from diloco_server.core.shard import Shard
 from diloco_server.history import ShardHistory
+from diloco_server.timeline import Timeline
 
 EVENTS_MAX = 50
 
@@ -47,6 +51,10 @@ class ShardTelemetry:
         self._log = log
         self._clock = clock
         self._events: deque[tuple[float, dict[str, Any]]] = deque(maxlen=EVENTS_MAX)
+        self.timeline = Timeline(shard.epoch)
+        self.versions_lost = 0
+        self.staleness: dict[str, int] = {}
+        """Learner -> that of its last accepted contribution, in versions. As long as the learner is remembered."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._history = None if history is None else ShardHistory(history, shard.epoch)
@@ -61,6 +69,7 @@ class ShardTelemetry:
         """An event of the core."""
         if self._history is not None:
             self._history.note(event)
+        self.timeline.note(event, self._clock())
         match event:
             case RoundOpened():
                 self._log.debug("round opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
@@ -81,6 +90,7 @@ class ShardTelemetry:
                 )  # fmt: skip
             case VersionsLost():
                 self._metrics.storage.lost(event.seen - event.recovered)
+                self.versions_lost += event.seen - event.recovered
                 self._say(
                     "versions lost", self._log.error, fragment=event.fragment_id, epoch=event.epoch,
                     recovered=event.recovered, seen=event.seen, learner=event.learner_id,
@@ -93,6 +103,20 @@ class ShardTelemetry:
                 self._gone(event)
             case LearnerForgotten():
                 self._metrics.learners.forget(event.learner_id)
+                self.staleness.pop(event.learner_id, None)
+            case LearnerQuarantined():
+                self._metrics.learners.put_in_quarantine()
+                self._say(
+                    "quarantined", self._log.warning, learner=event.learner_id, why=event.why, outliers=event.outliers,
+                    for_s=round(event.for_s),
+                )  # fmt: skip
+            case LearnerReleased():
+                self._say("released", learner=event.learner_id)
+            case SameLosses():
+                self._say(
+                    "same losses: these learners train on the same batches; order their data by learner.seed",
+                    self._log.warning, learner=event.learner_id, other=event.other,
+                )  # fmt: skip
             case BudgetReached():
                 self._say("budget reached", tokens_merged=event.tokens_merged)
 
@@ -134,10 +158,13 @@ class ShardTelemetry:
         """A push got its outcome."""
         if self._history is not None:
             self._history.answered(member.learner_id, member.generation, header, answer)
+        self.timeline.answered(header, answer)
         match answer.outcome:
             case Outcome.ACCEPTED:
                 state = self._shard.fragments[header.fragment_id]
-                self._metrics.contributions.accepted(staleness=max(0, state.version - header.base_version))
+                staleness = max(0, state.version - header.base_version)
+                self._metrics.contributions.accepted(staleness=staleness)
+                self.staleness[member.learner_id] = staleness
             case Outcome.DUPLICATE:
                 self._metrics.contributions.duplicate()
             case Outcome.LATE:
@@ -185,6 +212,7 @@ class ShardTelemetry:
             metrics.learners.contributions(
                 member.learner_id, asked=member.asked, contributed=member.contributed, merged=member.merged
             )
+            metrics.learners.quarantined(member.learner_id, is_so=shard.quarantine.holds(member.learner_id))
             metrics.learners.silent(member.learner_id, now - member.last_heard)
             p = member.progress
             metrics.learners.progress(
@@ -212,4 +240,6 @@ class ShardTelemetry:
 
     def _say(self, event: str, say: Callable[..., None] | None = None, /, **facts: Any) -> None:
         (say or self._log.event)(event, **facts)
-        self._events.append((self._clock(), {"event": event, **facts}))
+        now, told = self._clock(), {"event": event, **facts}
+        self._events.append((now, told))
+        self.timeline.event(told, now)

@@ -6,6 +6,7 @@ membership.py   leases and generations themselves
 rounds.py       when rounds open and close, and what becomes of a push
 round.py        what one round has collected, and whether it may close
 cadence.py      when a fragment is due
+pace.py         how far the reports of learners count
 grace.py        how long a round stays open after its quorum
 admission.py    the answer to a push, from its header
 guards.py       what is refused before it can touch state

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec import Payload, decode_payload, encode_payload, memory
 from diloco_common.codec.change import encode_change, pull_encodings
 from diloco_common.manifest import Fragment
-from diloco_server.core.merge import merge
+from diloco_server.core.merge import MergeRule, merge
 from diloco_server.core.outer import OuterOptimizer
+from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Contribution
 
 
@@ -36,11 +36,19 @@ class Published:
     """The difference to the version before. None for a first version, and if `sync.pull` sends values."""
 
 
-def seed(payload: Payload, optimizer: OuterOptimizer) -> Values:
+def seed(payload: Payload | PartedPayload, optimizer: OuterOptimizer) -> Values:
     """The values of version 0. Raises BadEncoding."""
-    theta = torch.empty(payload.header.num_elements)
-    decode_payload(payload, theta)
-    return Values(theta, [torch.zeros_like(theta) for _ in range(optimizer.num_buffers)])
+    num_elements = payload.header.num_elements
+    theta = memory.empty(num_elements)
+    if isinstance(payload, PartedPayload):
+        for part in payload.parts:
+            some = memory.empty(part.payload.header.num_elements)
+            decode_payload(part.payload, some)
+            for start, stop, shift in part.spans:
+                theta[start:stop] = some[start + shift : stop + shift]
+    else:
+        decode_payload(payload, theta)
+    return Values(theta, [memory.empty(num_elements).zero_() for _ in range(optimizer.num_buffers)])
 
 
 def step(
@@ -49,7 +57,7 @@ def step(
     contributions: Sequence[Contribution],
     *,
     outer_step: int,
-    rule: str,
+    rule: str | MergeRule,
     optimizer: OuterOptimizer,
 ) -> None:
     """Merge a closed round and take one outer step, in place."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median_low
 
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
+from diloco_server.core.pace import STEPS_FACTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,10 @@ class Budget:
 
     tokens: int
     """0: the run has no end."""
+
+    def believed(self, tokens_merged: int) -> int:
+        """Of what a seed says was merged before. No more than there are; a run may have gone a little beyond."""
+        return min(tokens_merged, self.tokens) if self.tokens > 0 else tokens_merged
 
     def is_reached(self, state: FragmentState) -> bool:
         """Whether the fragment has merged all the tokens that the run asks for."""
@@ -25,5 +31,7 @@ class Budget:
         if self.tokens <= 0:
             return False
         base = state.base_tokens
-        trained = sum(max(0, m.progress.tokens - base.get(m.learner_id, m.progress.tokens)) for m in live)
+        shares = [max(0, m.counted.tokens - base.get(m.learner_id, m.counted.tokens)) for m in live]
+        most = STEPS_FACTOR * median_low(shares) if shares else 0  # nobody ends the waiting of all by what it reports
+        trained = sum(min(share, most) for share in shares)
         return trained > 0 and self.tokens <= state.tokens_merged + trained

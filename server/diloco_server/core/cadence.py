@@ -1,7 +1,7 @@
 """When a fragment is due: at least K live learners took H inner steps since its last round opened.
 
-Steps are counted per learner, as each reports them. An absolute clock would stop with the fastest learner. No clock at
-all would let a fast network drive H towards 1, which ruins learning.
+Steps are counted per learner, as far as its reports count (pace.py). An absolute clock would stop with the fastest
+learner. No clock at all would let a fast network drive H towards 1, which ruins learning.
 
 The first time, fragment p is due after ceil((p + 1) * H / P) steps. That spreads the fragments evenly over H and keeps
 the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round comes after H steps, as in DiLoCo.
@@ -39,5 +39,5 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
         if first is not None:
             members += 1
             base = max(first, base_steps.get(member.learner_id, first))
-            ready += member.progress.inner_step - base >= interval
+            ready += member.counted.inner_step - base >= interval
     return ready > 0 and ready >= needed(quorum, members)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from diloco_common.codec import Payload
 from diloco_common.messages import Directive
 from diloco_server.core.membership import Member, Membership
+from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import CloseReason, Contribution
 
 
@@ -28,7 +29,7 @@ class SeedFragment:
     """
 
     fragment_id: int
-    payload: Payload
+    payload: Payload | PartedPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,31 @@ class LearnerForgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class LearnerQuarantined:
+    learner_id: str
+    why: str
+    """The last evidence against it."""
+    outliers: int
+    """Among its last contributions."""
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerReleased:
+    """Its quarantine is over."""
+
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SameLosses:
+    """Two learners report the same losses: they train on the same batches."""
+
+    learner_id: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetReached:
     tokens_merged: int
 
@@ -127,6 +153,9 @@ Fact = (
     | LearnerJoined
     | LearnerGone
     | LearnerForgotten
+    | LearnerQuarantined
+    | LearnerReleased
+    | SameLosses
     | BudgetReached
 )
 """Something that happened, for the log, the metrics and the history."""

@@ -6,22 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from statistics import median
 
+from diloco_common.errors import Busy
 from diloco_common.manifest import Fragment
 from diloco_common.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.membership import Member
-from diloco_server.core.record import Record, empty_record
+from diloco_server.core.counting import Share, count
+from diloco_server.core.membership import Member, Membership
+from diloco_server.core.parts import HalfContribution
+from diloco_server.core.record import NORM_QUIET, Record, empty_record
 from diloco_server.core.round import Contribution, Round
 
-NORMS_MIN = 8
-"""Merged contributions after which their median is trusted."""
-NORM_QUIET = 1e-3
-"""Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
-the first real contribution to them is thousands of times larger: 3199 times at 1 % of version 0 (docs/quality.md)."""
-
-
+KEPT_MAX = 4
+"""Earlier versions of a fragment that are kept while islands pull them."""
 DECLINED_MAX = 8
 """Answers about one round that are remembered per learner."""
 
@@ -48,6 +45,16 @@ class Restored:
 
 
 @dataclass
+class HalfSeed:
+    """Version 0 that comes in parts."""
+
+    learner_id: str
+    parts: HalfContribution
+    grown_at: float
+    """When the last part came."""
+
+
+@dataclass
 class FragmentState:
     """What the shard knows of one of its fragments."""
 
@@ -60,18 +67,26 @@ class FragmentState:
     """The open round while COLLECTING, the closed one while MERGING, else None."""
     before: tuple[int, int] | None = None
     """Epoch and version of the one that the published change leads from."""
+    kept: dict[tuple[int, int], tuple[Record, Published]] = field(default_factory=dict)
+    """Earlier versions that islands pull, oldest first: all ranks must get the same one."""
+    pulled: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Island -> epoch and number of the version that its ranks named last under its lease."""
     recovered: tuple[int, int] | None = None
     """Epoch and version that was restored when this epoch began; None: there was none."""
     seen_lost: int = 0
     """The latest version above the recovered one that a learner turned out to hold."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
-    """Learner -> inner step it had reported when the last round opened, for the cadence."""
+    """Learner -> inner step that counted when the last round opened, for the cadence."""
     base_tokens: dict[str, int] = field(default_factory=dict)
-    """Learner -> tokens it had reported then, for the end of the budget."""
+    """Learner -> tokens that counted then, for the end of the budget."""
+    shares: dict[str, Share] = field(default_factory=dict)
+    """Learner -> what it brought to this fragment in this epoch, for what counts as merged."""
     declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
     """Learner -> its contributions to the next version that were refused or came late, and the answers. The learner
     gave their work back, so no other copy may be taken, not even when the same round opens again."""
+    half_seed: HalfSeed | None = None
+    """While UNSEEDED: what has come of version 0, if somebody brings it in parts."""
     values: Values | None = None
     """Ahead of the announced version while MERGING."""
     published: Published | None = None
@@ -96,6 +111,7 @@ class FragmentState:
         """UNSEEDED -> SEEDING: the bytes of version 0 go to the compute thread."""
         assert self.phase is Phase.UNSEEDED
         self.record = replace(self.record, seed_norm=norm, tokens_merged=tokens_merged)
+        self.half_seed = None
         self.phase = Phase.SEEDING
 
     def fail_seed(self) -> None:
@@ -114,10 +130,19 @@ class FragmentState:
         assert self.phase is Phase.RESTING
         self.collected = Round(self.version + 1, now, {m.learner_id: m.generation for m in live})
         self.rounds_opened += 1
-        self.base_steps = {m.learner_id: m.progress.inner_step for m in live}
-        self.base_tokens = {m.learner_id: m.progress.tokens for m in live}
+        self.base_steps = {m.learner_id: m.counted.inner_step for m in live}
+        self.base_tokens = {m.learner_id: m.counted.tokens for m in live}
         self.phase = Phase.COLLECTING
         return self.collected
+
+    def ask_again(self, live: Sequence[Member], now: float) -> list[Member]:
+        """COLLECTING: ask those as well that were refused, have joined again, or came later. Returns them."""
+        assert self.round is not None
+        self.round.asked_at = now
+        again = [m for m in live if self.round.ask_again(m.learner_id, m.generation)]
+        self.base_steps |= {m.learner_id: m.counted.inner_step for m in again}
+        self.base_tokens |= {m.learner_id: m.counted.tokens for m in again}
+        return again
 
     def abandon_round(self) -> None:
         """COLLECTING -> RESTING: nobody contributed, and nobody will. The same round opens again later."""
@@ -125,11 +150,12 @@ class FragmentState:
         assert self.round.is_void
         self.collected, self.phase = None, Phase.RESTING
 
-    def close_round(self, now: float) -> Round:
-        """COLLECTING -> MERGING: what the round has collected goes to the compute thread."""
+    def close_round(self, membership: Membership, sync_every: int, now: float) -> Round:
+        """COLLECTING -> MERGING: what the round has collected goes to the compute thread, and counts from now on."""
         assert self.round is not None
         assert self.round.contributions
-        self.round.closed_at = now
+        counted, self.shares = count(self.round, self.shares, self.record, membership, sync_every, now)
+        self.round.contributions, self.round.closed_at = counted, now
         self.phase = Phase.MERGING
         assert self.closed is not None
         return self.closed
@@ -139,6 +165,9 @@ class FragmentState:
         assert self.closed is not None
         assert record.version == self.closed.round == self.version + 1
         self.before = self.identity
+        if self.published is not None:
+            self.kept[self.identity] = self.record, self.published
+        self.drop_unwanted()
         self.record, self.published = record.copy(), published
         self.collected, self.phase = None, Phase.RESTING
         self.declined.clear()
@@ -148,6 +177,7 @@ class FragmentState:
     def rename(self, epoch: int) -> None:
         """The latest version gets a name of its own: its old one may also name bytes that were lost."""
         self.record, self.before = replace(self.record, epoch=epoch), None
+        self.kept.clear()
 
     def decline(self, learner_id: str, header: PushHeader, answer: PushAnswer) -> None:
         """Remember that a contribution was not taken, while its round may still open again."""
@@ -163,6 +193,7 @@ class FragmentState:
         merged = self.record.merged_versions.pop(learner_id, 0)
         self.record.merged_by.pop(learner_id, None)
         self.declined.pop(learner_id, None)
+        self.kept.clear()  # they name the merges too
         self.record = replace(self.record, forgotten_version=max(self.record.forgotten_version, merged))
 
     # ------------------------------------------------------------ questions
@@ -215,11 +246,19 @@ class FragmentState:
 
     def status(self, learner_id: str) -> FragmentStatus:
         """All that one learner is told of the fragment, at one moment."""
-        merged = self.record.merged_versions.get(learner_id)
-        return FragmentStatus(
-            self.fragment.fragment_id, self.seeded, self.version, merged or 0, self.epoch,
-            self.record.forgotten_version if merged is None else 0,
-        )  # fmt: skip
+        return status_of(self.record, learner_id, seeded=self.seeded)
+
+    def named(self, want: tuple[int, int]) -> tuple[Record, Published] | None:
+        """The version with this epoch and number, if it is held."""
+        if self.published is not None and want == self.identity:
+            return self.record, self.published
+        return self.kept.get(want)
+
+    def drop_unwanted(self) -> None:
+        """Keep the earlier versions that islands pull, and of these the newest."""
+        wanted = set(self.pulled.values())
+        kept = [(name, held) for name, held in self.kept.items() if name in wanted]
+        self.kept = dict(kept[-KEPT_MAX:])
 
     def lacks(self, theirs: Held) -> bool:
         """Whether a learner holds a version that was lost before this epoch."""
@@ -236,14 +275,39 @@ class FragmentState:
         """The answer that another copy of this contribution got, if that was not taken."""
         return self.declined.get(learner_id, {}).get(header)
 
+    def half_seed_of(self, learner_id: str, quiet_since: float) -> HalfSeed | None:
+        """The parts of version 0 that this learner has brought.
+
+        Raises Busy if another one is bringing them, and has brought one after `quiet_since`. Else its parts give way.
+        """
+        half = self.half_seed
+        if half is None or half.learner_id == learner_id:
+            return half
+        if half.grown_at <= quiet_since:
+            return None
+        raise Busy(f"fragment {self.fragment.fragment_id}: {half.learner_id} is bringing version 0 in parts")
+
+    def drop_half_seed(self, learner_id: str) -> None:
+        """The parts of version 0 that this learner has brought will not be a whole."""
+        if self.half_seed is not None and self.half_seed.learner_id == learner_id:
+            self.half_seed = None
+
     def may_hold(self, learner_id: str, round_number: int) -> bool:
         """Whether what the learner contributed to this round is in a version, or may be."""
         return self.record.merged_versions.get(learner_id, self.record.forgotten_version) >= round_number
 
     def typical_norm(self) -> float:
-        """Running median of merged norms, unless it is tiny; the norm of version 0 until there are enough of them."""
-        norms, seed_norm = self.record.norms, self.record.seed_norm
-        if len(norms) >= NORMS_MIN:
-            usual = median(norms)
-            return max(usual, NORM_QUIET * seed_norm) if usual else 0.0
+        """The usual norm of what is merged, unless it is tiny; the norm of version 0 until there is one."""
+        seed_norm, usual = self.record.seed_norm, self.record.usual.usual
+        if usual:
+            return max(usual, NORM_QUIET * seed_norm)
         return max(seed_norm, 0.01 * math.sqrt(self.fragment.num_elements))
+
+
+def status_of(record: Record, learner_id: str, *, seeded: bool = True) -> FragmentStatus:
+    """What one learner is told of the version that a record belongs to, as it was when it was the latest."""
+    merged = record.merged_versions.get(learner_id)
+    return FragmentStatus(
+        record.fragment_id, seeded, record.version, merged or 0, record.epoch,
+        record.forgotten_version if merged is None else 0,
+    )  # fmt: skip

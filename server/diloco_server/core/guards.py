@@ -11,9 +11,10 @@ from collections.abc import Collection, Sequence
 
 from diloco_common.codec import check_header
 from diloco_common.errors import ManifestMismatch, NormTooLarge, NotFinite, TooStale, WrongEpoch, WrongRound
-from diloco_common.manifest import Manifest, TensorSpec, differences
+from diloco_common.manifest import Manifest, TensorSpec, differences, model_digest
 from diloco_common.messages import PushHeader
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.parts import check_ranges, is_part
 from diloco_server.core.round import total_norm
 
 SEED_ENCODINGS = ("float32", "bfloat16")
@@ -25,6 +26,15 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
     if different:
         table = "; ".join(different)
         raise ManifestMismatch(f"the model differs from the shard's (shard <-> caller): {table}")
+
+
+def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
+    """The caller's model is the one that the shard insists on, if it does. Raises ManifestMismatch."""
+    if expected and (found := model_digest(theirs)) != expected:
+        raise ManifestMismatch(
+            f"this shard insists on the model {expected} (run.model), but the caller brings {found}: train the same "
+            f"model, or start all shards with run.model={found}"
+        )
 
 
 def check_origin(header: PushHeader, manifest: Manifest) -> None:
@@ -79,8 +89,13 @@ def check_round(header: PushHeader, state: FragmentState, learner_id: str, stale
 
 
 def check_sizes(header: PushHeader, state: FragmentState, encodings: Collection[str]) -> None:
-    """The announced bytes are what the fragment and the encoding imply. Raises BadSize or UnknownEncoding."""
-    check_header(header.payload, state.fragment.num_elements, encodings)
+    """The announced bytes are what fragment, ranges and encoding imply. Raises BadSize or UnknownEncoding."""
+    num_elements = state.fragment.num_elements
+    if is_part(header) or header.ranges:
+        num_elements = check_ranges(header, num_elements)
+        if not header.ranges:
+            return
+    check_header(header.payload, num_elements, encodings)
 
 
 def check_norm(norms: Sequence[float], state: FragmentState, norm_factor: float) -> None:
@@ -90,7 +105,7 @@ def check_norm(norms: Sequence[float], state: FragmentState, norm_factor: float)
     if not math.isfinite(norm):
         raise NotFinite(f"{where}: a value is NaN or infinite, or their squares overflow; check the learner's loss")
     typical = state.typical_norm()
-    if typical > 0 and norm > norm_factor * typical:
+    if norm > norm_factor * typical:
         raise NormTooLarge(
             f"{where}: norm {norm:.3g} is {norm / typical:.3g} times the usual {typical:.3g}, "
             f"at most {norm_factor:g} times is merged (guard.norm_factor)"

@@ -6,6 +6,7 @@ old generation can never be current again, and whoever speaks with one is fenced
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,9 +15,17 @@ from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGe
 from diloco_common.errors import Stalled as StalledError
 from diloco_common.messages import Progress
 from diloco_common.settings import LeaseSettings
+from diloco_server.core import pace
+from diloco_server.core.arrivals import Arrivals
+from diloco_server.core.pace import Pace, Trail
 
+LOOK_EVERY_S = 1.0
+"""How often the pace of the usual learner is looked up: it needs all of them, and reports come from all of them."""
 REPLACED_MAX = 16
 """Processes of a learner id that are remembered as replaced."""
+
+
+NOTHING = Progress(0, 0)
 
 
 class State(Enum):
@@ -37,6 +46,8 @@ class Member:
     generation: int
     last_heard: float
     last_step_at: float
+    index: int = 0
+    """Its number: no other live learner has it."""
     first_generation: int = 0
     """The first generation of this process: an older one belongs to a process that was replaced."""
     replaced: tuple[str, ...] = ()
@@ -45,8 +56,17 @@ class Member:
     evicted_for: str = ""
     """Stable code of the eviction."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    """As it was reported."""
+    trail: Trail | None = None
+    """What counts of the reports of this process; None: there is none yet."""
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    """How long the contributions of this process take."""
     first_step: int | None = None
-    """Inner step of this generation's first report; the cadence counts from here."""
+    """Inner step that counted with this generation's first report; the cadence counts from here."""
+    idle_rounds: int = 0
+    """Rounds that this process was asked for and is not in, since it last was in one."""
+    silent_rounds: int | None = None
+    """The same, since it last pushed for one at all, be it too late; None: it never did."""
     asked: int = 0
     contributed: int = 0
     merged: int = 0
@@ -58,6 +78,37 @@ class Member:
     @property
     def live(self) -> bool:
         return self.state is State.ALIVE or self.state is State.STALLED
+
+    @property
+    def counted(self) -> Progress:
+        """The progress to decide by."""
+        return NOTHING if self.trail is None else self.trail.counted
+
+    @property
+    def is_idle(self) -> bool:
+        """It is asked, and nothing of it is accepted."""
+        return self.idle_rounds >= pace.IDLE_ROUNDS
+
+    @property
+    def sets_pace(self) -> bool:
+        """Others are measured by it: it answers when it is asked, be it too late, and goes on."""
+        answers = self.silent_rounds is not None and self.silent_rounds < pace.IDLE_ROUNDS
+        return answers and self.state is State.ALIVE
+
+    def missed_round(self) -> None:
+        """A round closed without it."""
+        self.idle_rounds += 1
+        if self.silent_rounds is not None:
+            self.silent_rounds += 1
+
+    def contributes(self) -> None:
+        """A contribution of it was accepted."""
+        self.contributed += 1
+        self.idle_rounds = self.silent_rounds = 0
+
+    def is_late(self) -> None:
+        """It contributed to a round that is over."""
+        self.silent_rounds = 0
 
 
 class Membership:
@@ -72,6 +123,9 @@ class Membership:
         self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
         self._generations = 0  # grows; never reset within an epoch
         self._expires_at = 0.0  # nothing can expire or stall before
+        self._since: float | None = None  # the first join
+        self._usual: Pace | None = None
+        self._looked_at = -math.inf
 
     def welcome(self, learner_id: str, process_id: str) -> None:
         """Check whether this process may join. Raises Superseded if another one has replaced it."""
@@ -79,24 +133,35 @@ class Membership:
         if old is not None and process_id in old.replaced:
             raise superseded(learner_id)
 
-    def join(self, learner_id: str, process_id: str, now: float) -> Member:
-        """Grant a lease under a new generation. Raises Busy when too many are held."""
+    def join(self, learner_id: str, process_id: str, now: float, index: int | None = None) -> Member:
+        """Grant a lease under a new generation. `index`: the number it says that it had. Raises Busy when too many are
+        held."""
         old = self._members.get(learner_id)
         if (old is None or not old.live) and len(self.live()) >= self._max_learners:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
         self._generations += 1
+        self._since = now if self._since is None else self._since
         member = Member(learner_id, process_id, self._generations, last_heard=now, last_step_at=now)
+        member.index = self._index(learner_id, index, None if old is None else old.index)
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
             member.replaced = (*old.replaced, old.process_id)[-REPLACED_MAX:] if old is not None else ()
         else:
             member.first_generation, member.replaced = old.first_generation, old.replaced
+            member.trail, member.idle_rounds, member.silent_rounds = old.trail, old.idle_rounds, old.silent_rounds
+            member.arrivals = old.arrivals
         if old is not None:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
         self._members[learner_id] = member
         self._live = None
         return member
+
+    def _index(self, learner_id: str, *had: int | None) -> int:
+        """The first number of these that no other live learner has; otherwise the smallest one."""
+        taken = {m.index for m in self.live() if m.learner_id != learner_id}
+        candidates: tuple[int, ...] = (*(i for i in had if i is not None), *range(len(taken) + 1))
+        return next(i for i in candidates if i not in taken)
 
     def replace(self, member: Member, processes: set[str]) -> None:
         """These processes used the member's id before, perhaps before a restart of the shard."""
@@ -131,12 +196,27 @@ class Membership:
     def heard(self, member: Member, progress: Progress, now: float) -> None:
         """Renew the lease and note the progress."""
         member.last_heard = now
+        if member.trail is None:
+            member.trail = Trail.begin(progress, now)
+        else:
+            member.trail.go_on(progress, pace.countable(self.usual_pace(now), is_idle=member.is_idle), now)
         if member.first_step is None:
-            member.first_step = progress.inner_step
+            member.first_step = member.counted.inner_step
         if progress.inner_step > member.progress.inner_step:
             member.last_step_at = now
             member.state = State.ALIVE  # it holds a lease, so who is live stays the same
         member.progress = progress
+
+    def usual_pace(self, now: float) -> Pace | None:
+        """Of the learners that set the pace; None: nobody does yet."""
+        if not 0 <= now - self._looked_at < LOOK_EVERY_S:
+            self._looked_at = now
+            self._usual = pace.usual(m.trail for m in self.live() if m.trail is not None and m.sets_pace)
+        return self._usual
+
+    def up_s(self, now: float) -> float:
+        """Seconds since the first learner joined this shard, in this epoch."""
+        return 0.0 if self._since is None else now - self._since
 
     def leave(self, member: Member) -> None:
         member.state = State.LEFT

@@ -1,39 +1,55 @@
 """Contributions -> one pseudo-gradient.
 
-Per piece, with weights w (tokens^2 / steps) and contributions v:
+Per piece, with contributions v and weights w = tokens^2 / steps, none longer or heavier than the median of its round,
+and shares s = w / sum w:
 
-    mean    sum w v / sum w
-    rda     (sum w|v| / sum w) * unit(sum w unit(v) / sum w),  unit(0) = 0      (radial-directional averaging)
+    mean            sum s v
+    rda             (sum s|v|) unit(sum s unit(v)),  unit(0) = 0        radial-directional averaging
+    centered_clip   c <- c + sum s clip(v - c)                          `robust.centered_clip`
 
 Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M); RDA
 averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
-marked `mean_merge` (embeddings and output heads) always take the mean.
+marked `mean_merge` (embeddings and output heads) take the mean instead of RDA.
 
-Either is a weighted sum of the contributions, once the norm of the mean direction is known, for which they are read
-twice. They stay compressed until here: they are summed in float32, slice by slice and in sorted learner order, so the
-result depends on the set alone, bit for bit.
+The cuts are why one liar of many moves little, whatever it sends (docs/quality.md). A contribution with more inner
+steps than the median may be heavier in proportion, and longer in the radius of RDA, up to twice. centered_clip has a
+radius of its own; there only weights are cut.
+
+Each rule is a weighted sum of the contributions, and what it needs to know for the weights is small: the norms, which
+are there; the norm of the mean direction (rda), or all dot products (centered_clip), for either of which the
+contributions are read once more. They stay compressed until here: they are summed in float32, slice by slice and in
+sorted learner order, so the result depends on the set alone, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Codec, Payload, PayloadHeader, as_tensor, check_chunk, get_codec
+from diloco_common.codec import Chunk, Codec, Payload, PayloadHeader, as_tensor, check_chunk, get_codec
 from diloco_common.codec.base import Part
 from diloco_common.codec.native import WeightedSum
 from diloco_common.codec.scratch import scratch
 from diloco_common.errors import BadEncoding
 from diloco_common.manifest import Piece
+from diloco_server.core import robust
+from diloco_server.core.parts import PartedPayload, Place, places_of, root
 from diloco_server.core.round import Contribution
 
 SLICE = 1 << 18
 """Elements that are worked on at a time: 1 MiB of float32, which stays in the cache from one operation to the next."""
-FLOAT32_MAX = torch.finfo(torch.float32).max
+DOT_SLICE = 1 << 15
+"""Elements of which all contributions are decoded at a time, for their dot products."""
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
+NEGLIGIBLE = 2.0**-64
+"""A contribution so much shorter than the radius has no direction: what would bring it there leaves float32."""
 CANCELLED = 1e-6
 """Directions cancel where the norm of their weighted mean is below this."""
 
@@ -44,15 +60,17 @@ class PieceNorms:
     Checks the bytes, once for all. An error is raised at the end, as a wrong checksum says more.
     """
 
-    def __init__(self, header: PayloadHeader, pieces: Sequence[Piece]) -> None:
+    def __init__(self, header: PayloadHeader, num_pieces: int, places: Sequence[Place]) -> None:
+        """`places`: where the pieces lie in the payload (`parts.places_of`)."""
         self._header = header
         self._codec = get_codec(header.encoding)
-        self._pieces = pieces
-        self._squares = [0.0] * len(pieces)
+        self._places = places
+        self._first = 0  # the first place that does not end before the next chunk
+        self._squares = [0.0] * num_pieces
         self._index = 0
         self._error: BadEncoding | None = None
 
-    def add(self, chunk: bytes) -> None:
+    def add(self, chunk: Chunk) -> None:
         """The next chunk; its size was checked."""
         if self._error is not None:
             return
@@ -63,20 +81,31 @@ class PieceNorms:
         except BadEncoding as error:
             self._error = error
             return
-        for i, a, b in _overlaps(self._pieces, bounds.start, bounds.stop):
+        for i, a, b in self._places_in(bounds.start, bounds.stop):
             self._squares[i] += self._codec.sum_squares(data, num_elements, a - bounds.start, b - bounds.start)
         self._index += 1
+
+    def _places_in(self, start: int, end: int) -> Iterator[Place]:
+        """What of the places lies in elements [start, end) of the payload. Places ascend, and so do chunks."""
+        while self._first < len(self._places):
+            i, first, stop = self._places[self._first]
+            a, b = max(start, first), min(end, stop)
+            if a < b:
+                yield Place(i, a, b)
+            if stop > end:
+                return
+            self._first += 1
 
     def finish(self) -> tuple[float, ...]:
         """Non-finite exactly where an element is, or where the sum of squares overflows float32. Raises BadEncoding."""
         if self._error is not None:
             raise self._error
-        return tuple(square**0.5 if square <= FLOAT32_MAX else math.inf for square in self._squares)
+        return tuple(map(root, self._squares))
 
 
 def piece_norms(payload: Payload, pieces: Sequence[Piece]) -> tuple[float, ...]:
     """The same of a payload that is there already. Raises BadEncoding."""
-    norms = PieceNorms(payload.header, pieces)
+    norms = PieceNorms(payload.header, len(pieces), places_of((), pieces))
     for chunk in payload.chunks:
         norms.add(chunk)
     return norms.finish()
@@ -117,20 +146,28 @@ class MergedSlice:
         return self.codec.native_sum(self.parts, self.weights)
 
 
-def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str) -> Iterator[MergedSlice]:
-    """The merged pseudo-gradient of a fragment, slice by slice in order.
+MergeRule = Callable[[Sequence[float], Sequence[float], Callable[[], Tensor]], Sequence[float]]
+"""A rule of others: what to multiply the contributions to a piece with, given their norms, their shares (which add up
+to 1), and a function for the dot product of each with each, float64 (M, M), which reads them once. Contributions come
+in the order of their learners' ids. Embedding and output head are merged by the mean all the same."""
+
+
+def merge(
+    contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str | MergeRule
+) -> Iterator[MergedSlice]:
+    """The merged pseudo-gradient of a fragment, slice by slice in order. `rule`: one of ours by name, or another.
 
     All contributions have one encoding (`guards.check_sizes`), and their bytes were checked (`piece_norms`).
     """
     ordered = sorted(contributions, key=lambda c: c.learner_id)
-    sources = [_Source(c.payload) for c in ordered]
-    total = sum(c.weight for c in ordered)
-    shares = [c.weight / total for c in ordered]  # not weights, whose squares could leave the range of float32
+    sources = [_source(c.payload) for c in ordered]
+    allowed = robust.allowed([c.steps for c in ordered])
+    weights = robust.capped([c.weight for c in ordered], None if rule == "centered_clip" else allowed)
+    total = sum(weights)
+    shares = [weight / total for weight in weights]  # not weights, whose squares could leave the range of float32
     for i, piece in enumerate(pieces):
-        weights: Sequence[float] = shares
-        if rule == "rda" and len(ordered) > 1 and not piece.mean_merge:
-            weights = _rda_weights(sources, piece, shares, [c.piece_norms[i] for c in ordered])
-        yield from _slices(sources, piece, weights)
+        norms = [c.piece_norms[i] for c in ordered]
+        yield from _slices(sources, piece, _weights(sources, piece, rule, shares, norms, allowed))
 
 
 def chunk_tensors(payload: Payload) -> list[Tensor]:
@@ -138,18 +175,74 @@ def chunk_tensors(payload: Payload) -> list[Tensor]:
     return [as_tensor(chunk) for chunk in payload.chunks]
 
 
-def _rda_weights(
-    sources: Sequence[_Source], piece: Piece, shares: Sequence[float], norms: Sequence[float]
+def _weights(
+    sources: Sequence[_Source],
+    piece: Piece,
+    rule: str | MergeRule,
+    shares: Sequence[float],
+    norms: Sequence[float],
+    allowed: Sequence[float],
 ) -> Sequence[float]:
-    """What to multiply the contributions to a piece with. Reads them once, for the length of their mean direction."""
-    weights = [share / norm if norm > 0 else 0.0 for share, norm in zip(shares, norms, strict=True)]
+    """What to multiply the contributions to a piece with."""
+    if len(sources) == 1:
+        return shares
+    if rule == "centered_clip":
+        return robust.centered_clip(_dot_products(sources, piece), shares)
+    clipped = [share * kept for share, kept in zip(shares, robust.clipping(norms), strict=True)]
+    if rule == "mean" or piece.mean_merge:
+        return clipped
+    if not isinstance(rule, str):
+        return _checked(rule(norms, shares, partial(_dot_products, sources, piece)), len(sources))
+    kept = robust.clipping(norms, allowed)
+    radius = sum(share * norm * part for share, norm, part in zip(shares, norms, kept, strict=True))
+    return _rda_weights(sources, piece, shares, norms, radius) or clipped
+
+
+def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
+    if len(weights) != num_sources or not all(map(math.isfinite, weights)):
+        raise ValueError(
+            f"the rule in sync.merge gave {weights} for {num_sources} contributions: one finite number each"
+        )
+    return weights
+
+
+def _rda_weights(
+    sources: Sequence[_Source], piece: Piece, shares: Sequence[float], norms: Sequence[float], radius: float
+) -> Sequence[float] | None:
+    """Reads the contributions once, for the length of their mean direction. None: the directions cancel."""
+    shortest = max(radius * NEGLIGIBLE, FLOAT32_TINY)
+    weights = [share / norm if norm >= shortest else 0.0 for share, norm in zip(shares, norms, strict=True)]
     norm = math.sqrt(sum(part.sum_squares() for part in _slices(sources, piece, weights)))
-    radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
-    return [weight * (radius / norm) for weight in weights] if norm > CANCELLED else shares
+    return [weight * (radius / norm) for weight in weights] if norm > CANCELLED else None
 
 
-class _Source:
+def _dot_products(sources: Sequence[_Source], piece: Piece) -> Tensor:
+    """Of each contribution to a piece with each: float64 (M, M). Reads them once; holds 12 M DOT_SLICE bytes."""
+    products = torch.zeros(len(sources), len(sources), dtype=torch.float64)
+    for some in _slices(sources, piece, [0.0] * len(sources), DOT_SLICE):
+        values = torch.empty(len(sources), some.num_elements)
+        for row, part in zip(values, some.parts, strict=True):
+            some.codec.weighted_sum([part], [1.0], row)
+        doubles = values.double()
+        products += doubles @ doubles.T
+    return products
+
+
+class _Source(Protocol):
     """One contribution, ready to be added."""
+
+    codec: Codec
+
+    def part(self, start: int) -> tuple[Part, int]:
+        """Elements from `start` of the fragment on, and how far they reach."""
+
+
+def _source(payload: Payload | PartedPayload) -> _Source:
+    return _Parted(payload) if isinstance(payload, PartedPayload) else _Whole(payload)
+
+
+class _Whole:
+    """A payload that came whole, or that of a part."""
 
     def __init__(self, payload: Payload) -> None:
         header = payload.header
@@ -159,25 +252,35 @@ class _Source:
         self._chunks = chunk_tensors(payload)
 
     def part(self, start: int) -> tuple[Part, int]:
-        """Elements from `start` of the fragment on, and the end of their chunk."""
+        """Elements from `start` of the payload on, and the end of their chunk."""
         index = start // self._chunk_elements
         bounds = self._bounds[index]
         return Part(self._chunks[index], bounds.stop - bounds.start, start - bounds.start), bounds.stop
 
 
-def _slices(sources: Sequence[_Source], piece: Piece, weights: Sequence[float]) -> Iterator[MergedSlice]:
-    """The weighted sum over a piece; no slice reaches over the end of a chunk."""
+class _Parted:
+    """Parts that cover the fragment."""
+
+    def __init__(self, payload: PartedPayload) -> None:
+        sources = [(_Whole(part.payload), part) for part in payload.parts]
+        self._spans = sorted(((span, source) for source, part in sources for span in part.spans), key=lambda s: s[0])
+        self._starts = [span.start for span, _ in self._spans]
+        self.codec = sources[0][0].codec
+
+    def part(self, start: int) -> tuple[Part, int]:
+        span, source = self._spans[bisect_right(self._starts, start) - 1]
+        part, stop = source.part(start + span.shift)
+        return part, min(span.stop, stop - span.shift)
+
+
+def _slices(
+    sources: Sequence[_Source], piece: Piece, weights: Sequence[float], size: int = SLICE
+) -> Iterator[MergedSlice]:
+    """The weighted sum over a piece, at most `size` elements at a time; no slice reaches over the end of a chunk."""
     start, end = piece.offset, piece.offset + piece.num_elements
     while start < end:
         parts, stops = zip(*(source.part(start) for source in sources), strict=True)
-        stop = min(end, start + SLICE, *stops)
+        stop = min(end, start + size, *stops)
+        assert start < stop, "parts of a contribution leave a hole"
         yield MergedSlice(start, stop - start, sources[0].codec, parts, weights)
         start = stop
-
-
-def _overlaps(pieces: Sequence[Piece], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Pieces that meet elements [start, end) of the fragment, as (index, first, last + 1)."""
-    for i, piece in enumerate(pieces):
-        a, b = max(start, piece.offset), min(end, piece.offset + piece.num_elements)
-        if a < b:
-            yield i, a, b

@@ -6,7 +6,7 @@ G is the merged pseudo-gradient (anchor minus local value), so descending along 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ SLICE = 1 << 17
 
 
 class OuterOptimizer(ABC):
-    """One rule; the state of each fragment lives with the fragment."""
+    """One rule; the state of each fragment lives with the fragment. Rules of others are subclasses of this."""
 
     num_buffers: int
     """float32 buffers per fragment, each as large as the fragment."""
+    is_by_element = True
+    """Every element is stepped as if it were alone: how a fragment is cut into parts does not show."""
 
     def __init__(self, settings: OuterSettings) -> None:
         self.settings = settings
@@ -31,14 +33,16 @@ class OuterOptimizer(ABC):
         """Take one outer step in place. All float32 [num_elements]; `outer_step` counts from 1; spoils `gradient`."""
         for start in range(0, theta.numel(), SLICE):
             part = slice(start, start + SLICE)
-            self._step(theta[part], gradient[part], [b[part] for b in buffers], outer_step)
+            self.update(theta[part], gradient[part], [b[part] for b in buffers], outer_step)
 
     def step_merged(self, theta: Tensor, merged: MergedSlice, buffers: Sequence[Tensor], outer_step: int) -> None:
         """As `step`, along a slice that is not added up yet; theta and buffers are that slice's."""
         self.step(theta, merged.tensor(), buffers, outer_step)
 
     @abstractmethod
-    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None: ...
+    def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+        """As `step`, for part of a fragment. Nothing is remembered but in theta and buffers, which begin as zeros: they
+        are what is kept and restored."""
 
 
 class Sgd(OuterOptimizer):
@@ -48,7 +52,7 @@ class Sgd(OuterOptimizer):
         super().__init__(settings)
         self.num_buffers = 1 if settings.momentum else 0
 
-    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+    def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         for b in buffers:
             gradient = b.mul_(self.settings.momentum).add_(gradient)
         theta.add_(gradient, alpha=-self.settings.lr)
@@ -59,7 +63,7 @@ class Nesterov(OuterOptimizer):
 
     num_buffers = 1
 
-    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+    def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         (b,) = buffers
         b.mul_(self.settings.momentum).add_(gradient)
         theta.add_(gradient.add_(b, alpha=self.settings.momentum), alpha=-self.settings.lr)
@@ -78,22 +82,10 @@ class Adam(OuterOptimizer):
 
     num_buffers = 2
 
-    def _step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+    def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         first, second = buffers
         s = self.settings
         first.lerp_(gradient, 1 - s.beta1)
         second.mul_(s.beta2).addcmul_(gradient, gradient, value=1 - s.beta2)
         corrected = torch.sqrt(second, out=gradient).div_((1 - s.beta2**outer_step) ** 0.5).add_(s.eps)
         theta.addcdiv_(first, corrected, value=-s.lr / (1 - s.beta1**outer_step))
-
-
-_OPTIMIZERS: dict[str, Callable[[OuterSettings], OuterOptimizer]] = {
-    "nesterov": Nesterov,
-    "sgd": Sgd,
-    "adam": Adam,
-}
-
-
-def make_outer_optimizer(settings: OuterSettings) -> OuterOptimizer:
-    """The optimizer that the settings name."""
-    return _OPTIMIZERS[settings.optimizer](settings)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from diloco_common import bounds
 from diloco_server.core.membership import Membership
+from diloco_server.core.norms import Norms
 from diloco_server.core.round import Round
+
+NORM_QUIET = 1e-3
+"""Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
+the first real contribution to them is thousands of times larger: 3199 times at 1 % of version 0 (docs/quality.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +29,54 @@ class Record:
     merged_by: dict[str, str]
     """Learner -> the process that contributed it."""
     tokens_merged: int
+    """As far as they count (`counting.py`). Stops at `bounds.TOKENS_COUNTED_MAX`, so that it can be sent for ever."""
     norms: tuple[float, ...]
-    """Of the contributions merged last, oldest first."""
+    """Of the contributions merged last, oldest first (`norms.py`)."""
     seed_norm: float
     """Norm of version 0."""
     forgotten_version: int = 0
     """The latest version with a contribution of a learner that `merged_versions` no longer names. Grows."""
+    norm_learners: tuple[str, ...] = ()
+    """Who contributed each of `norms`. Empty in the files of earlier releases."""
+    usual_norm: float = 0.0
+    """Of contributions to this fragment; 0: too few were merged."""
 
     @property
     def identity(self) -> tuple[int, int]:
         """Epoch and version."""
         return self.epoch, self.version
 
+    @property
+    def usual(self) -> Norms:
+        return Norms.of(self.norms, self.norm_learners, self.usual_norm)
+
     def copy(self) -> Record:
         """The same, with dicts of its own."""
         return replace(self, merged_versions=dict(self.merged_versions), merged_by=dict(self.merged_by))
+
+
+def check_record(record: Record) -> None:
+    """Every number is one that a shard can go on from, and that can be sent. Raises ValueError, which names it.
+
+    Whoever can write a file can make its checksums right, so a version file is read as what a caller sends.
+    """
+    counts = [
+        ("fragment_id", record.fragment_id, bounds.FRAGMENTS_MAX - 1),
+        ("epoch", record.epoch, bounds.EPOCH_KEPT_MAX),
+        ("version", record.version, bounds.VERSION_KEPT_MAX),
+        ("forgotten_version", record.forgotten_version, record.version),
+        ("tokens_merged", record.tokens_merged, bounds.TOKENS_COUNTED_MAX),
+        *((f"merged_versions of {learner[:64]!r}", v, record.version) for learner, v in record.merged_versions.items()),
+    ]
+    for what, count, most in counts:
+        if not 0 <= count <= most:
+            raise ValueError(f"{what} is {count}, not 0 to {bounds.number(most)}")
+    for what, norm in [("seed_norm", record.seed_norm), *(("a norm", norm) for norm in record.norms)]:
+        if not 0 <= norm < math.inf:
+            raise ValueError(f"{what} is {norm}, not 0 or a finite number above it")
+    for learner, process in record.merged_by.items():
+        if len(learner) > bounds.NAME_MAX or len(process) > bounds.NAME_MAX:
+            raise ValueError(f"merged_by has a name of more than {bounds.NAME_MAX} characters: {learner[:64]!r}")
 
 
 def empty_record(fragment_id: int) -> Record:
@@ -53,10 +93,9 @@ def next_record(
     merged longest ago are dropped.
     """
     merged_versions, merged_by = dict(before.merged_versions), dict(before.merged_by)
-    norms, tokens, forgotten_version = [*before.norms], before.tokens_merged, before.forgotten_version
+    tokens, forgotten_version = before.tokens_merged, before.forgotten_version
     for contribution in closed.contributions.values():
-        tokens += contribution.tokens
-        norms.append(contribution.norm)
+        tokens += contribution.counted
         member = membership.get(contribution.learner_id)
         if member is not None and contribution.generation >= member.first_generation:
             merged_versions[member.learner_id] = closed.round
@@ -67,9 +106,12 @@ def next_record(
         forgotten_version = max(forgotten_version, merged_versions.pop(learner_id))
         merged_by.pop(learner_id, None)
     assert forgotten_version >= before.forgotten_version
+    merged = [(learner_id, closed.contributions[learner_id].norm) for learner_id in sorted(closed.contributions)]
+    norms = before.usual.add(merged, merged_versions, closed.round, norm_window, NORM_QUIET * before.seed_norm)
     return replace(
         before, epoch=epoch, version=closed.round, merged_versions=merged_versions, merged_by=merged_by,
-        tokens_merged=tokens, norms=tuple(norms[-norm_window:]), forgotten_version=forgotten_version,
+        tokens_merged=min(tokens, bounds.TOKENS_COUNTED_MAX), forgotten_version=forgotten_version,
+        norms=norms.norms, norm_learners=norms.learners, usual_norm=norms.usual,
     )  # fmt: skip
 
 

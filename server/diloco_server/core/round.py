@@ -11,6 +11,7 @@ from diloco_common.codec import Payload
 from diloco_common.messages import PushHeader
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.membership import Member
+from diloco_server.core.parts import HalfContribution, PartedPayload, is_part
 
 
 class CloseReason(StrEnum):
@@ -32,13 +33,17 @@ class Contribution:
     base_version: int
     tokens: int
     steps: int
-    payload: Payload
+    payload: Payload | PartedPayload
     piece_norms: tuple[float, ...]
     """L2 norm of each piece of the fragment, in order."""
+    counted: int = 0
+    """Of its tokens, those that count as merged (`counting.py`). Known once the round is closed."""
 
     @classmethod
-    def of(cls, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...]) -> Contribution:
-        """What a push brings."""
+    def of(
+        cls, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...]
+    ) -> Contribution:
+        """What a push brings, or the last of its parts."""
         return cls(
             member.learner_id, member.generation, header.fragment_id, header.round, header.base_version,
             header.tokens, header.steps, payload, piece_norms,
@@ -51,7 +56,12 @@ class Contribution:
 
     def is_what(self, header: PushHeader) -> bool:
         """Whether a push with this header, of the same learner and round, brings this contribution again."""
-        return (self.payload.header, self.tokens, self.steps) == (header.payload, header.tokens, header.steps)
+        return self._brings(header) and (self.tokens, self.steps) == (header.tokens, header.steps)
+
+    def _brings(self, header: PushHeader) -> bool:
+        if isinstance(self.payload, PartedPayload):
+            return is_part(header) and self.payload.has(header)
+        return not is_part(header) and self.payload.header == header.payload
 
     @property
     def weight(self) -> float:
@@ -73,8 +83,28 @@ class Round:
     refused: set[str] = field(default_factory=set)
     """Asked learners whose contribution was refused. Nobody waits for another one."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
+    halves: dict[str, HalfContribution] = field(default_factory=dict)
+    """Learner -> the parts of its contribution that have come, while others are missing.
+
+    Of whose generation was asked, is not over, and has not contributed."""
     quorum_at: float | None = None
     closed_at: float = 0.0
+    asked_at: float = field(init=False)
+    """When learners were asked last."""
+    usual_at: float = 0.0
+    """When the usual one of those that were asked is expected to have contributed; 0: not known."""
+
+    def __post_init__(self) -> None:
+        self.asked_at = self.opened_at
+
+    def ask_again(self, learner_id: str, generation: int) -> bool:
+        """Ask a learner that is not expected to contribute any more, or never was. Returns whether it is one."""
+        if learner_id in self.contributions or learner_id in self.missing:
+            return False
+        self.asked[learner_id] = generation
+        self.lost.discard(learner_id)
+        self.refused.discard(learner_id)
+        return True
 
     @property
     def missing(self) -> list[str]:
@@ -84,12 +114,19 @@ class Round:
     def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
         """Take a contribution of a generation that was asked."""
         assert self.asked.get(contribution.learner_id) == contribution.generation
+        self.halves.pop(contribution.learner_id, None)
         self.contributions[contribution.learner_id] = contribution
         if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
             self.quorum_at = now
 
-    def refuse(self, learner_id: str, generation: int) -> bool:
-        """Wait no longer for a learner whose contribution was refused. Returns whether the round had waited."""
+    def refuse(self, learner_id: str, generation: int, whole: PushHeader | None = None) -> bool:
+        """Wait no longer for a learner whose contribution was refused. Returns whether the round had waited.
+
+        `whole`: which one (`parts.whole_of`). Its parts are dropped, and those of a later one stay. None: any.
+        """
+        half = self.halves.get(learner_id)
+        if half is not None and whole in (None, half.whole):
+            del self.halves[learner_id]
         waited = learner_id in self.missing and self.asked[learner_id] == generation
         if waited:
             self.refused.add(learner_id)
@@ -100,10 +137,11 @@ class Round:
         if learner_id not in self.asked:
             return None
         self.lost.add(learner_id)
+        self.halves.pop(learner_id, None)
         return self.contributions.pop(learner_id, None)
 
-    def verdict(self, quorum: Quorum, grace_s: float, now: float) -> tuple[CloseReason | None, str]:
-        """Why the round closes now, or None; and the same in words."""
+    def verdict(self, quorum: Quorum, waits_until: float, now: float) -> tuple[CloseReason | None, str]:
+        """Why the round closes now, or None; and the same in words. With its quorum it waits until a time."""
         if not self.contributions:
             return None, f"0/{len(self.asked)} contributions"
         if not self.missing:
@@ -112,10 +150,17 @@ class Round:
         enough = needed(quorum, len(self.asked))
         if len(self.contributions) < enough or self.quorum_at is None:
             return None, f"{len(self.contributions)}/{enough} contributions"
-        left_s = self.quorum_at + grace_s - now
+        left_s = waits_until - now
         if left_s > 0:
             return None, f"{left_s:.3f} s of grace left"
         return CloseReason.GRACE, str(CloseReason.GRACE)
+
+    def lacks_quorum_since(self, then: float) -> bool:
+        """Whether everybody who was asked had the time since `then`, and too few contributed.
+
+        One learner that reports and never contributes must not hold up all that were refused, or have joined again.
+        """
+        return self.quorum_at is None and self.asked_at < then
 
     @property
     def is_void(self) -> bool:

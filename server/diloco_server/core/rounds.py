@@ -6,17 +6,21 @@ collected, `admission.py` and `guards.py` the rules for one push.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median_low
 
 from diloco_common.codec import Payload
-from diloco_common.errors import NotSeeded, Refusal
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.errors import Busy, ContributionConflict, NotSeeded, Quarantined, Refusal
+from diloco_common.manifest import Fragment
+from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
-from diloco_server.core.admission import ACCEPTED, DUPLICATE, LATE
+from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
 from diloco_server.core.cadence import first_interval, is_due
 from diloco_server.core.effects import (
+    LearnerQuarantined,
+    LearnerReleased,
     MergeRound,
     Outbox,
     QuorumReached,
@@ -25,10 +29,13 @@ from diloco_server.core.effects import (
     SeedFragment,
     VersionCommitted,
 )
-from diloco_server.core.fragment import FragmentState, Phase
+from diloco_server.core.fragment import FragmentState, HalfSeed, Phase
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership
+from diloco_server.core.pace import check_trained
+from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
+from diloco_server.core.quarantine import CODES, Quarantine, far_off
 from diloco_server.core.round import Contribution, Round, total_norm
 from diloco_server.core.versions import Versions
 
@@ -39,41 +46,81 @@ class Rounds:
     def __init__(self, settings: Settings, membership: Membership, versions: Versions, outbox: Outbox) -> None:
         self.grace = GraceWindow(settings.sync)
         self.ledger = Ledger()
+        self.quarantine = Quarantine(settings.guard.quarantine_s)
         self._sync = settings.sync
+        self._lease_s = settings.lease.lease_s
         self._norm_factor = settings.guard.norm_factor
         self._membership = membership
         self._versions = versions
         self._outbox = outbox
+        self._now = 0.0  # of the last event that had a time
 
     # ------------------------------------------------------------ pushes
 
     def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         """Decide on a push by its header alone. None: its bytes are wanted."""
         try:
-            return self._admit(member, header)
+            answer = self._admit(member, header)
+        except Busy:
+            raise
         except Refusal as refusal:
-            return self.reject(member, header, refusal)
+            answer = self.reject(member, header, refusal)
+        if answer is not HELD:  # an empty part says nothing of when the others come
+            member.arrivals.header(header.fragment_id, header.round, self._now, wanted=answer is None)
+        return answer
 
     def contribute(
-        self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
-    ) -> PushAnswer:
-        """Take a push whose bytes are whole and valid. State may have moved on since `admit`, so it decides again."""
+        self, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...],
+        now: float,
+    ) -> PushAnswer:  # fmt: skip
+        """Take a push whose bytes are whole and valid. State may have moved on since `admit`, so it decides again.
+
+        A part is held until the others are there. Raises Busy: another learner is bringing version 0 in parts.
+        """
+        self._now = now
+        member.arrivals.bytes_came(header.fragment_id, header.round, header.payload.num_elements, now)
         try:
             answer = self._admit(member, header)
             if answer is not None:
                 return answer
             state = self._versions.owned(header.fragment_id)
-            guards.check_norm(piece_norms, state, float("inf") if header.is_seed else self._norm_factor)
+            norm_factor = float("inf") if header.is_seed else self._norm_factor
+            guards.check_norm(piece_norms, state, norm_factor)
+            tokens_merged = header.tokens_merged
+            if is_part(header):
+                half = self._half(member, state, header)
+                assert isinstance(payload, Payload)
+                half.add(header, Part(header.ranges, payload), piece_norms)
+                if not half.is_complete:
+                    return HELD
+                payload, piece_norms, tokens_merged = half.payload(), half.piece_norms(), half.tokens_merged
+                guards.check_norm(piece_norms, state, norm_factor)
+        except Busy:
+            raise
         except Refusal as refusal:
             return self.reject(member, header, refusal)
         if header.is_seed:
-            state.begin_seed(total_norm(piece_norms), header.tokens_merged)
+            state.begin_seed(total_norm(piece_norms), self._versions.budget.believed(tokens_merged))
             self._outbox.add(SeedFragment(header.fragment_id, payload))
         else:
             self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
-            member.contributed += 1
+            member.contributes()
         self.ledger.answered(header, ACCEPTED)
         return ACCEPTED
+
+    def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
+        """Where the part belongs: with those that came before, if there are any."""
+        if header.is_seed:
+            seed = state.half_seed_of(member.learner_id, self._now - self._lease_s)
+            if seed is None:
+                seed = HalfSeed(member.learner_id, HalfContribution(header, state.fragment.num_elements), self._now)
+            seed.grown_at, state.half_seed = self._now, seed
+            return seed.parts
+        assert state.round is not None
+        halves = state.round.halves
+        if member.learner_id not in halves:
+            halves[member.learner_id] = HalfContribution(header, state.fragment.num_elements)
+        return halves[member.learner_id]
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
         """Count a refused push. Its round goes on without it: one learner that diverged must not hold up all.
@@ -87,6 +134,8 @@ class Rounds:
                 answer = DUPLICATE
             else:
                 self._decline(member, state, header, answer)
+                if header.is_seed:
+                    state.drop_half_seed(member.learner_id)
         self.ledger.answered(header, answer)
         return answer
 
@@ -94,10 +143,24 @@ class Rounds:
         if self._versions.manifest is None:
             raise NotSeeded("no learner has joined since this shard started; join again")
         guards.check_origin(header, self._versions.manifest)
+        if self.quarantine.holds(member.learner_id):
+            raise self._quarantined(member)
         state = self._versions.owned(header.fragment_id)
-        answer = admission.by_header(header, state, member.learner_id, self._versions.epoch, self._sync)
+        is_known = is_part(header) and state.answered(member.learner_id, whole_of(header)) is not None
+        epoch, quiet_since = self._versions.epoch, self._now - self._lease_s
+        answer = admission.by_header(header, state, member.learner_id, epoch, self._sync, quiet_since)
+        if answer is HELD:
+            return answer
+        if answer is not None and is_known:  # another part was counted: the account has contributions, not parts
+            self._decline(member, state, header, answer)  # but this round may have been opened since, and waits for it
+            return answer
         if answer is None:
+            if not header.is_seed:
+                pace, up_s = self._membership.usual_pace(self._now), self._membership.up_s(self._now)
+                check_trained(header, member.learner_id, member.trail, pace, up_s, self._now)
             return None
+        if answer.outcome is Outcome.LATE:
+            member.is_late()
         if answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
             self.ledger.answered(header, answer)
         if answer.outcome is not Outcome.DUPLICATE:
@@ -106,14 +169,18 @@ class Rounds:
 
     def _decline(self, member: Member, state: FragmentState, header: PushHeader, answer: PushAnswer) -> None:
         """A contribution is not taken, so its learner gives the work back. The round does not wait for another one."""
-        state.decline(member.learner_id, header, answer)
+        whole = whole_of(header)
+        state.decline(member.learner_id, whole, answer)
+        is_unclear = answer.code == ContributionConflict.code  # parts of two contributions: neither is a whole one
         collecting = state.round
         if (
             collecting is not None
             and collecting.round == header.round
-            and collecting.refuse(member.learner_id, member.generation)
+            and collecting.refuse(member.learner_id, member.generation, None if is_unclear else whole)
         ):
             member.missed[answer.code or answer.outcome.name] += 1
+            if answer.code in CODES:
+                self._vote(member.learner_id, answer.code)
 
     def _accept(self, state: FragmentState, contribution: Contribution, now: float) -> None:
         collecting = state.round
@@ -125,10 +192,37 @@ class Rounds:
             self.grace.to_quorum.add(after_s)
             self._outbox.add(QuorumReached(contribution.fragment_id, collecting.round, after_s))
 
+    # ------------------------------------------------------------ outliers
+
+    def _vote(self, learner_id: str, evidence: str) -> None:
+        """A contribution of a learner was looked at. From the moment that it is in quarantine no round waits for it."""
+        live = [m.learner_id for m in self._membership.live()]
+        for_s = self.quarantine.vote(learner_id, evidence, self._now, live)
+        if for_s is None:
+            return
+        outliers = self.quarantine.conduct(learner_id).outliers
+        self._outbox.add(LearnerQuarantined(learner_id, evidence, outliers, for_s))
+        member = self._membership.get(learner_id)
+        if member is None:
+            return
+        for state in self._versions.fragments.values():
+            if state.round is not None and state.round.refuse(learner_id, member.generation):
+                member.missed[Quarantined.code] += 1
+
+    def _quarantined(self, member: Member) -> Quarantined:
+        conduct = self.quarantine.conduct(member.learner_id)
+        assert conduct.until is not None
+        return Quarantined(
+            f"{member.learner_id}: {conduct.outliers} of its last {len(conduct.votes)} contributions were outliers "
+            f"(the last: {conduct.why}), so nothing of it is merged for another {conduct.until - self._now:.0f} s. "
+            "Look at its loss, data and memory, and restart it if it has diverged; it is asked again by itself"
+        )
+
     # ------------------------------------------------------------ learners that go
 
     def lose(self, member: Member, code: str) -> None:
         """A generation is over: fence off what it contributed to open rounds, and wait for no more of it."""
+        self._lose_island(member)
         for collecting in self._asked(member):
             was_missing = member.learner_id in collecting.missing
             fenced = collecting.lose(member.learner_id)
@@ -140,12 +234,20 @@ class Rounds:
 
     def leave(self, member: Member) -> None:
         """A learner said goodbye: what it contributed to open rounds counts, and nobody waits for more of it."""
+        self._lose_island(member)
         for collecting in self._asked(member):
             if member.learner_id in collecting.contributions:
                 continue
             if member.learner_id in collecting.missing:
                 member.missed["LEFT"] += 1
             collecting.lose(member.learner_id)
+
+    def _lose_island(self, member: Member) -> None:
+        """What its ranks have begun is over."""
+        for state in self._versions.fragments.values():
+            if state.pulled.pop(member.learner_id, None) is not None:
+                state.drop_unwanted()
+            state.drop_half_seed(member.learner_id)
 
     def _asked(self, member: Member) -> list[Round]:
         """The open rounds that asked the generation that is over. Its steps are dropped: the next may count from 0."""
@@ -160,20 +262,45 @@ class Rounds:
 
     def tick(self, now: float, *, may_open: bool) -> None:
         """Open and close what is due."""
-        live = [m for m in self._membership.live() if m.first_step is not None]
+        self._now = now
+        for learner_id in self.quarantine.release(now):
+            self._outbox.add(LearnerReleased(learner_id))
+            if self._membership.get(learner_id) is None:
+                self.quarantine.forget(learner_id)
         grace_s: float | None = None  # computed once, and only where a round has its quorum
         for state in self._versions.fragments.values():
             if state.round is not None:
                 if grace_s is None and state.round.quorum_at is not None:
                     grace_s = self.grace_s()
-                self._close_if_ready(state, state.round, grace_s or 0.0, now)
-            if may_open and self._is_due(state, live):
-                self._open(state, live, now)
+                self._close_if_ready(state, state.round, self._waits_until(state, grace_s or 0.0, now), now)
+        if may_open:  # once all are closed: who has just become an outlier is not asked
+            self._open_due(now)
 
     def grace_s(self) -> float:
-        """The grace window now, in seconds."""
-        times = [m.progress.step_time_s for m in self._membership.live() if m.progress.step_time_s > 0]
+        """The grace window now, in seconds. Only learners that contribute have a say in it, once there are some."""
+        live = self._membership.live()
+        setting = [m for m in live if m.sets_pace and not m.is_idle]
+        times = [m.counted.step_time_s for m in setting or live if m.counted.step_time_s > 0]
         return self.grace.seconds(median_low(times) if times else 0.0)
+
+    def _waits_until(self, state: FragmentState, grace_s: float, now: float) -> float:
+        """Until when an open round waits for those that are missing, once it has its quorum."""
+        collecting = state.round
+        assert collecting is not None
+        if collecting.quorum_at is None:
+            return math.inf
+        latest = collecting.quorum_at + grace_s
+        if not self.grace.waits_for_expected:
+            return latest
+        until = min(max(collecting.quorum_at, collecting.usual_at) + self.grace.patience_s(grace_s), latest)
+        fragment_id, num_elements = state.fragment.fragment_id, state.fragment.num_elements
+        for learner_id in collecting.missing:
+            member = self._membership.get(learner_id)
+            if member is None or member.is_idle:
+                continue
+            if member.arrivals.expected_at(fragment_id, collecting.round, num_elements) <= until:
+                return until
+        return now
 
     def ask_missing(self, state: FragmentState) -> None:
         """Ask again whoever the open round waits for: the version that it is relative to has another name now."""
@@ -189,6 +316,7 @@ class Rounds:
             tokens += contribution.tokens
             member = self._membership.get(contribution.learner_id)
             if member is not None:
+                self._note_merged(member, contribution)
                 member.merged += 1
                 member.tokens_merged += contribution.tokens
         participants = len(closed.contributions)
@@ -197,6 +325,26 @@ class Rounds:
         self.ledger.tokens_merged += tokens
         self.grace.to_publish.add(now - closed.closed_at)
         self._outbox.add(VersionCommitted(fragment_id, closed.round, participants, tokens, now - closed.opened_at))
+
+    def _open_due(self, now: float) -> None:
+        """Quarantined learners count for nothing here: neither for when a round is due, nor for its quorum."""
+        live = [
+            m for m in self._membership.live()
+            if m.first_step is not None and not self.quarantine.holds(m.learner_id)
+        ]  # fmt: skip
+        for state in self._versions.fragments.values():
+            if self._is_due(state, live):
+                self._open(state, live, now)
+            elif state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
+                self._ask(state, state.ask_again(live, now))
+
+    def _note_merged(self, member: Member, contribution: Contribution) -> None:
+        """All that counted when the round asked is merged with this: its next contribution is what came since."""
+        state = self._versions.fragments[contribution.fragment_id]
+        steps, tokens = (base.get(member.learner_id) for base in (state.base_steps, state.base_tokens))
+        is_this_process = contribution.generation >= member.first_generation
+        if member.trail is not None and is_this_process and steps is not None and tokens is not None:
+            member.trail.merged_until[contribution.fragment_id] = Progress(steps, tokens)
 
     def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
         versions = self._versions
@@ -213,23 +361,46 @@ class Rounds:
     def _open(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         opened = state.open_round(live, now)
         self._outbox.add(RoundOpened(state.fragment.fragment_id, opened.round, len(live)))
-        for member in live:
-            member.asked += 1
-            self._outbox.tell(member, state.request())
+        self._ask(state, live)
 
-    def _close_if_ready(self, state: FragmentState, collecting: Round, grace_s: float, now: float) -> None:
+    def _ask(self, state: FragmentState, members: Sequence[Member]) -> None:
+        patience_s, request = self.grace.patience_s(self.grace_s()), state.request()
+        for member in members:
+            member.asked += 1
+            member.arrivals.asked(request.fragment_id, request.round, member.trail, patience_s, self._now)
+            self._outbox.tell(member, request)
+        assert state.round is not None
+        if members:
+            state.round.usual_at = self._usual_at(state.round, state.fragment)
+
+    def _usual_at(self, collecting: Round, fragment: Fragment) -> float:
+        """When the usual one of all that this round asked, earlier or now, is expected to have contributed."""
+        found = {learner_id: self._membership.get(learner_id) for learner_id in collecting.asked}
+        members = [m for i, m in found.items() if m is not None and m.generation == collecting.asked[i]]
+        return median_low(
+            m.arrivals.expected_at(fragment.fragment_id, collecting.round, fragment.num_elements) for m in members
+        )
+
+    def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
         if collecting.is_void:
             state.abandon_round()
             return
-        why, _ = collecting.verdict(self._sync.quorum, grace_s, now)
+        why, _ = collecting.verdict(self._sync.quorum, waits_until, now)
         if why is None:
             return
         for learner_id in collecting.missing:
             member = self._membership.get(learner_id)
             if member is not None:
                 member.missed[LATE.outcome.name] += 1
-        closed, fragment_id = state.close_round(now), state.fragment.fragment_id
+        for learner_id in collecting.asked.keys() - collecting.contributions.keys():
+            member = self._membership.get(learner_id)
+            if member is not None:
+                member.missed_round()
+        closed = state.close_round(self._membership, self._sync.sync_every, now)
+        fragment_id = state.fragment.fragment_id
         contributions = tuple(closed.contributions[i] for i in sorted(closed.contributions))
         open_s = now - closed.opened_at
         self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), len(closed.asked), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, contributions))
+        for learner_id, evidence in far_off(closed.contributions, state.typical_norm()).items():
+            self._vote(learner_id, evidence)

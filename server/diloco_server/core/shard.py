@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_common.codec import Payload
-from diloco_common.errors import Draining, NotJoined, NotSeeded, Refusal
+from diloco_common.errors import Draining, NotJoined, NotSeeded, Refusal, VersionGone
 from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.messages import (
     Drain,
     FragmentStatus,
+    FrozenTensor,
     Held,
     LearnerPolicy,
     Progress,
@@ -25,16 +26,19 @@ from diloco_common.messages import (
     PushAnswer,
     PushHeader,
     Stop,
+    Tie,
 )
 from diloco_common.settings import Settings
 from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.effects import Effect, Outbox
+from diloco_server.core.effects import Effect, Outbox, SameLosses
 from diloco_server.core.fragment import FragmentState, Restored
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.leases import Leases
 from diloco_server.core.ledger import Ledger
+from diloco_server.core.likeness import Likeness
 from diloco_server.core.membership import Member, Membership
+from diloco_server.core.quarantine import Quarantine
 from diloco_server.core.record import Record
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
@@ -49,6 +53,7 @@ class Shard:
         self.membership = Membership(settings.lease, settings.shard.max_learners)
         self.draining = False
         """No joins and no new rounds any more."""
+        self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
         self._versions = Versions(settings, epoch, self.membership, self._outbox)
         self._rounds = Rounds(settings, self.membership, self._versions, self._outbox)
@@ -61,15 +66,17 @@ class Shard:
     # ------------------------------------------------------------ learners
 
     def join(
-        self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = ()
-    ) -> Member:
-        """Grant a lease. `held`: the versions that the learner has.
+        self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = (),
+        frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None,
+    ) -> Member:  # fmt: skip
+        """Grant a lease. `held`: the versions that the learner has. `frozen`: what it holds fixed, if that must agree.
+        `ties`: further names of its tied parameters. `index`: the number that it had before.
 
-        Raises Draining, Superseded, ManifestMismatch or Busy.
+        Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
-        return self._leases.join(learner_id, process_id, tensors, now, held)
+        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index)
 
     def observe(self, tensors: Sequence[TensorSpec]) -> None:
         """Check an observer's model, if it brings one. Raises NotSeeded or ManifestMismatch."""
@@ -99,11 +106,18 @@ class Shard:
 
     def progress(self, member: Member, progress: Progress, now: float) -> None:
         """A learner reports, which renews its lease."""
+        other = self._likeness.heard(member.learner_id, progress)
+        if other is not None:
+            self._outbox.add(SameLosses(member.learner_id, other))
         self.membership.heard(member, progress, now)
 
     def leave(self, member: Member) -> None:
         """A learner says goodbye. What it contributed to open rounds counts; nobody waits for more of it."""
         self._leases.leave(member)
+
+    def revoke(self, member: Member) -> None:
+        """A learner may call no longer. What it contributed to open rounds is fenced off."""
+        self._leases.revoke(member)
 
     # ------------------------------------------------------------ contributions
 
@@ -114,7 +128,7 @@ class Shard:
     def contribute(
         self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
     ) -> PushAnswer:
-        """Take a push that was admitted, once its bytes are whole and valid."""
+        """Take a push that was admitted, once its bytes are whole and valid. Raises Busy."""
         return self._rounds.contribute(member, header, payload, piece_norms, now)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
@@ -177,6 +191,11 @@ class Shard:
         return self._versions.manifest
 
     @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Further names of tied parameters, as far as learners have declared them."""
+        return self._versions.ties
+
+    @property
     def fragments(self) -> dict[int, FragmentState]:
         """Those that this shard owns; none before there is a manifest."""
         return self._versions.fragments
@@ -189,6 +208,10 @@ class Shard:
     @property
     def ledger(self) -> Ledger:
         return self._rounds.ledger
+
+    @property
+    def quarantine(self) -> Quarantine:
+        return self._rounds.quarantine
 
     @property
     def grace(self) -> GraceWindow:
@@ -213,7 +236,7 @@ class Shard:
         return self._rounds.grace_s()
 
     def pulse(self) -> Pulse:
-        return Pulse(self.tokens_merged, self.settings.run.tokens)
+        return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
 
     def owned(self, fragment_id: int) -> FragmentState:
         """Raises UnknownFragment."""
@@ -225,6 +248,26 @@ class Shard:
         if state.published is None:
             raise NotSeeded(f"fragment {fragment_id} has no version yet; wait for Committed")
         return state.version, state.published.values
+
+    def named(self, fragment_id: int, want: tuple[int, int], learner_id: str) -> tuple[Record, Published]:
+        """A version that a rank of an island asks for by epoch and number, with its record.
+
+        It is held until they name another one or the lease ends, unless there are too many of the kind. Raises
+        UnknownFragment, NotSeeded or VersionGone.
+        """
+        state = self.owned(fragment_id)
+        if state.published is None:
+            raise NotSeeded(f"fragment {fragment_id} has no version yet; wait for Committed")
+        held = state.named(want)
+        if held is None:
+            raise VersionGone(
+                f"fragment {fragment_id}: version {want[1]} of epoch {want[0]} is not held here, but {state.version} "
+                f"of {state.epoch}; pull that"
+            )
+        if learner_id and state.pulled.get(learner_id) != want:
+            state.pulled[learner_id] = want
+            state.drop_unwanted()
+        return held
 
     def change_since(self, fragment_id: int, epoch: int, version: int | None) -> Payload | None:
         """The change from a version to the latest announced one; None unless it is the one before.

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco_common.errors import ManifestMismatch, UnknownFragment
-from diloco_common.manifest import Manifest, TensorSpec, cut
-from diloco_common.messages import Held, Stop
+from diloco_common.manifest import Manifest, TensorSpec, cut, differences
+from diloco_common.messages import FrozenTensor, Held, Stop, Tie
 from diloco_common.settings import Settings
 from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.budget import Budget
 from diloco_server.core.effects import BudgetReached, Outbox, VersionsLost
 from diloco_server.core.fragment import FragmentState, Restored
+from diloco_server.core.frozen import Frozen
 from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, next_record
 
@@ -32,25 +33,46 @@ class Versions:
         self.budget = Budget(settings.run.tokens)
         self.done = False
         """The token budget is reached. Stays so."""
+        self.frozen = Frozen()
+        self.ties: tuple[Tie, ...] = ()
+        """Further names of tied parameters, as the first learner that has some declared them in this epoch."""
         self._settings = settings
         self._membership = membership
         self._outbox = outbox
+        self._as_sent: Sequence[TensorSpec] = ()  # the model as the last learner brought it, in its order
 
     # ------------------------------------------------------------ the model
 
     def adopt_or_check(self, tensors: Sequence[TensorSpec]) -> None:
-        """The first learner brings the model. It may be replaced while nothing is seeded and nobody has a lease.
+        """The first learner brings the model, unless the settings name one.
 
-        Raises ManifestMismatch.
+        It may be replaced while nothing is seeded and nobody has a lease. Raises ManifestMismatch.
         """
         in_use = any(s.seeded or s.computing for s in self.fragments.values()) or self._membership.live()
         if self.manifest is not None and in_use:
-            guards.check_model(self.manifest, tensors)
+            if tensors != self._as_sent:  # comparing in any order takes ten times as long
+                guards.check_model(self.manifest, tensors)
+                self._as_sent = tensors
             return
+        guards.check_model_digest(self._settings.run.model, tensors)
+        if self.manifest is not None and not differences(self.manifest.tensors, tensors):
+            return  # cutting a large model takes long
         try:
             self._adopt(cut(tensors, self._settings.sync.fragments, self._settings.shard.count))
         except ValueError as error:
             raise ManifestMismatch(f"the model cannot be cut: {error}") from error
+
+    def check_frozen(self, frozen: Sequence[FrozenTensor]) -> None:
+        """What is frozen belongs to the learners that hold leases, and to the versions that were made in this epoch.
+
+        So a learner that comes first after a restart, with something else, binds nobody once it has gone. Raises
+        FrozenMismatch.
+        """
+        if not self._membership.live() and not any(
+            s.version and s.epoch == self.epoch for s in self.fragments.values()
+        ):
+            self.frozen.forget()
+        self.frozen.check(frozen)
 
     def owned(self, fragment_id: int) -> FragmentState:
         """Raises UnknownFragment."""

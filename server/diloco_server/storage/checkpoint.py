@@ -16,8 +16,8 @@ from typing import Any
 import google_crc32c
 from pydantic import TypeAdapter
 
-from diloco_common.errors import DataError
-from diloco_common.manifest import Manifest, TensorSpec, cut, differences
+from diloco_common.errors import BadRequest, DataError
+from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut, differences
 from diloco_server.storage.filesystem import Files, FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import (
@@ -238,6 +238,10 @@ def decode_manifest(text: bytes, where: str) -> Contents:
 
 def _check_files(contents: Contents) -> None:
     """Raises ValueError. A right checksum proves nothing, because anybody can make one, and these names get opened."""
+    try:
+        check_tensors(contents.tensors)
+    except BadRequest as error:
+        raise ValueError(str(error)) from None
     fragments = {fragment.fragment_id for fragment in contents.manifest.fragments}
     for file in contents.files:
         if file.fragment_id not in fragments:

@@ -1,10 +1,14 @@
 """The few calls with which a store touches the disk, and the real disk behind them.
 
+What is written is for its owner alone, whatever the umask: files 0600, folders 0700. The model and the data that it was
+trained on are as private as the weights, and every byte of the weights is in here.
+
 The simulator puts its own disk under the same store. That disk loses unsynced data, tears writes and rots.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -63,12 +67,18 @@ class FileSystem(Files, Protocol):
 
 
 class Disk:
-    """A real folder. It is made if there is none. Raises OSError."""
+    """A real folder. It is made, for its owner alone, if there is none. Raises OSError.
+
+    A folder that was there keeps its mode: it may be a volume that its group has to get into.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         new = [place for place in (folder, *folder.parents) if not place.is_dir()]
-        folder.mkdir(parents=True, exist_ok=True)
+        for place in reversed(new):
+            with contextlib.suppress(FileExistsError):  # somebody else was faster
+                place.mkdir(mode=0o700)
+        folder.mkdir(exist_ok=True)  # complains if it is no folder
         for place in new:  # a name survives a power cut once its folder is synced
             _sync_folder(place.parent)
 
@@ -96,7 +106,7 @@ class Disk:
 
 class _NewDiskFile:
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_private(path, os.O_WRONLY | os.O_TRUNC)
 
     def write(self, data: memoryview) -> None:
         while data:
@@ -122,6 +132,15 @@ class _OldDiskFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """The descriptor of a file that only its owner can use. It is made if there is none. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if os.fstat(descriptor).st_mode & 0o077:  # it was there before
+        with contextlib.suppress(PermissionError):  # on a disk without modes (vfat), nobody can give it another one
+            os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def _sync_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ from diloco_server.storage.checkpoint import (
     describe,
     write_manifest,
 )
-from diloco_server.storage.filesystem import Disk
+from diloco_server.storage.filesystem import Disk, open_private
 from diloco_server.storage.version_file import Header, VersionDamaged, parse_version_name, version_names
 
 TRIES = 100
@@ -51,7 +51,7 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
     """
     Disk(target.parent)  # makes the folders above the target, and makes them survive a crash
     try:
-        target.mkdir()
+        target.mkdir(mode=0o700)
     except FileExistsError:
         raise _exists(target) from None
     try:
@@ -112,6 +112,7 @@ def hard_link(source: Path, target: Path) -> None:
         if error.errno not in _NO_HARD_LINKS:
             raise
         try:
+            os.close(open_private(temporary, os.O_WRONLY))
             shutil.copyfile(source, temporary)
             _sync(temporary)
         except OSError:

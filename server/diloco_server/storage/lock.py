@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from diloco_common.errors import InUse
+from diloco_server.storage.filesystem import open_private
 
 
 class FolderLock:
@@ -14,7 +15,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError, and InUse with the name of the owner."""
-        self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_private(folder / "lock", os.O_RDWR)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -41,7 +41,7 @@ def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest
     half = target.with_name(target.name + ".restoring")
     parent = Disk(target.parent)
     try:
-        half.mkdir()
+        half.mkdir(mode=0o700)
     except FileExistsError:
         raise ConfigError(
             f"{half} exists: another restore is running, or one was killed. Wait for it, or delete that folder"

@@ -27,16 +27,21 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from diloco_common.codec import CHUNK_ELEMENTS, Payload, PayloadHeader
+from diloco_common.codec import CHUNK_ELEMENTS_MAX, Checksum, Chunk, Payload, PayloadHeader
+from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.change import ANCHOR
-from diloco_common.errors import DataError
-from diloco_common.manifest import Manifest, TensorSpec, cut
+from diloco_common.codec.frames import NewFrame
+from diloco_common.errors import BadRequest, DataError, plain
+from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut
 from diloco_server.core.arithmetic import Values
-from diloco_server.core.record import Record
+from diloco_server.core.record import Record, check_record
 from diloco_server.storage.filesystem import Files, NewFile, OldFile
 from diloco_server.storage.version import Origin, StoredVersion
 
-FORMAT = "diloco-version-1"
+FORMAT = "diloco-version-2"
+"""2: chunks of up to 4 MiB."""
+FORMATS = ("diloco-version-1", FORMAT)
+"""That this release reads."""
 HEADER_BYTES_MAX = 64 * 2**20
 """A reader allocates at most this much because a file says so. Larger headers are not written, either."""
 SLICE_BYTES = 2**18
@@ -44,6 +49,9 @@ SLICE_BYTES = 2**18
 CHECKSUM_BYTES = 8
 _LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
 """Errors of the file itself. Any other error may pass, and a version that may be intact must not be passed over."""
+
+
+_MORE = "For further information visit"  # a line of pydantic that says nothing here
 
 
 class VersionDamaged(DataError):
@@ -87,7 +95,7 @@ def write_version(
 
     Raises OSError, also if the header would be larger than a reader accepts.
     """
-    chunk_elements = stored.anchor.header.chunk_elements if stored.anchor is not None else CHUNK_ELEMENTS
+    chunk_elements = stored.anchor.header.chunk_elements if stored.anchor is not None else CHUNK_ELEMENTS_MAX
     head = _encode_header(
         Header(
             origin, manifest, stored.record, previous, len(stored.values.buffers), stored.anchor is not None,
@@ -247,20 +255,23 @@ def _decode_header(name: str, head: bytes) -> Header:
     try:
         tensors = json.loads(head[8:])
         metadata: dict[str, str] = tensors.pop("__metadata__")
-        if (found := metadata["format"]) != _json(FORMAT):
+        if (found := metadata["format"]) not in map(_json, FORMATS):
             raise DataError(
-                f"{name} has format {found}, but this release reads {FORMAT!r}: "
+                f"{name} has format {found}, but this release reads {' and '.join(FORMATS)}: "
                 "use the release of decoupled-diloco that wrote it"
             )
         origin = _ORIGIN.validate_json(metadata["origin"], strict=True)
         model = _MODEL.validate_json(metadata["manifest"], strict=True)
-        manifest = cut([TensorSpec(*spec) for spec in model.tensors], origin.num_fragments, origin.num_shards)
+        specs = [TensorSpec(*spec) for spec in model.tensors]
+        check_tensors(specs)
+        manifest = cut(specs, origin.num_fragments, origin.num_shards)
         if manifest.digest != model.digest:
             raise DataError(
                 f"{name}: this release cuts its model in another way (manifest {manifest.digest[:12]}, the file says "
                 f"{model.digest[:12]}): use the release of decoupled-diloco that wrote it"
             )
         record = _RECORD.validate_json(metadata["record"], strict=True)
+        check_record(record)
         fragment = {f.fragment_id: f for f in manifest.owned_by(origin.shard_index)}[record.fragment_id]
         header = Header(
             origin,
@@ -275,8 +286,9 @@ def _decode_header(name: str, head: bytes) -> Header:
         if tensors != _table(header):
             raise ValueError(f"its tensors are not those of fragment {fragment.fragment_id}")
         return header
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise VersionDamaged(name, f"its header is not that of a version: {str(error).splitlines()[0]}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, BadRequest) as error:
+        why = plain("; ".join(line.strip() for line in str(error).splitlines() if _MORE not in line))
+        raise VersionDamaged(name, f"its header is not that of a version: {why}") from None
 
 
 @dataclass(frozen=True)
@@ -289,21 +301,23 @@ class _Model:
 
 _ORIGIN, _RECORD, _MODEL = TypeAdapter(Origin), TypeAdapter(Record), TypeAdapter(_Model)
 _NUMBER: TypeAdapter[int | None] = TypeAdapter(int | None)
-_CHUNK_ELEMENTS = TypeAdapter(Annotated[int, Field(gt=0)])
+_CHUNK_ELEMENTS = TypeAdapter(Annotated[int, Field(gt=0, le=CHUNK_ELEMENTS_MAX, multiple_of=BLOCK_ELEMENTS)])
 
 
 def _read_anchor(file: OldFile, name: str, header: Header, offset: int, crc32c: int) -> tuple[Payload, int]:
     """The anchor as a payload for learners, and the checksum up to its end."""
-    chunks: list[bytes] = []
-    anchor_crc32c = 0
+    chunks: list[Chunk] = []
+    checksum = Checksum()
     for start in range(0, header.num_elements, header.chunk_elements):
         size = 2 * (min(start + header.chunk_elements, header.num_elements) - start)
-        chunk = _read(file, name, offset, size)
-        crc32c = google_crc32c.extend(crc32c, chunk)
-        anchor_crc32c = google_crc32c.extend(anchor_crc32c, chunk)
+        frame = NewFrame(size)
+        crc32c = _read_into(file, name, _bytes_of(frame.chunk), offset, crc32c)
+        chunk, chunk_crc32c = frame.sealed()
         chunks.append(chunk)
+        checksum.add(chunk_crc32c)
         offset += size
-    payload = PayloadHeader(ANCHOR, header.num_elements, header.chunk_elements, 2 * header.num_elements, anchor_crc32c)
+    num_bytes = 2 * header.num_elements
+    payload = PayloadHeader(ANCHOR, header.num_elements, header.chunk_elements, num_bytes, checksum.value)
     return Payload(payload, tuple(chunks)), crc32c
 
 
@@ -337,7 +351,7 @@ def _extend(crc32c: int, data: memoryview) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a flat float32 tensor, without a copy."""
+    """The bytes of a flat tensor, without a copy."""
     return memoryview(tensor.numpy().view(np.uint8).data)
 
 

@@ -1,0 +1,151 @@
+"""What learners say that they have trained, held against the shard's own clock and against each other.
+
+A shard sees neither the data nor the steps of a learner, only its reports. So a report counts as fast as the usual
+learner allows: the median of those that answer when rounds ask them. What is above counts later, so nothing is lost to
+a learner that catches up after a cut. A learner that reports, but is in no round, opens none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from diloco_common.errors import Implausible
+from diloco_common.messages import Progress, PushHeader
+
+STEPS_FACTOR = 16
+"""A learner's steps count for rounds at most so many times as fast as those of the usual learner."""
+TRAINED_FACTOR = 64
+"""A contribution is refused if its learner would have to be so many times as fast as the usual one. It is wide:
+learners of one run may differ by far, and no honest one may be refused. In 100 000 simulated pushes 16 refused none."""
+UNKNOWN_STEPS_PER_S = 2.0**20
+UNKNOWN_TOKENS_PER_S = 2.0**30
+"""Of the usual learner, as long as there is none."""
+STEPS_KNOWN = 8
+"""Steps after which the pace of a learner is known."""
+IDLE_FACTOR = 0.5
+"""For a learner that does not contribute: it is never the one that opens rounds for those that do."""
+IDLE_ROUNDS = 16
+"""Rounds of any fragments, one after the other, that a learner was asked for and is not in: then it is idle."""
+UNREPORTED_S = 1.0
+"""A push may overtake the report of its last step, on another connection."""
+AWAY_S = 960.0
+"""For the first contribution after a start of the shard: its learner may have trained while no shard was there. A usual
+one for `TRAINED_FACTOR` times as long: 17 hours."""
+STEP_TIME_FACTOR = 2.0
+"""A reported step time is taken up to so many times what passes between the reports."""
+ALPHA = 0.1
+"""Weight of the newest report in the average of step times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a learner trains, by the shard's clock."""
+
+    steps_per_s: float
+    tokens_per_s: float
+
+
+@dataclass
+class Trail:
+    """The reports of one process, as far as they count. Starts with its first one."""
+
+    first: Progress
+    first_at: float
+    counted: Progress
+    """At most what was reported."""
+    counted_at: float
+    grown_at: float
+    """When the last step was counted."""
+    reported: Progress
+    """When its steps grew last; of that, `pace`. What counts depends on the pace of others."""
+    reported_at: float
+    step_s: float = 0.0
+    """Moving average of what passes per step, between reports; 0: no step yet."""
+    merged_until: dict[int, Progress] = field(default_factory=dict)
+    """Fragment -> what counted when the round opened that merged its last contribution. That holds all before."""
+    _steps: float = 0.0
+    _tokens: float = 0.0
+
+    @classmethod
+    def begin(cls, first: Progress, now: float) -> Trail:
+        """With the first report of a process."""
+        counted = Progress(first.inner_step, first.tokens)
+        return cls(first, now, counted, now, now, first, now, _steps=first.inner_step, _tokens=first.tokens)
+
+    def go_on(self, progress: Progress, most: Pace, now: float) -> None:
+        """Count another report, at most at this pace since the one before."""
+        since_s = max(0.0, now - self.counted_at)
+        self._steps = min(progress.inner_step, self._steps + _in(since_s, most.steps_per_s))
+        self._tokens = min(progress.tokens, self._tokens + _in(since_s, most.tokens_per_s))
+        self.counted_at = now
+        if progress.inner_step > self.reported.inner_step:
+            self.reported, self.reported_at = progress, now
+        grown = int(self._steps) - self.counted.inner_step
+        if grown > 0:
+            took_s = max(0.0, now - self.grown_at) / grown
+            self.step_s += (ALPHA if self.step_s else 1.0) * (took_s - self.step_s)
+            self.grown_at = now
+        step_time_s = min(progress.step_time_s, STEP_TIME_FACTOR * self.step_s)
+        self.counted = Progress(int(self._steps), int(self._tokens), progress.loss, step_time_s)
+
+    @property
+    def pace(self) -> Pace | None:
+        """By all that it has reported; None: not known yet."""
+        steps, tokens = self.reported.inner_step - self.first.inner_step, self.reported.tokens - self.first.tokens
+        seconds = self.reported_at - self.first_at
+        if steps < STEPS_KNOWN or tokens <= 0 or seconds <= 0:
+            return None
+        return Pace(steps / seconds, tokens / seconds)
+
+
+def usual(trails: Iterable[Trail]) -> Pace | None:
+    """The pace of the usual one of these; None: nobody's is known. A minority of liars moves it little."""
+    paces = [pace for trail in trails if (pace := trail.pace) is not None]
+    if not paces:
+        return None
+    return Pace(median(p.steps_per_s for p in paces), median(p.tokens_per_s for p in paces))
+
+
+def countable(pace: Pace | None, *, is_idle: bool) -> Pace:
+    """The most that a learner's reports count for, given the pace of the usual one."""
+    if pace is None:
+        return Pace(math.inf, math.inf)
+    return Pace((IDLE_FACTOR if is_idle else STEPS_FACTOR) * pace.steps_per_s, TRAINED_FACTOR * pace.tokens_per_s)
+
+
+def check_trained(
+    header: PushHeader, learner_id: str, trail: Trail | None, pace: Pace | None, up_s: float, now: float
+) -> None:
+    """The learner can have trained what it pushes. Raises Implausible.
+
+    That is what it has reported since the round that merged its last contribution to the fragment was opened, and what
+    it may not have reported yet. Before that round it is judged by the time alone for which the shard has been up,
+    `up_s`. Both grow faster than any honest learner trains, so nobody is refused for long.
+    """
+    tokens_per_s, steps_per_s = UNKNOWN_TOKENS_PER_S, UNKNOWN_STEPS_PER_S
+    if pace is not None:
+        tokens_per_s, steps_per_s = TRAINED_FACTOR * pace.tokens_per_s, TRAINED_FACTOR * pace.steps_per_s
+    counted = Progress(0, 0) if trail is None else trail.counted
+    since = None if trail is None else trail.merged_until.get(header.fragment_id)
+    if trail is None or since is None:
+        unreported_s = up_s + (0.0 if pace is None else AWAY_S)
+        since = counted if trail is None else trail.first
+    else:
+        unreported_s = now - trail.grown_at
+    for what, pushed, reported, per_s in (
+        ("tokens", header.tokens, counted.tokens - since.tokens, tokens_per_s),
+        ("steps", header.steps, counted.inner_step - since.inner_step, steps_per_s),
+    ):
+        most = max(0, reported) + per_s * (unreported_s + UNREPORTED_S)
+        if pushed > most:
+            raise Implausible(
+                f"fragment {header.fragment_id}: {learner_id} pushes {pushed} {what}, but has reported {reported} that "
+                f"are not merged, and can have trained at most {most:.0f}; push what was trained"
+            )
+
+
+def _in(seconds: float, per_s: float) -> float:
+    return per_s if math.isinf(per_s) else seconds * per_s

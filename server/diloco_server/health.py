@@ -1,0 +1,127 @@
+"""grpc.health.v1 on gRPC: Check and Watch, for whoever asks, as cheap as it can be.
+
+Probes of an orchestrator have no token, so none is asked for; over TLS the certificate of the connection must hold.
+A message is taken in as every other of a caller without a lease: few at once, with a deadline (`waits.Bodies`). The
+places are not those of Join: a crowd there must not make a shard look ill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from diloco_common import protobuf, rpc
+from diloco_common.errors import BadRequest, Busy, Refusal
+from diloco_common.identity import Identity
+from diloco_server.callers import Callers
+from diloco_server.quotas import Places
+from diloco_server.servicer import Context, Messages, only
+from diloco_server.waits import BODY_S, Bodies
+
+SERVICE = "grpc.health.v1.Health"
+MESSAGE_BYTES_MAX = 1 << 10
+"""Of a request: it holds the name of a service."""
+WATCHES_EACH, WATCHES_MAX = 2, 64
+"""Watches that may be open of one account, and of all of them together."""
+WATCH_S = 600.0
+"""Seconds that a Watch lasts at most. Who still cares asks again; who is gone takes no place for long."""
+Status = health_pb2.HealthCheckResponse
+
+
+class Health:
+    """Answers whether a shard serves. Owned by its event loop."""
+
+    def __init__(
+        self, run_id: str, services: Iterable[str], callers: Callers, refused: Callable[[str, str, str], None]
+    ) -> None:
+        """`services`: the names that one may ask for. `refused` is told of refusals: nobody, code and words."""
+        self._run_id, self._callers, self._refused = run_id, callers, refused
+        self._status: int = Status.NOT_SERVING
+        self._services = frozenset(services)
+        self._changed = asyncio.Event()
+        self._bodies, self._watches = Bodies(), Places[object](WATCHES_EACH)
+
+    def set(self, status: int) -> None:
+        """From now on. Watches tell it."""
+        self._status = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server is given."""
+        methods = {
+            "Check": grpc.stream_unary_rpc_method_handler(self.Check, response_serializer=protobuf.serialize),
+            "Watch": grpc.stream_stream_rpc_method_handler(self.Watch, response_serializer=protobuf.serialize),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def Check(self, requests: Messages, context: Context) -> Any:
+        async with self._admitted(context):
+            status = self._status_of(await self._asked_for(requests))
+            if status == Status.SERVICE_UNKNOWN:
+                await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+            return Status(status=status)
+
+    async def Watch(self, requests: Messages, context: Context) -> None:
+        async with self._admitted(context) as caller:
+            await context.send_initial_metadata(())  # see ParameterServer.admitted
+            with self._place(caller):
+                name = await self._asked_for(requests)
+                try:
+                    async with asyncio.timeout(WATCH_S) as limit:
+                        await self._tell(name, context)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+
+    async def _tell(self, name: str, context: Context) -> None:
+        """What it is, and what it becomes."""
+        told: int | None = None
+        while True:
+            changed, status = self._changed, self._status_of(name)
+            if status != told:
+                await context.write(Status(status=status))
+                told = status
+            await changed.wait()
+
+    def _status_of(self, name: str) -> int:
+        return self._status if name in self._services else int(Status.SERVICE_UNKNOWN)
+
+    async def _asked_for(self, requests: Messages) -> str:
+        """The name of a service. Raises Busy, BadRequest."""
+        late = Busy(f"the message did not come within {BODY_S:g} s; try again")
+        async with self._bodies.place() as wait:
+            message = await wait.until(asyncio.get_running_loop().time() + BODY_S, late, partial(only, requests))
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise BadRequest(f"HealthCheckRequest has {len(message)} bytes; at most {MESSAGE_BYTES_MAX} are taken")
+        return str(protobuf.parse(health_pb2.HealthCheckRequest, message).service)
+
+    @contextmanager
+    def _place(self, caller: Identity) -> Iterator[None]:
+        """Held while a Watch is open. Raises Busy."""
+        if len(self._watches) >= WATCHES_MAX:
+            raise Busy(f"{WATCHES_MAX} watches of its health are open; call Check, or try again later")
+        place = object()
+        self._watches.take_if_free(caller.account, place, f"watches of {caller.account or 'this host'}")
+        try:
+            yield
+        finally:
+            self._watches.give_back(caller.account, place)
+
+    @asynccontextmanager
+    async def _admitted(self, context: Context) -> AsyncIterator[Identity]:
+        """The caller, while the certificate of its connection holds. A refusal ends the call."""
+        anybody = Identity(self._run_id, peer=rpc.host_of(context.peer()))
+        try:
+            caller = self._callers.connected(anybody, rpc.certificate_of(context))
+            async with self._callers.holding(caller):
+                yield caller
+        except Refusal as refusal:
+            self._refused("", refusal.code, str(refusal))
+            await rpc.refuse(context, refusal)

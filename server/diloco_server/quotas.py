@@ -1,0 +1,145 @@
+"""What one account may hold of a shard, and what all of them together: pure accounts of places and bytes.
+
+An account is a learner that holds a lease; without one, who is proven to call, or else the host that calls.
+A `Busy` goes out: the caller may try again. Who is told to end, is ended by the shell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from diloco_common.errors import Busy
+
+H = TypeVar("H", bound=Hashable)
+
+
+class Bytes:
+    """Bytes in flight, at most so many. One item always fits if there is nothing else: else it could never come."""
+
+    def __init__(self, setting: str, most: int) -> None:
+        """`setting`: the name of the setting that says how many."""
+        self.most = most
+        self.held = 0
+        self._setting = setting
+
+    def fits(self, num_bytes: int, freed: int = 0) -> bool:
+        """Whether they fit once `freed` of those that are held are given back."""
+        held = self.held - freed
+        return held == 0 or held + num_bytes <= self.most
+
+    def check(self, num_bytes: int, freed: int = 0) -> None:
+        """Raises Busy."""
+        if not self.fits(num_bytes, freed):
+            raise Busy(f"{self.held >> 20} MiB are on their way ({self._setting}); try again in a moment")
+
+    def take(self, num_bytes: int) -> None:
+        self.held += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.held -= num_bytes
+        assert self.held >= 0
+
+
+class Places(Generic[H]):
+    """Places of one kind, so many for each account. Its holders are kept in the order in which they came."""
+
+    def __init__(self, each: int) -> None:
+        self._each = each
+        self._holders: dict[str, dict[H, None]] = {}  # not sets: they have no order
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def of(self, account: str) -> int:
+        """Places that an account holds."""
+        return len(self._holders.get(account, ()))
+
+    def take(self, account: str, holder: H) -> H | None:
+        """A place for the newest of an account. If it has too many, the answer is its oldest, which must end.
+
+        So a learner whose connection broke is not kept out by what it left behind.
+        """
+        oldest = next(iter(self._holders[account])) if self.of(account) >= self._each else None
+        if oldest is not None:
+            self.give_back(account, oldest)
+        self._holders.setdefault(account, {})[holder] = None
+        self._count += 1
+        return oldest
+
+    def take_if_free(self, account: str, holder: H, what: str) -> None:
+        """A place where nobody can be pushed out. Raises Busy."""
+        if self.of(account) >= self._each:
+            raise Busy(f"{self._each} {what} are open; try again in a moment")
+        self.take(account, holder)
+
+    def give_back(self, account: str, holder: H) -> None:
+        """Repeating it is fine: whoever was pushed out also ends by itself."""
+        holders = self._holders.get(account, {})
+        if holder in holders:
+            del holders[holder]
+            self._count -= 1
+        if not holders:
+            self._holders.pop(account, None)
+
+
+class Pushes(Generic[H]):
+    """Pushes under way: few per account, one per account and fragment, so many of all, and so many announced bytes.
+
+    The newest push counts: it pushes out the one of the same fragment, or the account's oldest if it has too many.
+    """
+
+    def __init__(self, each: int, together: int, bytes_most: int) -> None:
+        self._places = Places[H](each)
+        self._together = together
+        self._bytes = Bytes("shard.bytes_in_max", bytes_most)
+        self._by_fragment: dict[tuple[str, int], H] = {}
+        self._announced: dict[H, tuple[tuple[str, int], int]] = {}  # push -> (account, fragment), bytes
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def bytes_held(self) -> int:
+        """Announced, and not answered yet."""
+        return self._bytes.held
+
+    def opened(self, account: str, push: H) -> H | None:
+        """A push begins. Answers the one that must end for it. Raises Busy.
+
+        With all places taken, an account that has one may still send a header: it may replace a push of its own.
+        """
+        if len(self) >= self._together and not self._places.of(account):
+            raise self._busy()
+        oldest = self._places.take(account, push)
+        if oldest is not None:
+            self.closed(account, oldest)
+        return oldest
+
+    def announced(self, account: str, push: H, fragment_id: int, num_bytes: int) -> H | None:
+        """Its header was admitted. Answers the push of that fragment that must end for it. Raises Busy."""
+        key = (account, fragment_id)
+        older = self._by_fragment.get(key)
+        freed = 0 if older is None else self._announced[older][1]
+        if len(self) - (older is not None) > self._together:
+            raise self._busy()
+        self._bytes.check(num_bytes, freed)
+        if older is not None:
+            self.closed(account, older)
+        self._bytes.take(num_bytes)
+        self._by_fragment[key] = push
+        self._announced[push] = key, num_bytes
+        return older
+
+    def closed(self, account: str, push: H) -> None:
+        """It ended, or was told to. Repeating it is fine."""
+        self._places.give_back(account, push)
+        if (announced := self._announced.pop(push, None)) is not None:
+            key, num_bytes = announced
+            self._bytes.give_back(num_bytes)
+            if self._by_fragment.get(key) == push:
+                del self._by_fragment[key]
+
+    def _busy(self) -> Busy:
+        return Busy(f"{self._together} pushes are open (shard.max_pushes); try again in a moment")

@@ -1,0 +1,64 @@
+"""The outer optimizer, the merge rule and the codecs of a shard, where the settings name one of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from diloco_common.codec.change import pull_encodings
+from diloco_common.errors import ConfigError, UnknownEncoding
+from diloco_common.extensions import find, is_extension
+from diloco_common.settings import OuterSettings, Settings, SyncSettings
+from diloco_server.core.merge import MergeRule
+from diloco_server.core.outer import OuterOptimizer
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the settings name."""
+
+    merge: str | MergeRule
+    outer: Callable[[OuterSettings], OuterOptimizer] | None = None
+    """None: one of ours."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Setting -> name and digest of the source of a rule of others. All shards of a run should say the same."""
+
+
+def find_rules(settings: Settings) -> Rules:
+    """Import what is not ours. Raises ConfigError."""
+    merge: str | MergeRule = settings.sync.merge
+    outer, sources = None, {}
+    if is_extension(settings.sync.merge):
+        found = find("diloco.merge", settings.sync.merge)
+        if not callable(found.thing):
+            raise ConfigError(f"sync.merge {settings.sync.merge} is no function (diloco_server.core.merge.MergeRule)")
+        merge, sources["sync.merge"] = found.thing, f"{settings.sync.merge} {found.source}"
+    if is_extension(settings.outer.optimizer):
+        found = find("diloco.outer", settings.outer.optimizer)
+        if not (isinstance(found.thing, type) and issubclass(found.thing, OuterOptimizer)):
+            raise ConfigError(
+                f"outer.optimizer {settings.outer.optimizer} is no subclass of diloco_server.core.outer.OuterOptimizer"
+            )
+        outer, sources["outer.optimizer"] = found.thing, f"{settings.outer.optimizer} {found.source}"
+    for setting, name in (("sync.push", settings.sync.push), ("sync.pull", settings.sync.pull)):
+        if is_extension(name):
+            sources[setting] = f"{name} {find('diloco.codec', name).source}"
+    return Rules(merge, outer, sources)
+
+
+def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequence[str]) -> None:
+    """Raises UnknownEncoding if a learner that offers `decodes` lacks a codec of the run, or has another one by its
+    name. `sources`: as `Rules` has them."""
+    needed = pull_encodings(sync.pull)
+    if not {*needed, sync.push} <= set(decodes):
+        raise UnknownEncoding(
+            f"versions are sent as {' and '.join(needed)} (sync.pull), contributions as {sync.push} (sync.push), "
+            f"and the learner knows {', '.join(decodes) or 'none'}; install what is missing there"
+        )
+    theirs = [offer.partition("@")[2] for offer in decodes if offer.startswith(f"{sync.push}@")]
+    mine = sources.get("sync.push", "").partition(" ")[2]
+    if mine and theirs and mine not in theirs:
+        raise UnknownEncoding(
+            f"{sync.push} (sync.push) of the learner has the source {theirs[0]}, that of the shard {mine}; install the "
+            "same version of its package on every machine of the run"
+        )

@@ -1,0 +1,222 @@
+"""Waits of a shard for its callers, which somebody else can end: for their bytes, and until they take ours.
+
+A caller that is slower than `SLOWEST_BYTES_PER_S` is given up, and one that others wait for is told to come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from diloco_common.errors import Busy, Refusal, TornUpload
+from diloco_common.protocol import SLOWEST_BYTES_PER_S
+from diloco_server.quotas import Bytes
+
+BODIES_AT_ONCE = 4
+"""Messages of callers without a lease that are read at once. Nobody knows their sizes before they are there."""
+BODIES_WAITING_MAX = 256
+"""Calls that wait for that. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
+BODY_S = 10.0
+"""Seconds that a message may take."""
+BODY_SURE_S = 1.0
+"""Seconds that it may take although others wait."""
+
+T = TypeVar("T")
+
+
+class Wait:
+    """A wait of one call, which another call can end."""
+
+    def __init__(self) -> None:
+        self._why: Refusal | None = None
+        self._timeout: asyncio.Timeout | None = None
+
+    def end(self, why: Refusal) -> None:
+        """Now, or when it begins. Repeating it is fine."""
+        self._why = why
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def until(self, deadline: float, late: Refusal, what: Callable[[], Awaitable[T]]) -> T:
+        """What comes until `deadline`, a time of the event loop. Raises `late`, or what it was ended with.
+
+        `what` is called only if there is a wait: a coroutine that nobody awaits would be warned of.
+        """
+        if self._why is not None:
+            raise self._why
+        try:
+            async with asyncio.timeout_at(deadline) as self._timeout:
+                return await what()
+        except TimeoutError:
+            raise (self._why or late) from None
+        finally:
+            self._timeout = None
+
+
+class Pace:
+    """By when so many bytes of a push must have come: it may pause for a while, but not be too slow for long."""
+
+    def __init__(self, pause_s: float, share: int) -> None:
+        """`share`: so many pushes share one link."""
+        self._began = asyncio.get_running_loop().time()
+        self._pause_s, self._share = pause_s, share
+        self._bytes = 0
+
+    def due(self, num_bytes: int) -> float:
+        """When the next `num_bytes` must be there: a time of the event loop."""
+        self._bytes += num_bytes
+        return self._began + self._pause_s + self._share * self._bytes / SLOWEST_BYTES_PER_S
+
+
+class Turns:
+    """So many turns at once, and so many per second in the long run: whoever is faster waits."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._every_s, self._slack_s = 1 / per_s, burst / per_s
+        self._due = 0.0
+
+    async def next(self) -> None:
+        """Take a turn, and wait until it is due."""
+        now = asyncio.get_running_loop().time()
+        self._due = max(self._due, now - self._slack_s) + self._every_s
+        if self._due > now:
+            await asyncio.sleep(self._due - now)
+
+
+class OpenPush(Wait):
+    """The parts of one push, as they come."""
+
+    def __init__(self, account: str, learner_id: str) -> None:
+        super().__init__()
+        self.account = account
+        self.learner_id = learner_id
+
+    async def next(self, parts: AsyncIterator[T], due: float) -> T | None:
+        """The next part; None at the end. Raises TornUpload when it is late, and when a newer push counts."""
+        late = TornUpload("the bytes of this push came too slowly, or not at all; push again")
+        return await self.until(due, late, lambda: anext(parts, None))
+
+
+class Bodies:
+    """Reads few messages at once, and the newest first.
+
+    Where others wait, the one that has been coming for longest makes room after a second. So whoever sends a message
+    without its end holds up nobody for long, and a crowd of them no newcomer.
+    """
+
+    def __init__(self) -> None:
+        self._reading: dict[Wait, float] = {}  # since when; oldest first
+        self._free = BODIES_AT_ONCE
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._room: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[Wait]:
+        """Held while a message is read. Raises Busy."""
+        await self._take()
+        wait = Wait()
+        self._reading[wait] = asyncio.get_running_loop().time()
+        try:
+            yield wait
+        finally:
+            del self._reading[wait]
+            self._give_back()
+
+    async def _take(self) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        if len(self._waiting) >= BODIES_WAITING_MAX:
+            self._waiting.popleft().set_exception(_crowded())
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(mine)
+        self._make_room()
+        try:
+            async with asyncio.timeout(BODY_S):
+                await mine
+        except (TimeoutError, asyncio.CancelledError) as ended:
+            if mine.done() and not mine.cancelled():  # the place came in the same moment
+                self._give_back()
+            if isinstance(ended, TimeoutError):
+                raise _crowded() from None
+            raise
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+
+    def _give_back(self) -> None:
+        while self._waiting:
+            newest = self._waiting.pop()
+            if not newest.done():
+                newest.set_result(None)
+                return
+        self._free += 1
+
+    def _make_room(self) -> None:
+        """End whoever has been sending for too long while others wait."""
+        if self._room is not None:
+            self._room.cancel()
+            self._room = None
+        if not self._waiting or not self._reading:
+            return
+        loop = asyncio.get_running_loop()
+        for (wait, since), _ in zip(self._reading.items(), self._waiting, strict=False):
+            if loop.time() < since + BODY_SURE_S:
+                self._room = loop.call_at(since + BODY_SURE_S, self._make_room)
+                return
+            wait.end(Busy("others wait, and this message did not come in time; try again"))
+        self._room = loop.call_later(BODY_SURE_S, self._make_room)
+
+
+def _crowded() -> Busy:
+    return Busy("too many callers join at once; try again in a moment")
+
+
+class Outgoing:
+    """Bytes that were handed to the transport and that nobody has taken yet. Whoever does not fit waits in line."""
+
+    def __init__(self, most: int) -> None:
+        self._bytes = Bytes("shard.bytes_out_max", most)
+        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Held now."""
+        return self._bytes.held
+
+    @asynccontextmanager
+    async def held(self, num_bytes: int) -> AsyncIterator[None]:
+        """Held while the transport has them; waits until so many fit."""
+        if self._line or not self._bytes.fits(num_bytes):
+            await self._turn(num_bytes)
+        else:
+            self._bytes.take(num_bytes)
+        try:
+            yield
+        finally:
+            self._give_back(num_bytes)
+
+    async def _turn(self, num_bytes: int) -> None:
+        """Whoever serves the line has taken the bytes."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((num_bytes, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._give_back(num_bytes)
+            raise
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._bytes.give_back(num_bytes)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._line and (self._line[0][1].done() or self._bytes.fits(self._line[0][0])):
+            num_bytes, turn = self._line.popleft()
+            if not turn.done():
+                self._bytes.take(num_bytes)
+                turn.set_result(None)
