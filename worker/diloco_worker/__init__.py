@@ -4,20 +4,31 @@ with diloco_worker.join("ps-0:50051,ps-1:50051", model) as learner:
     for batch in loader:
         ...
         learner.step(tokens=batch.numel(), loss=loss)
+        if learner.done:
+            break
+    learner.finish()  # the model now holds the global values
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from diloco_worker.joining import join
+    from diloco_worker.joining import digest_of, join
     from diloco_worker.learner import Learner
+    from diloco_worker.progress_lr import ProgressLR
+    from diloco_worker.state import blank_state
 
-__all__ = ["Learner", "join"]
+__all__ = ["Learner", "ProgressLR", "blank_state", "digest_of", "join"]
+_MODULES = {
+    "Learner": "diloco_worker.learner",
+    "ProgressLR": "diloco_worker.progress_lr",
+    "blank_state": "diloco_worker.state",
+    "digest_of": "diloco_worker.joining",
+    "join": "diloco_worker.joining",
+}
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:  # imported on first use: torch and grpc take seconds
-        from diloco_worker import joining
-
-        return getattr(joining, name)
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

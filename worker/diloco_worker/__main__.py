@@ -1,7 +1,6 @@
 """`python -m diloco_worker`."""
 
-import sys
-
+from diloco_common.command import leave
 from diloco_worker.cli import main
 
-sys.exit(main())
+leave(main())

@@ -14,6 +14,7 @@ import torch
 
 from diloco_common.errors import DilocoError
 from diloco_common.manifest import cut
+from diloco_common.messages import Pulse
 from diloco_common.ports import World
 from diloco_worker.core.acts import (
     Act,
@@ -55,10 +56,10 @@ class StepBoundary:
     """The core of one learner, what has joined, and the inbox that both are fed from."""
 
     def __init__(
-        self, replica: Replica, addresses: Sequence[str], inbox: Inbox, tokens_merged: Callable[[], int],
-        world: World, start: Start,
+        self, replica: Replica, addresses: Sequence[str], inbox: Inbox, pulse: Callable[[], Pulse], world: World,
+        start: Start,
     ) -> None:  # fmt: skip
-        """`tokens_merged`: by the run so far, over all learners."""
+        """`pulse`: the state of the run, over all learners."""
         self.core: LearnerCore | None = None
         """None until the first shard tells how the model is cut."""
         self.shards = Shards(len(addresses))
@@ -66,12 +67,27 @@ class StepBoundary:
         self._replica = replica
         self._addresses = addresses
         self._inbox = inbox
-        self._tokens_merged = tokens_merged
+        self._pulse = pulse
+        self._is_stop_asked = False
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
         self._start = start
         self._empty_since: dict[int, tuple[int, float]] = {}  # fragment -> epoch of its shard, and since when
         self._acts: list[Act] = []
+
+    @property
+    def pulse(self) -> Pulse:
+        """The state of the run."""
+        return self._pulse()
+
+    @property
+    def is_stop_asked(self) -> bool:
+        """Whether to stop, whatever the shards say."""
+        return self._is_stop_asked
+
+    def ask_stop(self) -> None:
+        """Make `is_stop_asked` true, soon. In any thread, and in signal handlers."""
+        self._is_stop_asked = True
 
     def stepped(self, tokens: int) -> None:
         """An inner step on so many tokens has ended."""
@@ -135,6 +151,11 @@ class StepBoundary:
             core.unmerged,
         )  # fmt: skip
 
+    def trained(self) -> tuple[int, int]:
+        """Inner steps and tokens of everything that the model holds. In the training thread."""
+        figures = self.figures()
+        return figures.inner_step, figures.tokens
+
     # ------------------------------------------------------------ events
 
     def _take(self, event: Event) -> None:
@@ -145,7 +166,7 @@ class StepBoundary:
             case Asked():
                 self._core.collect(event.directive, event.epoch)
             case Answered():
-                self._core.answered(event.fragment_id, event.round, event.answer)
+                self._core.answered(event.fragment_id, event.round, event.answer, event.tokens)
                 self._acts.append(PushAnswered(event.fragment_id, event.round, event.answer))
             case Arrived():
                 self._apply(event)
@@ -166,6 +187,7 @@ class StepBoundary:
             self._cut(joined)
         if is_new:
             self.shards.check(joined, self._core.manifest.digest, self._core.policy)
+        self.shards.check_owned(joined, self._core.manifest)
         self._core.rejoined(joined.fragments, joined.epoch)
         if self.shards.are_complete:
             for shard in self.shards.joined if is_new else (joined,):
@@ -182,7 +204,7 @@ class StepBoundary:
         """Offer the fragments that the shard lacks: at the start, and when it came back with nothing."""
         for status in joined.fragments:
             if not status.seeded:
-                others_may_know_more = self.is_resumed or self._tokens_merged() > 0
+                others_may_know_more = self.is_resumed or self.pulse.tokens_merged > 0
                 fragment = self._core.fragments[status.fragment_id]
                 is_held = others_may_know_more and not fragment.is_adopted
                 hold_s = self._hold_s(status.fragment_id, joined.epoch) if is_held else 0.0
@@ -231,5 +253,4 @@ class StepBoundary:
             return
         for contribution in self.core.contribute():
             fragment = self.core.fragments[contribution.fragment_id]
-            since = self.core.tokens - fragment.tokens_since(self.core.tokens)
-            self._acts.append(PushContribution(contribution, fragment.fragment.shard_index, since))
+            self._acts.append(PushContribution(contribution, fragment.fragment.shard_index))

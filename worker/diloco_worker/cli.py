@@ -5,41 +5,70 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from diloco_common.allocator import tune_allocator
-from diloco_common.command import CommandParser, end_on_sigterm, run_command
+from diloco_common.command import end_on_sigterm, new_app, run_app
 from diloco_common.errors import ConfigError
+from diloco_common.manifest import TensorSpec, differences, model_digest
+from diloco_common.options import NO_SETTINGS, SettingsOptions, setting, settings_from
 from diloco_common.settings import Settings
-from diloco_common.settings_loader import add_settings_arguments, settings_from_args
+from diloco_worker.builtin.shapes import gpt_tensors
 
-FLAGS = {"shards": "worker.shards", "learner_id": "worker.learner_id", "http": "worker.http", "data": "data.source"}
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return run_command(lambda: _run(argv), name="diloco-worker")
+app = new_app("diloco-worker", "Run one worker with the built-in training.")
 
 
-def _run(argv: Sequence[str] | None) -> None:
-    parser = CommandParser(prog="diloco-worker", description="Run one worker with the built-in training.")
-    parser.add_argument(
-        "command", nargs="?", choices=("train", "evaluate"), default="train",
-        help="train (default), or evaluate the global model on held-out text",
-    )  # fmt: skip
-    parser.add_argument("--shards", metavar="HOST:PORT,...", help="addresses of all shards (worker.shards)")
-    parser.add_argument("--learner-id", metavar="ID", help="unique in the run (worker.learner_id)")
-    parser.add_argument("--http", metavar="HOST:PORT", help="address of metrics and status (worker.http)")
-    parser.add_argument("--data", metavar="SOURCE", help='"stdlib", a file or a folder (data.source)')
-    parser.add_argument("--address-file", type=Path, metavar="FILE", help="write the bound address here")
-    parser.add_argument("--final-status", type=Path, metavar="FILE", help="write the last status here")
-    parser.add_argument("--export", type=Path, metavar="FILE.safetensors", help="evaluate: write the global model here")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="evaluate: write the result here too")
-    add_settings_arguments(parser)
-    args = parser.parse_args(argv)
-    settings = settings_from_args(args, FLAGS)
+@dataclass(frozen=True)
+class _Outputs:
+    """The files that the process writes beside its checkpoint; None: not this one."""
+
+    address: Path | None
+    final_status: Path | None
+    model: Path | None
+    result: Path | None
+
+
+@app.default
+def work(
+    command: Annotated[
+        Literal["train", "evaluate", "digest"],
+        Parameter(help="train, evaluate the global model on held-out text, or print the model's digest (run.model)"),
+    ] = "train",
+    /,
+    *,
+    shards: Annotated[str | None, setting("worker.shards", "HOST:PORT,...", "addresses of all shards")] = None,
+    learner_id: Annotated[str | None, setting("worker.learner_id", "ID", "unique in the run")] = None,
+    http: Annotated[str | None, setting("worker.http", "HOST:PORT", "address of metrics and status")] = None,
+    data: Annotated[str | None, setting("data.source", "SOURCE", '"stdlib", a file or a folder')] = None,
+    tls: Annotated[str | None, setting("security.tls", "FOLDER", "its certificate, by `diloco certs issue`")] = None,
+    track: Annotated[
+        str | None, setting("worker.track", "TRACKER", "tensorboard:DIR, wandb:PROJECT or csv:FILE")
+    ] = None,
+    address_file: Annotated[Path | None, Parameter(metavar="FILE", help="write the bound address here")] = None,
+    final_status: Annotated[Path | None, Parameter(metavar="FILE", help="write the last status here")] = None,
+    export: Annotated[
+        Path | None, Parameter(metavar="FILE.safetensors", help="evaluate: write the global model here")
+    ] = None,
+    out: Annotated[Path | None, Parameter(metavar="FILE.json", help="evaluate: write the result here too")] = None,
+    options: SettingsOptions = NO_SETTINGS,
+) -> None:
+    """Run one worker with the built-in training, evaluate the global model, or print the digest of the model."""
+    flags = {
+        "worker.shards": shards, "worker.learner_id": learner_id, "worker.http": http, "data.source": data,
+        "security.tls": tls, "worker.track": track,
+    }  # fmt: skip
+    settings = settings_from(options, flags)
+    if command == "digest":
+        print(model_digest(gpt_tensors(settings.model)))
+        return
     if not settings.worker.shards:
         raise ConfigError("no shards given: use --shards HOST:PORT,... or worker.shards")
 
@@ -52,32 +81,37 @@ def _run(argv: Sequence[str] | None) -> None:
     logs.configure()
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
-    (_evaluate if args.command == "evaluate" else _train)(settings, args)
+    (_evaluate if command == "evaluate" else _train)(settings, _Outputs(address_file, final_status, export, out))
 
 
-def _train(settings: Settings, args: Namespace) -> None:
+def _train(settings: Settings, outputs: _Outputs) -> None:
     from diloco_common.endpoints import write_json
-    from diloco_common.security import read_bearer_token
+    from diloco_common.http import check_http_is_meant
     from diloco_worker.builtin import training
     from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
     from diloco_worker.builtin.data import TokenStream, load_corpus
     from diloco_worker.builtin.gpt import build_gpt
+    from diloco_worker.builtin.tracking import StepTracker, check_tracker, open_tracker
     from diloco_worker.joining import join
 
-    worker, run = settings.worker, settings.run
+    worker, run, security = settings.worker, settings.run, settings.security
+    check_http_is_meant("worker.http", worker.http, security)
+    if worker.track:
+        check_tracker(worker.track)
     device = training.choose_device(worker.device)
     corpus = load_corpus(settings.data.source, settings.data.held_out)
     model = build_gpt(settings.model, run.seed).to(device)
     optimizer = training.make_optimizer(model, settings.train)
     checkpoint = worker.folder / "checkpoint.safetensors" if worker.folder else None
-    resumed = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
-    progress = resumed or TrainingProgress()
+    saved = load_checkpoint(checkpoint, model, optimizer, run.id) if checkpoint else None
+    progress = saved.progress if saved is not None else TrainingProgress()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # from here on, the learner says goodbye to its shards
     learner = join(
-        worker.shards, model, run=run.id, learner_id=worker.learner_id, token=read_bearer_token(settings.security),
-        inner_step=progress.inner_step, tokens=progress.tokens, http=worker.http,
-        address_file=args.address_file, history=run.history, resumed=resumed is not None,
+        worker.shards, model, run=run.id, learner_id=worker.learner_id, tls=security.tls, token=security.token_file,
+        state=None if saved is None else saved.learner, http=worker.http,
+        address_file=outputs.address, history=run.history,
+        island="alone",  # the built-in loop shares its model with nobody, whatever has started this process
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: learner.stop())
@@ -88,26 +122,33 @@ def _train(settings: Settings, args: Namespace) -> None:
     saver = None
     if checkpoint is not None:
         saver = training.Saver(
-            lambda p: save_checkpoint(checkpoint, model, optimizer, p, run.id), worker.checkpoint_every_s
+            lambda p: save_checkpoint(checkpoint, model, optimizer, learner.state_dict(), p.data_position),
+            worker.checkpoint_every_s,
         )
+    watchers: list[Callable[[training.InnerStep], None]] = [training.ProgressLog(learner.telemetry.log, learner)]
+    curves = None
+    if worker.track:
+        curves = StepTracker(open_tracker(worker.track, run=run.id, name=learner.learner_id), learner)
+        watchers.append(curves)
     try:
         training.train(
             learner, model, optimizer, stream, settings.train,
             budget=learner.tokens_budget, progress=progress, step_delay_s=worker.step_delay_s,
             step_min_s=worker.step_min_s, saver=saver,
-            on_step=training.ProgressLog(learner.telemetry.log, learner),
+            on_step=lambda step: [watch(step) for watch in watchers],
         )  # fmt: skip
     finally:
         learner.close()
-        if args.final_status is not None:
-            write_json(args.final_status, learner.status())
+        if curves is not None:
+            curves.close()
+        if outputs.final_status is not None:
+            write_json(outputs.final_status, learner.status())
 
 
-def _evaluate(settings: Settings, args: Namespace) -> None:
+def _evaluate(settings: Settings, outputs: _Outputs) -> None:
     import torch
 
     from diloco_common.endpoints import write_json
-    from diloco_common.security import read_bearer_token
     from diloco_worker.builtin.data import load_corpus
     from diloco_worker.builtin.evaluation import evaluate
     from diloco_worker.builtin.gpt import build_gpt
@@ -115,8 +156,12 @@ def _evaluate(settings: Settings, args: Namespace) -> None:
     from diloco_worker.global_model import pull_global_model
 
     found = pull_global_model(
-        settings.worker.shards, run=settings.run.id, bearer_token=read_bearer_token(settings.security)
+        settings.worker.shards,
+        run=settings.run.id,
+        tls=settings.security.tls,
+        bearer_token=settings.security.token_file,
     )
+    _check_is_built_in(found.tensors, settings)
     held_out = load_corpus(settings.data.source, settings.data.held_out).held_out
     model = build_gpt(settings.model, settings.run.seed)  # bit for bit what the first worker seeded
     first = evaluate(model, held_out, settings.model.context)
@@ -130,12 +175,29 @@ def _evaluate(settings: Settings, args: Namespace) -> None:
         "versions": {str(i): version for i, version in sorted(found.versions.items())},
         "tokens_merged": found.tokens_merged,
     }
-    if args.export is not None:
-        write_model(args.export, found.tensors)
-        result["export"] = str(args.export)
-    if args.out is not None:
-        write_json(args.out, result)
+    if outputs.model is not None:
+        write_model(outputs.model, found.tensors)
+        result["export"] = str(outputs.model)
+    if outputs.result is not None:
+        write_json(outputs.result, result)
     print(json.dumps(result))
+
+
+def _check_is_built_in(tensors: Mapping[str, Tensor], settings: Settings) -> None:
+    """Raises ConfigError unless these are the tensors of the built-in model with these settings."""
+    theirs = [TensorSpec(name, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    mine = [spec._replace(mean_merge=False) for spec in sorted(gpt_tensors(settings.model))]
+    if lines := differences(mine, theirs):
+        shown = "; ".join(lines[:3])
+        raise ConfigError(
+            f"the run does not train the built-in model with these settings (the built-in <-> the run's): {shown}. For "
+            "another size, give its model.* settings. For a model of your own: `diloco pull --out DIR` writes it"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_app(app, argv)
 
 
 if __name__ == "__main__":

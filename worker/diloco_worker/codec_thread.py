@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec import Anchor, Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.messages import Held, PullHeader
 from diloco_common.ports import World
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.island_parts import LocalFragment
 from diloco_worker.core.replica import wait_for_device
-from diloco_worker.core.tensors import FragmentTensors
+from diloco_worker.core.tensors import Difference, FragmentTensors
 from diloco_worker.telemetry import LearnerTelemetry
 
 SEED_ENCODING = "float32"
@@ -39,9 +39,8 @@ class HeldVersion:
     version: int
     tokens_merged: int
     """Tokens merged into it, in whichever epoch of the shard."""
-    values: Tensor | None
-    """float32 [num_elements], the base of the next change; only read. None: a change to it came damaged, so the next
-    version is asked for as values."""
+    values: Anchor | None
+    """The base of the next change. None: a change to it came damaged, so the next version is asked for as values."""
 
 
 class CodecThread:
@@ -57,6 +56,8 @@ class CodecThread:
         self._payloads: dict[Contribution, Future[Payload]] = {}  # the training thread adds, the network thread drops
         self._held: dict[int, HeldVersion] = {}
         self._is_closed = False
+        self._give_back = world.give_back
+        self._has_encoded_seed = False  # of the codec thread alone
 
     def close(self) -> None:
         """End the thread; jobs that have not begun are given up. Repeating it is fine."""
@@ -67,7 +68,7 @@ class CodecThread:
 
     def begin(self, contribution: Contribution, encoding: str) -> None:
         """Take the snapshot of a contribution and encode it, unless that is done or under way, or this is closed."""
-        if contribution not in self._payloads and not self._is_closed:
+        if contribution not in self._payloads and not self._is_closed and not contribution.tensors.is_others:
             self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
             self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)
 
@@ -81,9 +82,9 @@ class CodecThread:
         # Who no longer waits does not cancel the job: until it has run, the fragment counts as being read.
         return await asyncio.shield(asyncio.wrap_future(job))
 
-    async def encode_seed(self, values: Tensor) -> Payload:
+    async def encode_seed(self, values: Anchor) -> Payload:
         """Values of version 0. Raises NotFinite."""
-        return await self._run(lambda: self._encode(lambda: encode_payload(values, SEED_ENCODING)))
+        return await self._run(lambda: self._seed(values))
 
     def drop(self, is_over: Callable[[Contribution], bool]) -> None:
         """The fate of these contributions is known: they are not pushed again."""
@@ -96,6 +97,19 @@ class CodecThread:
     def own(self, tensors: Mapping[int, FragmentTensors]) -> None:
         """The model is cut: these are the tensors of its fragments."""
         self._tensors = tensors
+
+    def nothing(self, header: PullHeader) -> Arrived:
+        """A version of a fragment of which this process holds no element."""
+        values = Anchor.of(torch.empty(0, device=self._device))
+        return Arrived(
+            header.fragment_id, header.version, header.epoch, values, header.merged_version,
+            forgotten_version=header.forgotten_version,
+        )  # fmt: skip
+
+    def local(self, fragment_id: int) -> LocalFragment | None:
+        """As a rank of an island holds it. None: this process holds all of it."""
+        tensors = self._tensors.get(fragment_id)
+        return tensors.fragment if tensors is not None and isinstance(tensors.fragment, LocalFragment) else None
 
     def held(self, fragment_ids: Collection[int]) -> tuple[Held, ...]:
         """Which of these fragments were pulled, and the version of each that was pulled last."""
@@ -132,8 +146,15 @@ class CodecThread:
 
     # ------------------------------------------------------------ jobs
 
+    def _seed(self, values: Anchor) -> Payload:
+        self._has_encoded_seed = True
+        return self._encode(lambda: encode_payload(values, SEED_ENCODING))
+
     @torch.no_grad()
     def _contribution(self, contribution: Contribution, encoding: str) -> Payload:
+        if self._has_encoded_seed:  # its bytes are free now, and nothing that comes is as large
+            self._give_back()
+            self._has_encoded_seed = False
         began = self._cpu_clock()
         contribution.tensors.take_snapshot()
         self._telemetry.computed("snapshot", self._cpu_clock() - began)
@@ -147,13 +168,12 @@ class CodecThread:
         return payload
 
     @torch.no_grad()
-    def _version(self, header: PullHeader, payload: Payload, base: Tensor | None) -> Arrived:
+    def _version(self, header: PullHeader, payload: Payload, base: Anchor | None) -> Arrived:
         began = self._cpu_clock()
-        values = torch.empty(payload.header.num_elements, device=self._device)
-        decode_version(payload, base, values)
-        tensors = self._tensors[header.fragment_id]
-        difference = tensors.difference_to(values, header.version, header.merged_version)
-        wait_for_device(values)
+        reference = self._tensors[header.fragment_id].reference_of(header.version, header.merged_version)
+        values, added = decode_version(payload, base, self._device, reference)
+        difference = None if reference is None or added is None else Difference(reference, added)
+        wait_for_device(self._device)
         self._telemetry.computed("decode", self._cpu_clock() - began)
         return Arrived(
             header.fragment_id, header.version, header.epoch, values, header.merged_version, difference,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from dataclasses import replace
 
-from diloco_common.codec import encoding_names
-from diloco_common.errors import DilocoError, Refusal, refusal_from
+from diloco_common.codec import offered_names
+from diloco_common.errors import BadRequest, DilocoError, HandshakeFailed, Refusal, refusal_from
 from diloco_common.manifest import Manifest
 from diloco_common.messages import (
     Collect,
@@ -21,11 +23,13 @@ from diloco_common.messages import (
     JoinRequest,
     Progress,
     Pulse,
+    ShardAway,
     Stop,
 )
 from diloco_common.ports import ControlStream, Unavailable
 from diloco_common.protocol import PROTOCOL
 from diloco_worker.context import ConnectionContext
+from diloco_worker.core.acts import FetchEnded, FetchVersion
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.dialing import CALL_S, SILENCE_HEARTBEATS, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
@@ -53,10 +57,20 @@ class Connection:
         self._is_leaving = False
         self._progress = progress
         self._has_progress = asyncio.Event()
+        self._down_since: float | None = context.world.clock()
+        self.others_away: Callable[[], tuple[ShardAway, ...]] = tuple
+        """The shards that other connections do not reach; reported to this one."""
 
     @property
     def address(self) -> str:
         return self.state.address
+
+    @property
+    def away(self) -> ShardAway | None:
+        """What the others are told; None: the shard is there."""
+        if self._down_since is None:
+            return None
+        return ShardAway(self.address, self.state.shard_index, self._c.world.clock() - self._down_since)
 
     async def run(self) -> None:
         """Keep the connection up until cancelled, or until the shard refuses for good."""
@@ -70,7 +84,7 @@ class Connection:
         except asyncio.CancelledError:
             await self._end(pulling, attending)
             raise
-        except Refusal as refusal:
+        except (Refusal, HandshakeFailed) as refusal:
             log.error("refused", shard=self.address, code=refusal.code, why=refusal)
             self._c.inbox.put(Failed(refusal))
         except Exception as error:  # ours: say so, rather than leave a learner that hears nothing
@@ -82,6 +96,27 @@ class Connection:
         """Fragments can be pulled now."""
         self.state.manifest = manifest
         self._puller.wake()
+
+    def take_lease(self, joined: Joined) -> None:
+        """In an island: the leader has joined, and this process speaks under its lease. The leader itself does so."""
+        if self._c.caller.rank:
+            mine = self.state.fragment_ids
+            if self.state.take_lease(joined):
+                self._c.codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != joined.epoch)
+            self.is_up = True
+        self._puller.wake()
+
+    def fetch(self, fetch: FetchVersion) -> None:
+        """In an island: this version is to be pulled."""
+        self.state.announced[fetch.fragment_id] = (fetch.epoch, fetch.version)
+        self._puller.wake()
+
+    def fetch_ended(self, ended: FetchEnded) -> None:
+        """In an island: all ranks have decided on a version. Only the leader goes on to the next."""
+
+    def newest(self, fragment_id: int) -> tuple[int, int] | None:
+        """Epoch and number of the version that the shard has announced last; None: it has announced none."""
+        return self.state.announced.get(fragment_id)
 
     def report(self, progress: Progress) -> None:
         """Tell the shard, soon."""
@@ -112,7 +147,7 @@ class Connection:
     # ------------------------------------------------------------ control
 
     async def _stay_connected(self) -> None:
-        """Raises the Refusal that trying again would not change."""
+        """Raises the Refusal, or HandshakeFailed, that trying again would not change."""
         world, telemetry = self._c.world, self._c.telemetry
         while True:
             self._dialing.begin(world.clock(), has_lease=self.state.has_lease)
@@ -124,7 +159,7 @@ class Connection:
             except (Refusal, Unavailable) as caught:
                 error = caught
             finally:
-                self.is_up = False
+                self._went_down()
                 telemetry.disconnected(self.address)
             redial = self._dialing.ended(error, world.clock(), world.random.random())
             if redial.is_lease_over:
@@ -132,7 +167,8 @@ class Connection:
             if self._is_leaving:
                 return
             if redial.is_news:
-                telemetry.log.warning("no connection, trying again", shard=self.address, why=redial.why)
+                code = None if error is None else error.code
+                telemetry.log.warning("no connection, trying again", shard=self.address, code=code, why=redial.why)
             await asyncio.sleep(redial.after_s)
 
     async def _join(self) -> None:
@@ -140,8 +176,9 @@ class Connection:
         state, codec = self.state, self._c.codec
         mine = state.fragment_ids
         request = JoinRequest(
-            PROTOCOL, self._c.caller.process_id, self._c.tensors, encoding_names(),
-            held=codec.held(mine),
+            PROTOCOL, self._c.caller.process_id, self._c.tensors, offered_names(),
+            held=codec.held(mine), frozen=self._c.frozen,
+            ties=self._c.ties, index=self._c.index if state.index is None else state.index,
         )  # fmt: skip
         answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
         if state.joined(answer):
@@ -149,7 +186,7 @@ class Connection:
         self._c.inbox.put(
             Joined(
                 self.address, answer.shard_index, answer.num_shards, answer.num_fragments, answer.manifest_digest,
-                answer.policy, answer.epoch, answer.fragments,
+                answer.policy, answer.epoch, answer.fragments, answer.generation, answer.heartbeat_s,
             )
         )  # fmt: skip
         self._c.telemetry.log.event(
@@ -185,7 +222,7 @@ class Connection:
         with contextlib.suppress(Unavailable):  # the reader sees the same and says why
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
-                await stream.report(self._progress)
+                await stream.report(replace(self._progress, away=self.others_away()))
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.state.heartbeat_s - REPORT_EVERY_S):
@@ -194,8 +231,10 @@ class Connection:
     def _hear(self, directive: Directive) -> None:
         match directive:
             case Collect():
+                self._check_owned(directive)
                 self._c.inbox.put(Asked(directive, self.state.epoch))
             case Committed():
+                self._check_owned(directive)
                 self.state.announced[directive.fragment_id] = (directive.epoch, directive.version)
                 self._puller.wake()
             case Pulse():
@@ -208,8 +247,21 @@ class Connection:
             case Evicted():
                 raise refusal_from(directive.code, directive.message)
 
+    def _check_owned(self, directive: Collect | Committed) -> None:
+        """A shard speaks of its own fragments only. Raises BadRequest."""
+        if directive.fragment_id not in self.state.owned:
+            raise BadRequest(
+                f"{self.address} speaks of fragment {directive.fragment_id}, which it did not name in Join"
+            )
+
+    def _went_down(self) -> None:
+        if self.is_up:
+            self._down_since = self._c.world.clock()
+        self.is_up = False
+
     def _came_up(self) -> None:
-        self.is_up = True
+        self.is_up, self._down_since = True, None
         self.times_up += 1
         self._dialing.is_up()
+        self._puller.wake()
         self._c.telemetry.connected(self.address, self.times_up)

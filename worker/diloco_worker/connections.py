@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_common.errors import DilocoError
-from diloco_common.messages import Progress, Pulse
+from diloco_common.messages import Progress, Pulse, ShardAway
 from diloco_worker.connection import Connection
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act, ModelCut, PushContribution, SeedFragment, StepEnded
@@ -31,7 +31,12 @@ class Connections:
 
     def __init__(self, addresses: Sequence[str], progress: Progress, context: ConnectionContext) -> None:
         self._c = context
-        self._connections = [Connection(address, progress, context) for address in addresses]
+        self._connections = [self._connect(address, progress) for address in addresses]
+        for connection in self._connections:
+            connection.others_away = self._away
+
+    def _connect(self, address: str, progress: Progress) -> Connection:
+        return Connection(address, progress, self._c)
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._connections)
@@ -40,7 +45,14 @@ class Connections:
     def pulse(self) -> Pulse:
         """The state of the run, as the shard says that is furthest."""
         pulses = [connection.state.pulse for connection in self._connections]
-        return Pulse(max(p.tokens_merged for p in pulses), max(p.tokens_budget for p in pulses))
+        merged, budget = max(p.tokens_merged for p in pulses), max(p.tokens_budget for p in pulses)
+        return Pulse(merged, budget, max(p.learners_alive for p in pulses))
+
+    @property
+    def index(self) -> int | None:
+        """The learner's number, as the first shard counts that has said it; None: none has."""
+        said = [(c.state.shard_index, c.state.index) for c in self._connections if c.state.shard_index is not None]
+        return min(said)[1] if said else None
 
     @property
     def shards_up(self) -> set[int]:
@@ -60,6 +72,10 @@ class Connections:
             }
             for c in self._connections
         ]
+
+    def _away(self) -> tuple[ShardAway, ...]:
+        """The shards that this learner does not reach."""
+        return tuple(away for connection in self._connections if (away := connection.away) is not None)
 
     def perform(self, acts: Sequence[Act]) -> None:
         """Carry out the acts of one step boundary, in their order. One that fails ends the learner, not this."""

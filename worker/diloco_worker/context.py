@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_common.manifest import TensorSpec
+from diloco_common.messages import FrozenTensor, Tie
 from diloco_common.ports import Transport, World
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import Caller
@@ -26,3 +27,11 @@ class ConnectionContext:
     inbox: Inbox
     codec: CodecThread
     telemetry: LearnerTelemetry
+    is_island: bool = False
+    """Whether this process is one of several that are one learner."""
+    frozen: tuple[FrozenTensor, ...] = ()
+    """What must be the same in all learners, as Join declares it."""
+    ties: tuple[Tie, ...] = ()
+    """Further names of tied parameters."""
+    index: int | None = None
+    """The number that this learner had in an earlier process."""

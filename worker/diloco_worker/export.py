@@ -30,7 +30,11 @@ def write_model(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode & 0o777  # as the umask says: a model that is exported is for others, too
         save_file(tensors, temporary, metadata={"format": "pt"})  # with more keys, their order would vary
+        temporary.chmod(mode)  # safetensors (0.8) makes a file that only its owner can read
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)

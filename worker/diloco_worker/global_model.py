@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from diloco_common.codec import decode_payload
-from diloco_common.errors import CannotConnect, ConfigError, ManifestMismatch
+from diloco_common.errors import CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch
 from diloco_common.identity import Identity
 from diloco_common.manifest import Fragment, Manifest, cut
 from diloco_common.messages import JoinAnswer, JoinRequest, PullRequest
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.protocol import PROTOCOL
+from diloco_worker.credentials import Credentials
 from diloco_worker.export import lay_out
 from diloco_worker.grpc_transport import GrpcTransport
 from diloco_worker.puller import read_version
@@ -32,17 +34,25 @@ class GlobalModel:
     versions: dict[int, int]
     """Fragment -> version."""
     tokens_merged: int
+    ties: dict[str, str]
+    """Further name of a tied parameter -> its name in `tensors`."""
 
 
 def pull_global_model(
-    shards: Sequence[str], *, run: str = "local", bearer_token: str | None = None, wait_s: float = 5.0
+    shards: Sequence[str],
+    *,
+    run: str = "local",
+    tls: Path | None = None,
+    bearer_token: str | Path | None = None,
+    wait_s: float = 5.0,
 ) -> GlobalModel:
-    """Pull the global model.
+    """Pull the global model. `tls` and `bearer_token` are as in `join`; any learner or observer may do this.
 
     Raises CannotConnect if a shard does not answer within `wait_s` seconds, ConfigError or ManifestMismatch if the
-    shards do not form one run, and the Refusal of a shard.
+    shards do not form one run, HandshakeFailed if TLS fails, and the Refusal of a shard.
     """
-    transports = {address: GrpcTransport(address, bearer_token, waits_for_shard=True) for address in shards}
+    credentials = Credentials(tls, bearer_token)
+    transports = {address: GrpcTransport(address, credentials, waits_for_shard=True) for address in shards}
     return asyncio.run(_pull_all(transports, Identity(run), wait_s))
 
 
@@ -53,6 +63,8 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
             request = JoinRequest(PROTOCOL, "", observe=True)
             try:
                 answers[address] = await transport.join(observer, request, wait_s)
+            except HandshakeFailed:
+                raise
             except Unavailable as error:
                 raise _unreachable(address, error) from None
         manifest = _manifest(answers)
@@ -65,7 +77,9 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
                 except Unavailable as error:
                     raise _unreachable(address, error) from None
                 versions[fragment.fragment_id] = version
-        return GlobalModel(tensors, versions, max(answer.pulse.tokens_merged for answer in answers.values()))
+        tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
+        ties = {tie.name: tie.of for answer in answers.values() for tie in answer.ties if tie.name not in tensors}
+        return GlobalModel(tensors, versions, tokens_merged, ties)
     finally:
         for transport in transports.values():
             await transport.close(0.0)

@@ -7,15 +7,15 @@ use, inside the event loop that uses them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from functools import cached_property
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
 from diloco_common import protobuf, rpc
-from diloco_common.codec import Payload
-from diloco_common.errors import DilocoError
+from diloco_common.codec import Chunk, Payload
+from diloco_common.errors import DilocoError, HandshakeFailed
+from diloco_common.handshake import find_cause
 from diloco_common.identity import Identity
 from diloco_common.messages import (
     Directive,
@@ -28,92 +28,171 @@ from diloco_common.messages import (
     PushHeader,
 )
 from diloco_common.ports import Unavailable
+from diloco_common.tls import TlsFiles
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
+from diloco_worker.credentials import Credentials
+from diloco_worker.whereabouts import Whereabouts
+
+Multicallable: TypeAlias = Callable[..., Any]
+Calls = TypeVar("Calls")
+RETIRE_S = 120.0
+"""Seconds that calls on a channel with an old certificate have to end."""
+PROBE_FIRST_S, PROBE_LONGEST_S = 2.0, 60.0
+"""Seconds between two looks for the cause of a connection that does not come about: each wait is twice the last."""
 
 
 class GrpcTransport:
     """The calls of one learner, or of one observer, to one shard."""
 
-    def __init__(self, address: str, bearer_token: str | None = None, *, waits_for_shard: bool = False) -> None:
-        """`bearer_token`: if the shard asks for one. `waits_for_shard`: Join waits for an absent shard."""
-        self._address = address
-        self._bearer_token = bearer_token
+    def __init__(self, address: str, credentials: Credentials | None = None, *, waits_for_shard: bool = False) -> None:
+        """`address`: host:port or `@FILE` (whereabouts.py). `credentials`: none are sent, and nothing is encrypted, if
+        None. `waits_for_shard`: Join waits for an absent shard."""
+        self._credentials = credentials or Credentials()
+        where = Whereabouts(address)
         self._waits_for_shard = waits_for_shard
-        self._channels: list[grpc.aio.Channel] = []
+        self._control = _Line(where, rpc.CHANNEL_OPTIONS, self._credentials, _stub)
+        self._pushes = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials, _push)
+        self._pulls = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials, _pull)
+        self._probe = _Probe(where, self._credentials)
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
         message = protobuf.join_request_to_pb(request)
         wait = True if self._waits_for_shard else None
         try:
-            answer = await self._control.Join(
+            answer = await self._control.dialed().Join(
                 message, metadata=self._metadata(caller), timeout=timeout_s, wait_for_ready=wait
             )
         except grpc.aio.AioRpcError as error:
-            raise _error_of(error) from None
+            raise await self._probe.explained(error) from None
         return protobuf.join_answer_from_pb(answer)
 
     def attend(self, caller: Identity) -> GrpcControlStream:
-        return GrpcControlStream(self._control.Attend(metadata=self._metadata(caller)))
+        return GrpcControlStream(self._control.dialed().Attend(metadata=self._metadata(caller)), self._probe)
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         messages = protobuf.push_requests(header, payload)
         try:
-            answer = await self._pushes.Push(messages, metadata=self._metadata(caller), timeout=timeout_s)
+            answer = await self._pushes.dialed()(messages, metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
         return protobuf.answer_from_pb(answer)
 
     async def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
-    ) -> AsyncGenerator[PullHeader | bytes, None]:
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
         message = protobuf.pull_request_to_pb(request)
-        call = self._pulls.Pull(message, metadata=self._metadata(caller), timeout=timeout_s)
+        call = self._pulls.dialed()(message, metadata=self._metadata(caller), timeout=timeout_s)
         try:
             while (part := await call.read()) is not rpc.EOF:
-                yield protobuf.pull_header_from_pb(part.header) if part.HasField("header") else part.chunk
+                yield protobuf.pull_part(part)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
         finally:
             call.cancel()
 
     async def leave(self, caller: Identity, timeout_s: float) -> None:
+        stub = self._control.calls or self._control.dialed()
         try:
-            await self._control.Leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
+            await stub.Leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
 
     async def close(self, grace_s: float) -> None:
-        channels, self._channels = self._channels, []
-        for channel in channels:
-            await channel.close(grace_s)
-
-    @cached_property
-    def _control(self) -> pb_grpc.ParameterServerStub:
-        return self._open(rpc.CHANNEL_OPTIONS)
-
-    @cached_property
-    def _pushes(self) -> pb_grpc.ParameterServerStub:
-        return self._open(rpc.BULK_CHANNEL_OPTIONS)
-
-    @cached_property
-    def _pulls(self) -> pb_grpc.ParameterServerStub:
-        return self._open(rpc.BULK_CHANNEL_OPTIONS)
-
-    def _open(self, options: list[tuple[str, int]]) -> pb_grpc.ParameterServerStub:
-        channel = grpc.aio.insecure_channel(self._address, options=options)
-        self._channels.append(channel)
-        return pb_grpc.ParameterServerStub(channel)  # type: ignore[no-untyped-call]
+        for line in (self._control, self._pushes, self._pulls):
+            await line.close(grace_s)
 
     def _metadata(self, caller: Identity) -> tuple[tuple[str, str], ...]:
-        return rpc.metadata_of(caller, self._bearer_token)
+        return rpc.metadata_of(caller, self._credentials.token())
+
+
+def _stub(channel: grpc.aio.Channel) -> pb_grpc.ParameterServerStub:
+    return pb_grpc.ParameterServerStub(channel)  # type: ignore[no-untyped-call]
+
+
+def _push(channel: grpc.aio.Channel) -> Multicallable:
+    """Takes the bytes of messages as they are."""
+    calls: Multicallable = channel.stream_unary(
+        f"/{rpc.SERVICE}/Push", response_deserializer=pb.PushResponse.FromString
+    )
+    return calls
+
+
+def _pull(channel: grpc.aio.Channel) -> Multicallable:
+    """Gives the bytes of messages as they are."""
+    calls: Multicallable = channel.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)
+    return calls
+
+
+class _Line(Generic[Calls]):
+    """One channel, and the next one once certificate or address are others: gRPC fixes them when a channel is made."""
+
+    def __init__(
+        self,
+        where: Whereabouts,
+        options: list[tuple[str, int]],
+        credentials: Credentials,
+        calls_on: Callable[[grpc.aio.Channel], Calls],
+    ) -> None:
+        self._where, self._options, self._credentials, self._calls_on = where, options, credentials, calls_on
+        self._address = ""
+        self._files: TlsFiles | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
+        self.calls: Calls | None = None
+
+    def dialed(self) -> Calls:
+        """For a new call. Calls that are under way on an older channel may end there. Raises Unavailable."""
+        files, address = self._credentials.tls(), self._where.now()
+        if self.calls is None or files is not self._files or address != self._address:
+            if self._channel is not None:
+                retiring = asyncio.create_task(self._channel.close(RETIRE_S), name="retire channel")
+                self._retiring.add(retiring)
+                retiring.add_done_callback(self._retiring.discard)
+            self._files, self._address = files, address
+            self._channel = rpc.channel(address, files, self._options)
+            self.calls = self._calls_on(self._channel)
+        return self.calls
+
+    async def close(self, grace_s: float) -> None:
+        for retiring in self._retiring:
+            retiring.cancel()
+        channel, self._channel, self.calls = self._channel, None, None
+        if channel is not None:
+            await channel.close(grace_s)
+
+
+class _Probe:
+    """Names the cause where no connection comes about: at the first failure, and then ever more seldom."""
+
+    def __init__(self, where: Whereabouts, credentials: Credentials) -> None:
+        self._where, self._credentials = where, credentials
+        self._found: HandshakeFailed | None = None
+        self._next_at = 0.0
+        self._wait_s = PROBE_FIRST_S
+
+    async def explained(self, error: grpc.aio.AioRpcError) -> DilocoError:
+        """The Refusal that the shard answered, the cause if no connection came about, else Unavailable."""
+        if (refusal := rpc.refusal_of(error)) is not None:
+            self._wait_s, self._next_at, self._found = PROBE_FIRST_S, 0.0, None
+            return refusal
+        unavailable = _unavailable(error)
+        if not rpc.failed_to_connect(error):
+            return unavailable
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._next_at:
+            self._next_at = loop.time() + self._wait_s
+            self._wait_s = min(2 * self._wait_s, PROBE_LONGEST_S)
+            self._found = await loop.run_in_executor(None, find_cause, self._where.now(), self._credentials.tls())
+        return self._found or unavailable
 
 
 class GrpcControlStream:
     """The control stream of one Attend call."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, probe: _Probe) -> None:
         self._call = call
+        self._probe = probe
 
     async def report(self, progress: Progress) -> None:
         try:
@@ -129,7 +208,7 @@ class GrpcControlStream:
                 if (directive := protobuf.directive_from_pb(message)) is not None:
                     return directive
         except grpc.aio.AioRpcError as error:
-            raise _error_of(error) from None
+            raise await self._probe.explained(error) from None
         return None
 
     def cancel(self) -> None:

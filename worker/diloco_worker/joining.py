@@ -6,36 +6,48 @@ import os
 import random
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from diloco_common.addresses import parse_address
+from diloco_common import logs
+from diloco_common.allocator import give_back
 from diloco_common.codec import native
 from diloco_common.endpoints import write_address
-from diloco_common.errors import CannotConnect, ConfigError
+from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
 from diloco_common.history import HistoryFile
 from diloco_common.http import HttpServer
+from diloco_common.http_tls import TlsDoor
 from diloco_common.identity import check_learner_id
 from diloco_common.logs import Log
+from diloco_common.manifest import model_digest
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_worker import frozen_tensors, uncaught
 from diloco_worker.boundary import Start
 from diloco_worker.connections import Connections
+from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
+from diloco_worker.core.ranks import Island, Rank
 from diloco_worker.core.replica import Replica
+from diloco_worker.credentials import Credentials
+from diloco_worker.frozen_tensors import FrozenRule
 from diloco_worker.grpc_transport import GrpcTransport
-from diloco_worker.learner import Learner, make_learner
+from diloco_worker.interrupts import as_one_line
+from diloco_worker.island import form_island, make_island_learner, make_replica
+from diloco_worker.island_exchange import IslandGroup
+from diloco_worker.learner import LOOK_S, Learner, make_learner
 from diloco_worker.network_thread import NetworkThread
+from diloco_worker.patience import Patience
+from diloco_worker.state import read_state
 from diloco_worker.telemetry import LearnerTelemetry
-
-LOOK_S = 0.2
-"""While joining; sooner where something arrives."""
+from diloco_worker.watch import ModelWatch
+from diloco_worker.whereabouts import addresses_of
 
 
 def join(
@@ -44,69 +56,168 @@ def join(
     *,
     run: str = "local",
     learner_id: str = "",
-    token: str | None = None,
+    tls: str | Path | None = None,
+    token: str | Path | None = None,
     mean_merge: Collection[str] | None = None,
-    inner_step: int = 0,
-    tokens: int = 0,
+    state: Mapping[str, Any] | None = None,
     http: str | None = None,
     address_file: Path | None = None,
     history: Path | None = None,
     wait_s: float | None = None,
-    resumed: bool = False,
+    island: Island = None,
+    frozen: FrozenRule = "same",
+    log: Literal["stderr"] | None = "stderr",
 ) -> Learner:
     """Join a run, and return once the model holds the latest version of every fragment.
 
     Args:
-        shards: addresses of all shards, host:port, in any order; a string separates them by commas.
+        shards: addresses of all shards, host:port, in any order; a string separates them by commas. `@FILE`: the
+            address file of a shard that may move; it is read again when it changes.
         model: its trainable parameters are synchronised; buffers and the optimizer stay local.
         run: id of the run, as the shards have it.
-        learner_id: unique in the run; made from host name and process id if empty.
-        token: bearer token, where the shards ask for one.
+        learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name and
+            process id.
+        tls: folder that `diloco certs issue learner/ID` made: calls are encrypted, and prove who makes them. It is read
+            again when it changes. None: plaintext.
+        token: bearer token, where the shards ask for one; a Path is a file that holds it, and is read again.
         mean_merge: names of parameters merged by plain mean; None means embeddings and the output head.
-        inner_step: where a resumed learner's count of inner steps goes on.
-        tokens: where its count of tokens goes on.
+        state: what `learner.state_dict()` gave in an earlier process, from the checkpoint that model and optimizer were
+            loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
+            training goes on from the values that the model holds where a shard is away, and what it adds is contributed
+            once the shard is back.
         http: address on which to serve /metrics, /healthz, /readyz and /status; None serves nothing.
         address_file: write the address that is served here, as soon as it is known.
         history: record what happens to this learner in this folder, as JSON lines; None records nothing.
         wait_s: seconds to wait for shards that do not answer; None waits for ever, and says so every 10 s.
-        resumed: the model holds values of this run, of a checkpoint: one shard that answers is enough. Training goes
-            on from these values where a shard is away, and what it adds is contributed once the shard is back.
+        island: a process group or a device mesh (torch.distributed.group.WORLD, for example): its ranks train this
+            model together, by DDP or FSDP2, and are one learner. All of them call `join`, `step`, `poll`, `finish` and
+            `close` alike (docs/islands.md). "alone": each of the processes that torchrun, or the like, has started
+            trains a model of its own, and is a learner of its own. Without either, several processes are refused.
+        frozen: "same": frozen parameters and fixed buffers must be those of the other learners, bit for bit. "any":
+            they may differ (a base in another dtype, or quantised), and are not looked at.
+        log: "stderr": what the learner says goes there, unless the process has handlers for its logs already, and an
+            error of ours that nobody catches ends the process with its words alone. None: neither.
 
     Raises:
-        ConfigError: an address is no address, or the shards do not make up one run.
-        UnsupportedModel: the model cannot be synchronised; the message says which parameter, and what to do.
+        ConfigError: an address is no address, the shards do not make up one run, or the certificate is of another.
+        ConfigError: `state` is of another run, or no state.
+        UnsupportedModel: the model cannot be synchronised (FSDP1 and DeepSpeed are refused, for example);
+            the message says why, and what to do. Of several processes, rank 0 says it, and the others in short.
         CannotConnect: not all shards answered within `wait_s`.
+        HandshakeFailed: the two sides cannot agree on TLS, which only a change of settings or certificates can mend.
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
     """
-    addresses = _addresses(shards)
-    name = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
+    if log == "stderr":
+        logs.listen()
+        uncaught.say_in_one_line()
+    else:
+        logs.keep_quiet()
+    addresses = addresses_of(shards)
+    credentials = Credentials(None if tls is None else Path(tls), token)
+    saved = read_state(state, run)
+    wanted = learner_id or (saved.learner_id if saved is not None else "")
+    name = credentials.learner_id(wanted, run) or f"{socket.gethostname()[:40]}-{os.getpid()}"
     check_learner_id(name)
-    replica = Replica(model, mean_merge)
+    _check_ranks(model, island)
+    group: IslandGroup | None = None
+    if ranks.is_together(island):
+        group, name = form_island(island, name, saved)
+    if frozen not in ("same", "any"):
+        raise ConfigError(f'frozen={frozen!r} is neither "same" nor "any"')
+    replica = Replica(model, mean_merge) if group is None else make_replica(model, mean_merge, group)
     world = real_world()
-    caller = Caller(run, name, f"{world.random.getrandbits(64):016x}")
+    caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
+    if caller.rank:  # the leader speaks for all
+        http, address_file, history, name = None, None, None, f"{name}/{caller.rank}"
     recorded = None if history is None else HistoryFile(history, name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
-    if replica.device.type == "cpu" and isinstance(why := native.find(), str):
-        telemetry.log.warning("no native kernels: encoding takes several times as long", why=why)
-    network = NetworkThread(None if http is None else partial(_http_server, http, telemetry))
-    learner = make_learner(
-        replica, addresses, caller, partial(GrpcTransport, bearer_token=token), world, network, telemetry,
-        Start(inner_step, tokens, resumed),
-    )  # fmt: skip
+    if credentials.tls() is not None:
+        telemetry.metrics.certificates.follow(credentials.files)
+    if replica.device.type == "cpu":
+        if isinstance(why := native.find(), str):
+            telemetry.log.warning("no native kernels: encoding takes several times as long", why=why)
+        else:
+            telemetry.log.event("kernels", origin=native.origin())
+    telemetry.model(replica.specs, sum(p.numel() for p in frozen_tensors.frozen_parameters(model).values()))
+    start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
+    declared = frozen_tensors.declare(model, resumed=start.resumed) if frozen == "same" else ()
+    network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
+    dial, index = partial(GrpcTransport, credentials=credentials), None if saved is None else saved.index
+    watch = None if replica.is_spread else ModelWatch(model)
+    if group is None:
+        learner = make_learner(
+            replica,
+            addresses,
+            caller,
+            dial,
+            world,
+            network,
+            telemetry,
+            start,
+            index=index,
+            frozen=declared,
+            watch=watch,
+        )
+    else:
+        learner = make_island_learner(
+            replica, addresses, caller, dial, world, network, telemetry, start, group.exchange(), group.size,
+            group.goodbye, declared, index=index, watch=watch, agree=group.agree,
+        )  # fmt: skip
     try:
         learner.start()
         if address_file is not None:
             write_address(address_file, "worker", name, http=network.http_address)
         _wait_until_joined(learner, world, wait_s)
+        if group is not None:
+            learner.number(int(group.agree(str(learner.index))))
+    except KeyboardInterrupt:
+        learner.close()
+        raise as_one_line(f"{name} had not joined yet: {learner.telemetry.readiness[1]}") from None
     except BaseException:
         learner.close()
         raise
     return learner
 
 
+def digest_of(model: nn.Module, mean_merge: Collection[str] | None = None) -> str:
+    """The digest of a model, as shards ask for it (`run.model`); `mean_merge` as in `join`.
+
+    Raises UnsupportedModel.
+    """
+    return model_digest(Replica(model, mean_merge).specs)
+
+
 def real_world() -> World:
     """Real time, chance and threads."""
-    return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads)
+    return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads, give_back)
+
+
+def _check_ranks(model: nn.Module, island: Island) -> None:
+    """Raises UnsupportedModel for what several processes train together."""
+    rank = _rank()
+    try:
+        ranks.check(model, rank, island)
+    except UnsupportedModel as error:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            # Where one rank ends, torchrun ends the others at once, perhaps rank 0 before it has said why. This file
+            # is what torchrun shows at the end of all that it prints.
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        if rank.rank > 0:
+            raise UnsupportedModel(ranks.short(rank)) from None
+        raise
+
+
+def _rank() -> Rank:
+    """What torch.distributed says; before it is initialised, what its launcher has left in the environment."""
+    group = torch.distributed
+    if group.is_available() and group.is_initialized():
+        return Rank(group.get_rank(), group.get_world_size(), "a process group is initialised")
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal():
+        return Rank(int(rank), int(size), "RANK and WORLD_SIZE are set, as by torchrun")
+    return Rank()
 
 
 def _threads(count: int, name: str) -> Executor:
@@ -121,36 +232,28 @@ def _threads(count: int, name: str) -> Executor:
     return executor
 
 
-def _addresses(shards: str | Sequence[str]) -> list[str]:
-    """Raises ConfigError."""
-    named = shards.split(",") if isinstance(shards, str) else list(shards)
-    addresses = [str(parse_address(a.strip())) for a in named if a.strip()]
-    if not addresses:
-        raise ConfigError("no shard addresses given; name all shards, such as ps-0:50051,ps-1:50051")
-    twice = sorted({a for a in addresses if addresses.count(a) > 1})
-    if twice:
-        raise ConfigError(f"shard {twice[0]} is named twice; name every shard once")
-    return addresses
-
-
-def _http_server(address: str, telemetry: LearnerTelemetry, connections: Connections) -> HttpServer:
+def _http_server(
+    address: str, telemetry: LearnerTelemetry, credentials: Credentials, connections: Connections
+) -> HttpServer:
+    files = credentials.tls()
     return HttpServer(
         address,
         registry=telemetry.metrics.registry,
         status=lambda: telemetry.status(connections.pulse, connections.figures()),
         ready=lambda: telemetry.readiness,
+        bearer_token=credentials.token(),
+        door=None if files is None or files.pair is None else TlsDoor(credentials.files),
     )
 
 
 def _wait_until_joined(learner: Learner, world: World, wait_s: float | None) -> None:
     """Raises CannotConnect, and what `Learner.begin` raises."""
-    began = said = world.clock()
+    began = world.clock()
+    patience = Patience(learner.telemetry.log, "waiting", began)
     while not learner.begin():
         missing = learner.telemetry.readiness[1]
         now = world.clock()
         if wait_s is not None and now - began > wait_s:
             raise CannotConnect(f"no run to join after {wait_s:g} s: {missing}")
-        if now - said >= ANNOUNCE_WAIT_S:
-            learner.telemetry.log.event("waiting", for_s=round(now - began), why=missing)
-            said = now
+        patience.still(missing, now)
         learner.poll(LOOK_S)

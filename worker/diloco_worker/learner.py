@@ -7,6 +7,8 @@
             learner.step(tokens=batch.numel(), loss=loss)
             if learner.done:
                 break
+        learner.finish()
+    model.save_pretrained("model")
 
 All of this runs in the training thread. Between two steps, `step` takes contributions and puts arrived versions under
 the local progress: one addition, of what was computed ahead. It never waits for anybody. What happens there is decided
@@ -26,18 +28,28 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from diloco_common.messages import Progress
+from diloco_common.bounds import TOKENS_MAX
+from diloco_common.errors import ConfigError, DilocoError, LearnerEnded
+from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
 from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
-from diloco_worker.core.acts import Act, GiveUp, PushContribution, StepEnded
+from diloco_worker.core.acts import Act, GiveUp, PushAnswered, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.diverging import Diverging
+from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
+from diloco_worker.finishing import Finishing
 from diloco_worker.inbox import Inbox
+from diloco_worker.interrupts import as_one_line
+from diloco_worker.patience import Patience
+from diloco_worker.state import LearnerState
 from diloco_worker.telemetry import LearnerTelemetry
+from diloco_worker.view import LearnerView
+from diloco_worker.watch import ModelWatch
 
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
@@ -47,6 +59,10 @@ APPLY_S = 0.003
 """`step` spends this many seconds, or `APPLY_SHARE` of a step if that is longer, on versions that have arrived. It
 always applies one. The rest wait for the next step."""
 APPLY_SHARE = 0.005
+LOOK_S = 0.2
+"""How often a learner that waits looks around; sooner where something arrives."""
+FINISH_S = 60.0
+"""For the last versions; what is waited for is a pull of each fragment, at most."""
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
 
@@ -64,17 +80,17 @@ class Background(Protocol):
         """Let them leave, and end them. Repeating it is fine."""
 
 
-class Learner:
+class Learner(LearnerView):
     """One learner of a run. Made by `join`; a context manager that leaves the run at its end."""
 
     def __init__(
-        self, boundary: StepBoundary, connections: Connections, background: Background, context: ConnectionContext
-    ) -> None:
-        self.connections = connections
-        self.telemetry = context.telemetry
+        self, boundary: StepBoundary, connections: Connections, background: Background, context: ConnectionContext,
+        finishing: Finishing, watch: ModelWatch | None = None,
+    ) -> None:  # fmt: skip
+        """`watch`: looks whether the model is still the one that joined; None: nobody can replace it."""
+        super().__init__(boundary, connections, context.telemetry, context.index)
         self.step_time_s = 0.0
         """Moving average."""
-        self._boundary = boundary
         self._background = background
         self._codec = context.codec
         self._inbox = context.inbox
@@ -82,7 +98,12 @@ class Learner:
         self._began = self._step_ended = self._clock()
         self._loss: float | None = None
         self._loss_read = 0.0
-        self._is_stop_requested = False
+        self._finishing = finishing
+        self._watch = watch
+        self._diverging = Diverging()
+        self._is_whole: bool | None = None
+        """Whether `finish` got everything; None: it was not called."""
+        self._steps_told = boundary.figures().inner_step
 
     # ------------------------------------------------------------ joining
 
@@ -120,16 +141,24 @@ class Learner:
             Superseded: another process joined with this learner id.
             Refusal: a shard refuses this learner for good.
             ManifestMismatch: a shard that was away when training began is of another run.
+            ConfigError: a step cannot have so many tokens.
+            ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
+            NotFinite: the model holds NaN, and round after round has refused it.
+            LearnerEnded: the learner has left the run.
         """
+        self._check_not_ended()
+        if self._watch is not None:
+            self._watch.check()
+        if not 0 <= tokens <= TOKENS_MAX:
+            raise ConfigError(f"step(tokens={tokens}): a step has 0 to 2^40 tokens; give those of this batch")
         began = self._clock()
         step_s = began - self._step_ended
         self._step_ended = began
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss, began)
         self._boundary.stepped(tokens)
-        core = self._core
-        self.telemetry.stepped(core.inner_step, core.tokens)
         acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
+        core = self._core
         progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s)
         acts.append(StepEnded(progress, tokens, step_s, self._clock() - began))
         self._post(acts)
@@ -144,53 +173,64 @@ class Learner:
             self._inbox.wait(wait_s)
         self._post(self._cross(math.inf))
 
+    def finish(self, wait_s: float = FINISH_S) -> bool:
+        """End the training of this learner, and leave the global model in the user's module.
+
+        Waits for the last version of every fragment, says what it waits for, and puts these in the place of all local
+        values; then leaves the run. In a run that has reached its budget they are final, and all learners have the
+        same. Otherwise they are the latest; what this learner has trained since its last contribution is in none.
+        Values are those that the run sends (`sync.pull`, bfloat16 by default); `diloco pull` writes them in float32.
+        Buffers and frozen parameters stay as they are. Repeating it changes nothing.
+
+        Returns whether all versions came within `wait_s` seconds. Of those that did not, the learner takes the version
+        that it had, and the log names them. Raises ModelChanged, and what `step` raises.
+        """
+        if self._is_whole is not None:
+            return self._is_whole
+        self._check_not_ended()
+        if self._watch is not None:
+            self._watch.check_in_place()
+        began = self._clock()
+        patience = Patience(self.telemetry.log, "waiting for the last versions", began)
+        while True:
+            waited_s = self._clock() - began
+            is_over, missing = self._finishing.look(waited_s, wait_s)
+            if is_over:
+                break
+            patience.still(missing or "a round that holds work of this learner", began + waited_s)
+            self.poll(LOOK_S)
+        self._is_whole = not missing
+        self._finishing.write()
+        patience.over(self._clock())
+        if missing:
+            self.telemetry.log.warning("not everything is of the last version", why=missing)
+        self.close()
+        return self._is_whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `join(state=...)` goes on from: counters, and who this learner is. Plain values, for any checkpoint.
+
+        Save it together with the model and the optimizer, between two steps. In an island it is the same at all ranks;
+        one that dies meanwhile raises IslandBroken at the others.
+        """
+        caller = self.telemetry.caller
+        return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained()).as_dict()
+
     def status(self) -> dict[str, Any]:
         """JSON of this learner, as at /status. In any thread."""
-        return self.telemetry.status(self.connections.pulse, self.connections.figures())
-
-    @property
-    def learner_id(self) -> str:
-        return self.telemetry.caller.learner_id
-
-    @property
-    def state(self) -> str:
-        """ "joining", "training", "done" or "stopped"."""
-        return self.telemetry.state
-
-    @property
-    def core(self) -> LearnerCore | None:
-        """The learner's decisions so far; None: the model is not cut yet."""
-        return self._boundary.core
-
-    @property
-    def done(self) -> bool:
-        """Whether to stop training: every shard has merged the token budget, or `stop` was called."""
-        return self._is_stop_requested or self._boundary.shards.have_stopped
-
-    @property
-    def tokens_merged(self) -> int:
-        """Tokens that the run has merged so far, over all learners."""
-        return self.connections.pulse.tokens_merged
-
-    @property
-    def tokens_budget(self) -> int:
-        """Tokens that the run is to merge; 0 if it has no end."""
-        return self.connections.pulse.tokens_budget
-
-    @property
-    def fraction(self) -> float:
-        """Global progress, merged tokens over the budget, from 0 to 1; 0 if there is no budget."""
-        return min(1.0, self.tokens_merged / self.tokens_budget) if self.tokens_budget else 0.0
+        return self.telemetry.status(self._boundary.pulse, self.connections.figures())
 
     def stop(self) -> None:
         """Make `done` true. May be called from a signal handler."""
-        self._is_stop_requested = True
+        self._boundary.ask_stop()
 
     def close(self) -> None:
         """Leave the run: what is being pushed gets a few seconds. Repeating it is fine."""
         if self.state != "stopped":
             self.telemetry.state = "done" if self._boundary.shards.have_stopped else "stopped"
             self.telemetry.ended()
+        if self._watch is not None:
+            self._watch.end()
         try:
             self._background.stop()
         finally:
@@ -203,8 +243,22 @@ class Learner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if kind is KeyboardInterrupt:
+            raise as_one_line(f"{self.learner_id} has left the run after {self.inner_step} steps") from None
 
     # ------------------------------------------------------------ helpers
+
+    def _check_not_ended(self) -> None:
+        if self.state in ("done", "stopped"):
+            raise LearnerEnded(
+                f"{self.learner_id} has left the run already (by finish, by close, or at the end of `with`); to train "
+                "on, join again with state=learner.state_dict()"
+            )
+
+    @property
+    def core(self) -> LearnerCore | None:
+        """The learner's decisions so far; None: the model is not cut yet."""
+        return self._boundary.core
 
     @property
     def _core(self) -> LearnerCore:
@@ -214,6 +268,10 @@ class Learner:
 
     def _cross(self, apply_s: float) -> list[Act]:
         acts = self._boundary.cross(apply_s)
+        core = self.core
+        if core is not None and core.inner_step > self._steps_told:  # in an island, of the step before
+            self._steps_told = core.inner_step
+            self.telemetry.stepped(core.inner_step, core.tokens)
         if not self.telemetry.readiness[0]:
             self.telemetry.readiness = self._boundary.readiness()
         return acts
@@ -224,11 +282,15 @@ class Learner:
         Each time that the network thread is woken, it may take the processor away. Raises the error of `GiveUp`.
         """
         self.telemetry.record(acts)
-        error = None
+        error: DilocoError | None = None
         for act in acts:
             match act:
                 case PushContribution():
                     self._codec.begin(act.contribution, self._core.policy.push_encoding)
+                case PushAnswered():
+                    error = error or self._diverging.answered(act.fragment_id, act.round, act.answer)
+                case VersionApplied(fate=Fate.MERGED):
+                    self._diverging.merged(act.fragment_id)
                 case GiveUp():
                     error = act.error
         if acts:
@@ -249,19 +311,26 @@ class Learner:
 
 def make_learner(
     replica: Replica, addresses: Sequence[str], caller: Caller, dial: Callable[[str], Transport], world: World,
-    background: Background, telemetry: LearnerTelemetry, start: Start,
+    background: Background, telemetry: LearnerTelemetry, start: Start, *, index: int | None = None,
+    frozen: Sequence[FrozenTensor] = (), watch: ModelWatch | None = None,
 ) -> Learner:  # fmt: skip
     """A learner in some world, with its parts. Nothing is dialed before `start`.
 
     Args:
         dial: gives the way to the shard at an address, and sends nothing yet.
         background: runs the connections.
+        index: the learner's number in an earlier process.
+        frozen: what must be the same in all learners.
+        watch: looks whether the model is still the one that joined; None: nobody can replace it.
     """
     telemetry.born(start.inner_step, start.tokens)
     inbox = Inbox()
     codec = CodecThread(replica.device, world, telemetry)
-    context = ConnectionContext(caller, tuple(replica.specs), dial, world, inbox, codec, telemetry)
+    context = ConnectionContext(
+        caller, tuple(replica.specs), dial, world, inbox, codec, telemetry, frozen=tuple(frozen), ties=replica.ties,
+        index=index,
+    )  # fmt: skip
     connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
-    boundary = StepBoundary(replica, addresses, inbox, lambda: connections.pulse.tokens_merged, world, start)
+    boundary = StepBoundary(replica, addresses, inbox, lambda: connections.pulse, world, start)
     telemetry.figures = boundary.figures
-    return Learner(boundary, connections, background, context)
+    return Learner(boundary, connections, background, context, Finishing(boundary, connections), watch)

@@ -20,6 +20,8 @@ from diloco_worker.core.acts import Act
 SETTLE_S = 5.0
 """Seconds that pushes under way have to be answered when the learner ends."""
 STOP_S = 15.0
+LAST_S = 1.0
+"""Seconds that tasks of grpc.aio have to end by themselves."""
 
 T = TypeVar("T")
 
@@ -90,6 +92,23 @@ class NetworkThread:
             await asyncio.gather(self._running, return_exceptions=True)
         if self._http is not None:
             await self._http.stop()
+        await _end_of_all_others()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(SETTLE_S + STOP_S)
+
+
+async def _end_of_all_others() -> None:
+    """Until no task is left but this one.
+
+    grpc.aio has a task for each call (`_AioCall._handle_status_once_received`), which nobody else knows. It ends once
+    the status of the call has come: a moment after the call was cancelled. A loop that is closed before that leaves it
+    behind, and asyncio says "Task was destroyed but it is pending!".
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if not others:
+        return
+    _, late = await asyncio.wait(others, timeout=LAST_S)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
-from diloco_common.codec import Payload, PayloadReceiver
+from diloco_common.codec import Chunk, Payload, PayloadReceiver
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import (
     BadChecksum,
@@ -15,12 +16,15 @@ from diloco_common.errors import (
     NotFinite,
     Refusal,
     UnknownEncoding,
+    VersionGone,
 )
 from diloco_common.messages import PullHeader, PullRequest
 from diloco_common.ports import Transport, Unavailable
+from diloco_common.ranges import Range
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.dialing import backoff_s, call_s
+from diloco_worker.core.events import Gone
 
 UNREADABLE = (BadRequest, BadSize, BadChecksum, BadEncoding, UnknownEncoding, NotFinite)
 """What came cannot be read: the next pull asks for the values. Other refusals are of the call, and cost no base."""
@@ -34,6 +38,10 @@ class Puller:
         self._transport = transport
         self._c = context
         self._has_news = asyncio.Event()
+        self.found: Callable[[int, tuple[int, int]], None] = lambda fragment_id, version: None
+        """Called when the bytes of a version begin to come; from then on the shard holds it for an island."""
+        self.gone: Callable[[int, tuple[int, int]], None] = self._say_gone
+        """Called when the shard no longer holds a version that an island wants."""
 
     def wake(self) -> None:
         """A version was announced, or the model was cut."""
@@ -48,11 +56,14 @@ class Puller:
             if state.manifest is None:
                 continue
             for fragment_id, version in sorted(state.announced.items()):
-                if self._c.codec.base(fragment_id) == version or not state.has_lease:
+                if not state.has_lease or self._has(fragment_id, version):
                     continue
                 try:
-                    await self._pull(fragment_id)
+                    await self._pull(fragment_id, version)
                     attempt = 0
+                except VersionGone:
+                    self._is_fetched(fragment_id, version)
+                    self.gone(fragment_id, version)
                 except (Refusal, Unavailable) as error:
                     if isinstance(error, UNREADABLE):
                         self._c.codec.lose_base(fragment_id)
@@ -61,50 +72,77 @@ class Puller:
                     await asyncio.sleep(backoff_s(attempt, self._c.world.random.random()))
                     attempt += 1
 
-    async def _pull(self, fragment_id: int) -> None:
-        """One attempt. Raises Unavailable, or a Refusal of the call or of the bytes."""
+    def _has(self, fragment_id: int, version: tuple[int, int]) -> bool:
+        """In an island a version is pulled even if it is held: the others may have dropped it."""
+        return not self._c.is_island and self._c.codec.base(fragment_id) == version
+
+    def _say_gone(self, fragment_id: int, version: tuple[int, int]) -> None:
+        self._c.inbox.put(Gone(fragment_id, *version))
+
+    def _is_fetched(self, fragment_id: int, version: tuple[int, int]) -> None:
+        """In an island: this version was pulled, or cannot be."""
+        if self._state.announced.get(fragment_id) == version:
+            del self._state.announced[fragment_id]
+
+    async def _pull(self, fragment_id: int, want: tuple[int, int]) -> None:
+        """One attempt; `want` counts in an island, elsewhere the latest does.
+
+        Raises Unavailable, or a Refusal of the call or of the bytes.
+        """
         state, codec = self._state, self._c.codec
         assert state.manifest is not None
         assert state.policy is not None
-        encodings = pull_encodings(state.policy.pull_encoding)
-        request = PullRequest(fragment_id, encodings, codec.base(fragment_id))
-        epoch, num_elements = state.epoch, state.manifest.fragments[fragment_id].num_elements
+        epoch, local = state.epoch, codec.local(fragment_id)
+        held = num_elements = (local or state.manifest.fragments[fragment_id]).num_elements
+        request = PullRequest(fragment_id, pull_encodings(state.policy.pull_encoding), codec.base(fragment_id))
+        if local is not None:
+            have = None if request.have == want else request.have  # it may have been dropped since
+            request = replace(request, have=have, want=want, ranges=local.ranges)
+            if not num_elements:  # one element, for what is said of the version; and so that the shard holds it
+                request, num_elements = replace(request, ranges=(Range(0, 1),), have=None), 1
         parts = self._transport.pull(state.identity, request, call_s(4 * num_elements))
-        header, payload = await read_version(parts, request, num_elements)
+        header, payload = await read_version(parts, request, num_elements, lambda: self.found(fragment_id, want))
         if payload is None:
             return
         self._c.telemetry.pulled(payload.header.num_bytes)
-        arrived = await codec.decode(header, payload)
+        arrived = await codec.decode(header, payload) if held else codec.nothing(header)
         if state.epoch != epoch:  # of an earlier epoch, which may have lost it: Join did not name it
             return
-        codec.hold(arrived, header.tokens_merged)
+        if held:
+            codec.hold(arrived, header.tokens_merged)
+        if self._c.is_island:
+            self._is_fetched(fragment_id, want)
         self._c.inbox.put(arrived)
 
 
 async def read_version(
-    parts: AsyncGenerator[PullHeader | bytes, None], request: PullRequest, num_elements: int
-) -> tuple[PullHeader, Payload | None]:
+    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
+    found: Callable[[], None] = lambda: None,
+) -> tuple[PullHeader, Payload | None]:  # fmt: skip
     """Read the answer to a Pull, and close it; no payload if the caller has that version.
+
+    `found` is called when its header has come.
 
     Raises Unavailable, or a Refusal of the call or of what came.
     """
     try:
-        found = await _read_version(parts, request, num_elements)
+        answer = await _read_version(parts, request, num_elements, found)
     except Refusal:
         await parts.aclose()  # the rest need not come
         raise
     await parts.aclose()
-    return found
+    return answer
 
 
 async def _read_version(
-    parts: AsyncGenerator[PullHeader | bytes, None], request: PullRequest, num_elements: int
+    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int, found: Callable[[], None]
 ) -> tuple[PullHeader, Payload | None]:
     header = await anext(parts, None)
     if not isinstance(header, PullHeader):
         raise BadRequest("the shard answered Pull without a header")
     if header.fragment_id != request.fragment_id:
         raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
+    found()
     if header.payload is None:
         return header, None
     if header.payload.num_elements != num_elements:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from diloco_common.codec import CHUNK_ELEMENTS, Payload, PayloadHeader
+from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
 from diloco_common.errors import NotFinite, Refusal, refusal_from
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.ports import Transport, Unavailable
@@ -39,7 +39,8 @@ class Pusher:
         """Push a contribution in the background, once it is encoded."""
         contribution, lease = act.contribution, self._state.lease
         if contribution.begin_push(lease):
-            self._c.telemetry.pushing(act, lease)
+            if not self._c.is_island:  # there the leader speaks for all ranks
+                self._c.telemetry.pushing(act, lease)
             name = f"push {contribution.fragment_id} of round {contribution.round}"
             self._start(self._push_contribution(contribution, lease), name)
 
@@ -74,7 +75,7 @@ class Pusher:
         finally:
             contribution.pushes.ended(lease, answer)
         if answer is not None:
-            self._c.inbox.put(Answered(contribution.fragment_id, contribution.round, answer))
+            self._c.inbox.put(Answered(contribution.fragment_id, contribution.round, answer, contribution.tokens))
 
     async def _payload(self, contribution: Contribution) -> tuple[Payload | None, bool]:
         """The encoded contribution, and whether it is not finite: the payload is empty then.
@@ -93,14 +94,24 @@ class Pusher:
     def _empty_payload(self, fragment_id: int) -> Payload:
         assert self._state.policy is not None
         assert self._state.manifest is not None
-        num_elements = self._state.manifest.fragments[fragment_id].num_elements
-        return Payload(PayloadHeader(self._state.policy.push_encoding, num_elements, CHUNK_ELEMENTS, 0, 0), ())
+        fragment = self._c.codec.local(fragment_id) or self._state.manifest.fragments[fragment_id]
+        num_elements = fragment.num_elements
+        encoding = self._state.policy.push_encoding
+        return Payload(PayloadHeader(encoding, num_elements, usual_chunk_elements(encoding), 0, 0), ())
 
     def _contribution_header(self, contribution: Contribution, payload: Payload, *, not_finite: bool) -> PushHeader:
         return PushHeader(
             contribution.fragment_id, contribution.round, contribution.epoch, contribution.base_version,
             contribution.tokens, contribution.steps, payload.header, self._manifest_digest, not_finite=not_finite,
+            **self._part(contribution.fragment_id),
         )  # fmt: skip
+
+    def _part(self, fragment_id: int) -> dict[str, Any]:
+        """What a push says of the part that it brings, if others bring the rest."""
+        local = self._c.codec.local(fragment_id)
+        if local is None or local.num_parts == 1:
+            return {}
+        return {"part": local.part, "num_parts": local.num_parts, "ranges": local.own_ranges}
 
     # ------------------------------------------------------------ seeds
 
@@ -120,7 +131,8 @@ class Pusher:
                 return
             known = self._c.codec.tokens_merged(act.fragment_id)
             header = PushHeader(
-                act.fragment_id, 0, lease.epoch, 0, 0, 0, payload.header, self._manifest_digest, known
+                act.fragment_id, 0, lease.epoch, 0, 0, 0, payload.header, self._manifest_digest, known,
+                **self._part(act.fragment_id),
             )  # fmt: skip
             answer = await self._push_until_answered(header, payload, lease)
         if answer is not None and answer.outcome is Outcome.REJECTED:  # without a seed all would wait

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_common.history import fingerprint
 from diloco_common.logs import Log
+from diloco_common.manifest import TensorSpec, model_digest
 from diloco_common.messages import Pulse
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.metrics.worker import PushOutcome, SyncPhase
@@ -41,6 +42,8 @@ class LearnerTelemetry:
         """"joining", "training", "done" or "stopped"."""
         self.readiness = False, "the model is not cut yet"
         """Whether the learner has joined every shard and holds every fragment, and what is missing."""
+        self.is_island = False
+        """Whether this process holds only a part of each fragment, perhaps."""
         self.figures: Callable[[], Figures] = Figures
         """How far the learner is. Asked in any thread but the training's, which has no time to spare."""
         self.bytes_pushed = 0
@@ -97,6 +100,14 @@ class LearnerTelemetry:
 
     # ------------------------------------------------------------ in the training thread
 
+    def model(self, trained: Sequence[TensorSpec], num_frozen: int) -> None:
+        """What will be synchronised, and how; `num_frozen` parameters will not."""
+        averaged = " ".join(t.name for t in trained if t.mean_merge)
+        self.log.event(
+            "model", digest=model_digest(trained), trained=sum(t.num_elements for t in trained), frozen=num_frozen,
+            plain_mean=averaged or "nothing",
+        )  # fmt: skip
+
     def born(self, inner_step: int, tokens: int) -> None:
         """The counters of this process begin there."""
         self._write("born", role="learner", step=inner_step, tokens=tokens)
@@ -148,7 +159,7 @@ class LearnerTelemetry:
         c = act.contribution
         self._write(
             "pushed", shard_epoch=lease.epoch, generation=lease.generation, fragment=c.fragment_id, round=c.round,
-            epoch=c.epoch, base=c.base_version, tokens=c.tokens, steps=c.steps, since=act.since,
+            epoch=c.epoch, base=c.base_version, tokens=c.tokens, steps=c.steps, since=c.since,
         )  # fmt: skip
 
     def pushed(self, outcome: PushOutcome, num_bytes: int) -> None:
@@ -194,7 +205,7 @@ class LearnerTelemetry:
         contribution = act.contribution
         if self._history is not None:
             number = contribution.round if contribution is not None else None
-            checksum = fingerprint(act.values.cpu().numpy().tobytes())
+            checksum = None if self.is_island else fingerprint(act.values.float32().cpu().numpy().tobytes())
             self._write(
                 "applied", fragment=act.fragment_id, epoch=act.epoch, version=act.version, checksum=checksum,
                 merged=number if act.fate is Fate.MERGED else None,

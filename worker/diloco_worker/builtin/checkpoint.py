@@ -1,4 +1,4 @@
-"""The worker's own checkpoint: optimizer state, weights and progress.
+"""The worker's own checkpoint: optimizer state, weights, the learner's state and the position in the data.
 
 The shards' weights take precedence. Training begins with the weights in here only while a shard is away.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from diloco_common.errors import DataError
 from diloco_common.manifest import TensorSpec, differences
 
-FORMAT = "diloco-worker-checkpoint-2"
+FORMAT = "diloco-worker-checkpoint-3"
 _WEIGHTS = "weights"
 
 
@@ -40,10 +40,21 @@ class TrainingProgress:
     """`TokenStream.position`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint holds besides the model and the optimizer."""
+
+    learner: Mapping[str, Any]
+    """What `Learner.state_dict` gave, for `join`."""
+    progress: TrainingProgress
+
+
 def save_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: TrainingProgress, run_id: str
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, learner: Mapping[str, Any], data_position: int
 ) -> None:
     """Replace the checkpoint at `path`. After a crash, either the old or the new one is there.
+
+    `learner`: its `state_dict`.
 
     Makes the folder if necessary. Raises OSError.
     """
@@ -56,8 +67,9 @@ def save_checkpoint(
     body = json.dumps(
         {
             "format": FORMAT,
-            "run": run_id,
-            "progress": asdict(progress),
+            "optimizer": _kind(optimizer),
+            "learner": dict(learner),
+            "data_position": data_position,
             "model": {name: list(p.shape) for name, p in model.named_parameters()},
         },
         sort_keys=True,
@@ -66,10 +78,8 @@ def save_checkpoint(
     _replace(path, save(tensors, {"checkpoint": body, "crc32c": _checksum(body, tensors)}))
 
 
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run_id: str
-) -> TrainingProgress | None:
-    """Put model and optimizer back into the state saved at `path`, and return the progress.
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run_id: str) -> Saved | None:
+    """Put model and optimizer back into the state saved at `path`, and return the rest of it.
 
     None if there is no file. Raises DataError, and changes nothing, if the file is damaged or belongs to another run or
     model.
@@ -77,9 +87,10 @@ def load_checkpoint(
     if not path.exists():
         return None
     content, tensors = _read(path)
-    if content["run"] != run_id:
+    learner = content["learner"]
+    if learner["run"] != run_id:
         raise DataError(
-            f"{path} belongs to run {content['run']!r}, but this is run {run_id!r}: "
+            f"{path} belongs to run {learner['run']!r}, but this is run {run_id!r}: "
             "use another worker.folder, or delete the file"
         )
     mine = [TensorSpec(name, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -90,12 +101,21 @@ def load_checkpoint(
             + "\n  ".join(lines)
             + "\ngive the settings that made it, or delete the file"
         )
+    if (kind := content.get("optimizer", _kind(optimizer))) != _kind(optimizer):
+        raise DataError(
+            f"{path} was made with the optimizer {kind}, and this one is {_kind(optimizer)}: give the train.optimizer "
+            "that made it, or delete the file to begin with a fresh one"
+        )
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors.pop(f"{name}/{_WEIGHTS}"))
     _put_back(optimizer, parameters, tensors)
-    return TrainingProgress(**content["progress"])
+    return Saved(learner, TrainingProgress(learner["inner_step"], learner["tokens"], content["data_position"]))
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
 
 
 def _put_back(
@@ -140,9 +160,13 @@ def _checksum(body: str, tensors: Mapping[str, Tensor]) -> str:
     return str(checksum.hexdigest().decode())
 
 
+def _for_its_owner_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with open(temporary, "wb", opener=_for_its_owner_alone) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

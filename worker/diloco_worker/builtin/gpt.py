@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diloco_common.settings import ModelSettings
+from diloco_worker.builtin.shapes import BYTES, swiglu_width
 
-BYTES = 256
-"""Size of the vocabulary."""
 ROTARY_BASE = 10_000.0
 INITIAL_STD = 0.02
 
@@ -40,8 +39,17 @@ class GPT(nn.Module):
         x = self.embedding(inputs)
         for layer in self.layers:
             x = layer(x, rotary)
-        logits: Tensor = self.lm_head(_norm(x))
+        logits: Tensor = self.lm_head(norm(x))
         return logits
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The output head. Of some widths, its size would not tell it from other layers."""
+        return self.lm_head
+
+    def hidden_matrices(self) -> list[tuple[nn.Parameter, int]]:
+        """The matrices of the layers, each with the number of equal ones that it fuses along its rows."""
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        return [(m.get_parameter("weight"), parts) for layer in layers for m, parts in layer.matrices()]
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte, a float32 scalar; both arguments int64 [B, T]."""
@@ -54,21 +62,25 @@ class Layer(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        hidden = _swiglu_width(width)
+        hidden = swiglu_width(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
+    def matrices(self) -> list[tuple[nn.Linear, int]]:
+        """Query, key and value are one tensor, gate and up another."""
+        return [(self.qkv, 3), (self.attention_out, 1), (self.gate_up, 2), (self.down, 1)]
+
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self._attend(_norm(x), rotary)
-        gate, up = self.gate_up(_norm(x)).chunk(2, dim=-1)
+        x = x + self._attend(norm(x), rotary)
+        gate, up = self.gate_up(norm(x)).chunk(2, dim=-1)
         residual: Tensor = x + self.down(F.silu(gate) * up)
         return residual
 
     def _attend(self, x: Tensor, rotary: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, T, D]
-        mixed = F.scaled_dot_product_attention(_rotate(q, rotary), _rotate(k, rotary), v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True)
         out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -88,11 +100,11 @@ def build_gpt(settings: ModelSettings, seed: int) -> GPT:
     return model
 
 
-def _norm(x: Tensor) -> Tensor:
+def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def _rotate(x: Tensor, rotary: Tensor) -> Tensor:
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotate each pair of neighbours of [B, H, T, D] by the angle of its position. Keeps the dtype."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
@@ -103,8 +115,3 @@ def _rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
     frequency = ROTARY_BASE ** -(torch.arange(0, head_width, 2) / head_width)
     angle = torch.arange(context)[:, None] * frequency
     return angle.cos(), angle.sin()
-
-
-def _swiglu_width(width: int) -> int:
-    """8/3 of the width (as many weights as a 4x MLP), rounded up to a multiple of 8."""
-    return math.ceil(8 * width / 3 / 8) * 8

@@ -1,7 +1,7 @@
 """The built-in training loop of one learner.
 
-Owns the inner step (batch, loss, clipping, AdamW, learning rate), and decides when the worker's own checkpoint is due.
-Leaves merging with other learners to the `Synchroniser`, and calls it once after every inner step.
+Owns the inner step (batch, loss, clipping, optimizer, learning rate), and decides when the worker's own checkpoint is
+due. Leaves merging with other learners to the `Synchroniser`, and calls it once after every inner step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.errors import ConfigError
+from diloco_common.extensions import find, is_extension
 from diloco_common.logs import Log
 from diloco_common.settings import TrainSettings
 from diloco_worker.builtin.checkpoint import TrainingProgress
 from diloco_worker.builtin.data import TokenStream
 from diloco_worker.builtin.gpt import GPT
-from diloco_worker.builtin.schedule import rate_at
+from diloco_worker.builtin.muon import MuonWithAdamW
+from diloco_worker.builtin.schedule import share_at
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ class InnerStep:
     progress: TrainingProgress
     loss: Tensor
     """Nats per byte of the batch, before the step: a detached float32 scalar on the training device."""
-    learning_rate: float
+    rate_share: float
+    """Of the highest learning rates."""
 
 
 class Saver:
@@ -123,7 +126,7 @@ def train(
     step_delay_s: float = 0.0,
     step_min_s: float = 0.0,
     saver: Saver | None = None,
-    on_step: Callable[[InnerStep], None] | None = None,
+    on_step: Callable[[InnerStep], object] | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainingProgress:
@@ -138,16 +141,11 @@ def train(
     device = next(model.parameters()).device
     began = clock()
     while not synchroniser.done:
-        rate = rate_at(
-            fraction=synchroniser.fraction,
-            inner_step=progress.inner_step,
-            budget=budget,
-            lr=settings.lr,
-            warmup=settings.warmup,
-            final=settings.lr_final,
-        )
+        share = share_at(
+            fraction=synchroniser.fraction, inner_step=progress.inner_step, budget=budget, train=settings
+        )  # fmt: skip
         inputs, targets = (part.to(device, non_blocking=True) for part in stream.next_batch())
-        loss = _inner_step(model, optimizer, inputs, targets, rate, settings.clip)
+        loss = _inner_step(model, optimizer, inputs, targets, share, settings.clip)
         rest_s = max(step_delay_s, step_min_s - (clock() - began))
         if rest_s > 0:
             sleep(rest_s)
@@ -155,7 +153,7 @@ def train(
         progress = TrainingProgress(progress.inner_step + 1, progress.tokens + inputs.numel(), stream.position)
         synchroniser.step(inputs.numel(), loss)
         if on_step is not None:
-            on_step(InnerStep(progress, loss, rate))
+            on_step(InnerStep(progress, loss, share))
         if saver is not None:
             saver.maybe(progress)
     if saver is not None:
@@ -163,19 +161,32 @@ def train(
     return progress
 
 
-def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """Fused AdamW. Vectors and scalars (gains, biases) do not decay."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """Muon for the matrices that the model calls hidden, if the settings say so, and fused AdamW for the rest.
+
+    Vectors and scalars (gains, biases) do not decay. Each group's `lr_highest` is what its schedule is a share of.
+    Raises ConfigError, if the settings name an optimizer of others that is not there.
+    """
+    if is_extension(settings.optimizer):
+        made: torch.optim.Optimizer = find("diloco.inner", settings.optimizer).thing(model, settings)
+        for group in made.param_groups:
+            group.setdefault("lr_highest", group["lr"])
+        return made
+    matrices = model.hidden_matrices() if settings.optimizer == "muon" and isinstance(model, GPT) else []
+    hidden = {id(matrix) for matrix, _ in matrices}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        fused=True,
-    )
+    others = [{**group, "lr_highest": settings.lr} for group in groups if group["params"]]
+    betas = (settings.beta1, settings.beta2)
+    if not matrices:
+        return torch.optim.AdamW(others, lr=settings.lr, betas=betas, fused=True)
+    return MuonWithAdamW(
+        matrices, others, lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=settings.weight_decay,
+        betas=betas,
+    )  # fmt: skip
 
 
 def choose_device(name: str) -> torch.device:
@@ -197,7 +208,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _inner_step(
-    model: GPT, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, rate: float, clip: float
+    model: GPT, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, share: float, clip: float
 ) -> Tensor:
     """Forward, backward, clip, step. Returns the detached loss; does not wait for the device."""
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type == "cuda"):
@@ -205,7 +216,7 @@ def _inner_step(
     loss.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(model.parameters(), clip)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = group["lr_highest"] * share
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

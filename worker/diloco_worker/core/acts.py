@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from diloco_common.codec import Anchor
 from diloco_common.errors import DilocoError
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Progress, PushAnswer
+from diloco_worker.core.events import Joined
 from diloco_worker.core.fragment import Contribution, Fate
 from diloco_worker.core.tensors import FragmentTensors
 
@@ -33,8 +33,6 @@ class PushContribution:
 
     contribution: Contribution
     shard_index: int
-    since: int
-    """The learner's count of tokens where the work in it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,7 @@ class SeedFragment:
 
     fragment_id: int
     shard_index: int
-    values: Tensor
-    """float32 [num_elements]. Only read."""
+    values: Anchor
     hold_s: float
     """Others may know better: offer them after so many seconds, if nobody else has."""
 
@@ -65,8 +62,8 @@ class VersionApplied:
     fragment_id: int
     version: int
     epoch: int
-    values: Tensor
-    """float32 [num_elements]: the new anchor."""
+    values: Anchor
+    """The new anchor."""
     contribution: Contribution | None
     """The one whose fate the version tells."""
     fate: Fate | None
@@ -99,13 +96,44 @@ class StepEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseTaken:
+    """The leader of the island has this lease: the other ranks speak under it too."""
+
+    joined: Joined
+
+
+@dataclass(frozen=True, slots=True)
+class FetchVersion:
+    """The ranks of the island are to pull this version, each its own ranges."""
+
+    fragment_id: int
+    shard_index: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """All ranks have applied this version, or dropped it."""
+
+    fragment_id: int
+    shard_index: int
+    epoch: int
+    version: int
+    is_applied: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """The learner cannot go on. Always the last act."""
 
     error: DilocoError
 
 
-Act = ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | WorkCarried | StepEnded | GiveUp
+Act = (
+    ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | WorkCarried | StepEnded | LeaseTaken
+    | FetchVersion | FetchEnded | GiveUp
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

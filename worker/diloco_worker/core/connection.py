@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from diloco_common.identity import Identity
 from diloco_common.manifest import Manifest
 from diloco_common.messages import JoinAnswer, LearnerPolicy, Pulse
+from diloco_worker.core.events import Joined
 from diloco_worker.core.pushes import Lease
 
 NO_LEASE = Lease(0, 0)
@@ -22,11 +23,13 @@ class Caller:
     run_id: str
     learner_id: str
     process_id: str
+    rank: int = 0
+    """Of this process in its island."""
 
     @property
     def identity(self) -> Identity:
         """The identity in Join, which needs no lease."""
-        return Identity(self.run_id, self.learner_id)
+        return Identity(self.run_id, self.learner_id, rank=self.rank)
 
     def under(self, lease: Lease) -> Identity:
         """The identity in calls that need a lease."""
@@ -44,11 +47,15 @@ class ConnectionState:
         self.epoch = 0
         """Of the shard, as it joined last."""
         self.shard_index: int | None = None
+        self.index: int | None = None
+        """The learner's number, as this shard counts."""
         self.policy: LearnerPolicy | None = None
         self.manifest: Manifest | None = None
         """Known once a shard was joined."""
         self.heartbeat_s = 1.0
         self.pulse = Pulse(0, 0)
+        self.owned: frozenset[int] = frozenset()
+        """Ids of the fragments that the shard has named as its own. It may speak of no others."""
         self.announced: dict[int, tuple[int, int]] = {}
         """Fragment -> epoch and version to pull; forgotten with the shard's epoch."""
 
@@ -76,9 +83,24 @@ class ConnectionState:
         self.lease = Lease(answer.epoch, answer.generation)
         self.epoch = answer.epoch
         self.shard_index = answer.shard_index
+        self.owned = frozenset(status.fragment_id for status in answer.fragments)
         self.heartbeat_s = answer.heartbeat_s
         self.policy = answer.policy
+        self.index = answer.index
         self.pulse = answer.pulse
+        return is_another
+
+    def take_lease(self, joined: Joined) -> bool:
+        """The leader of the island has a lease: as `joined`. Nothing is new to the leader itself."""
+        is_another = joined.epoch != self.epoch
+        if is_another:
+            self.announced.clear()
+        self.lease = Lease(joined.epoch, joined.generation)
+        self.epoch = joined.epoch
+        self.shard_index = joined.shard_index
+        self.owned = frozenset(status.fragment_id for status in joined.fragments)
+        self.heartbeat_s = joined.heartbeat_s
+        self.policy = joined.policy
         return is_another
 
     def lost_lease(self) -> None:

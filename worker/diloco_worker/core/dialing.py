@@ -13,15 +13,20 @@ from diloco_common.errors import (
     Busy,
     DilocoError,
     Draining,
+    ForeignCertificate,
     LeaseExpired,
+    NoCertificate,
     NotJoined,
     NotSeeded,
     Refusal,
     StaleGeneration,
     Stalled,
     Superseded,
+    TlsNeeded,
+    TlsNotSpoken,
     TornUpload,
     WrongEpoch,
+    WrongHost,
 )
 from diloco_common.protocol import SLOWEST_BYTES_PER_S
 
@@ -29,6 +34,11 @@ JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
 TRY_AGAIN = (Draining, Busy, NotSeeded, TornUpload)
 """Not now."""
+STAYS = (NoCertificate, ForeignCertificate, WrongHost, TlsNeeded, TlsNotSpoken)
+"""Only other settings or files can mend it. An expired certificate is waited for: it may be renewed under way, and a
+clock may be set."""
+STAYS_S = 3.0
+"""Such a failure is believed once it was the same for so long: long enough for the cause to be looked for twice."""
 SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
 STEADY_S = 5.0
@@ -82,6 +92,8 @@ class Dialing:
         self._was_up = False
         self._began = 0.0
         self._had_lease = False
+        self._same_since = 0.0
+        self._same: type[DilocoError] | None = None  # of STAYS, as it ended every attempt since then
 
     def begin(self, now: float, *, has_lease: bool) -> None:
         """An attempt begins: to join if there is no lease, and to attend."""
@@ -102,6 +114,9 @@ class Dialing:
             if not self._was_up or isinstance(error, Superseded):
                 raise error  # wrong from the start, or another process is this learner now
             why = f"{error} [{error.code}]"  # a shard came back as another one: others need not stop for it
+        if self._is_here_to_stay(error, now):
+            assert error is not None
+            raise error
         # A shard that ends a lease answers: a new one is to be had without the waits of its silence.
         if (is_lease_over and self._had_lease) or now - self._began > STEADY_S:
             self._attempt, self._silent_s = 0, 0.0
@@ -112,3 +127,10 @@ class Dialing:
         self._attempt += 1
         self._silent_s += after_s
         return Redial(after_s, is_lease_over, is_news, why)
+
+    def _is_here_to_stay(self, error: DilocoError | None, now: float) -> bool:
+        """Whether nothing came up yet, and waiting will not help. Later, a learner trains on and says what is wrong."""
+        kind = type(error) if isinstance(error, STAYS) else None
+        if kind is None or kind is not self._same:
+            self._same, self._same_since = kind, now
+        return kind is not None and not self._was_up and now - self._same_since >= STAYS_S

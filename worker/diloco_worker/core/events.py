@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from diloco_common.codec import Anchor
 from diloco_common.errors import DilocoError
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
 from diloco_worker.core.tensors import Difference
@@ -23,6 +22,8 @@ class Joined:
     policy: LearnerPolicy
     epoch: int
     fragments: tuple[FragmentStatus, ...]
+    generation: int = 0
+    heartbeat_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +41,44 @@ class Answered:
     fragment_id: int
     round: int
     answer: PushAnswer
+    tokens: int = 0
+    """Of the contribution: another one may be under way for the same round. 0: it cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A shard has a version. In an island only: a learner alone pulls it without being told."""
+
+    fragment_id: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A shard no longer holds a version that an island wants. In an island only."""
+
+    fragment_id: int
+    epoch: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A version was pulled and decoded: float32 [num_elements] on the model's device.
-
-    Nobody writes to `values` any more: the learner keeps them as its anchor, the next change is added to them.
-    """
+    """A version was pulled, onto the model's device: the learner's next anchor, and the base of the next change."""
 
     fragment_id: int
     version: int
     epoch: int
-    values: Tensor
+    values: Anchor
     merged_version: int
     difference: Difference | None = None
     """What was computed ahead for applying it."""
     forgotten_version: int = 0
     """As in FragmentStatus."""
+    sent: int = 0
+    """In an island: the tokens of the contribution of which this rank had sent its part, all finite, before it saw this
+    version; 0: of none. When it is applied: of which all ranks had. No version can hold another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +95,7 @@ class Failed:
     error: DilocoError
 
 
-Event = Joined | Asked | Answered | Arrived | Stopped | Failed
+Event = Joined | Asked | Answered | Arrived | Announced | Gone | Stopped | Failed
 
 
 class EventQueue:
@@ -116,7 +137,7 @@ def _subject(event: Event) -> int | str:
             return event.address
         case Asked():
             return event.directive.fragment_id
-        case Answered() | Arrived():
+        case Answered() | Arrived() | Announced() | Gone():
             return event.fragment_id
         case Stopped():
             return event.shard_index

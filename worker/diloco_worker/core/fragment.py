@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from torch import Tensor
-
+from diloco_common.codec import Anchor
 from diloco_common.manifest import Fragment
 from diloco_worker.core.pushes import Lease, Pushes
 from diloco_worker.core.tensors import ContributionTensors, Difference, FragmentTensors
@@ -37,11 +36,17 @@ class Contribution:
     epoch: int
     """That the base version was made in."""
     base_version: int
+    since: int
+    """The learner's count of tokens where the work in it begins."""
     tokens: int
     steps: int
     tensors: ContributionTensors
     pushes: Pushes = field(default_factory=Pushes)
     """Belongs to the thread that pushes."""
+    asked_again: AskedRound | None = None
+    """The round has asked once more while this was under way. If this turns out to be refused, it waits for another."""
+    may_have_arrived: bool | None = None
+    """In an island, as all ranks have agreed on: whether a shard may have all of it. None: `pushes` knows."""
 
     def begin_push(self, lease: Lease) -> bool:
         """Whether to push it now under this lease. If so, tell `pushes` when that has ended.
@@ -56,7 +61,8 @@ class Contribution:
         """What this version, made after its round, says about it."""
         if self.round <= version and self.round == merged_version:
             return Fate.MERGED
-        if self.round <= min(version, forgotten_version) and self.pushes.may_have_arrived:
+        may_have_arrived = self.pushes.may_have_arrived if self.may_have_arrived is None else self.may_have_arrived
+        if self.round <= min(version, forgotten_version) and may_have_arrived:
             return Fate.FORGOTTEN
         return Fate.CARRIED
 
@@ -101,7 +107,7 @@ class LearnerFragment:
         assert self.asked is not None
         asked, self.asked = self.asked, None
         self.contribution = Contribution(
-            self.fragment.fragment_id, asked.round, asked.shard_epoch, self.epoch, self.version,
+            self.fragment.fragment_id, asked.round, asked.shard_epoch, self.epoch, self.version, self._base_tokens,
             tokens - self._base_tokens, steps - self._base_steps, self.tensors.contribute(asked.round),
         )  # fmt: skip
         return self.contribution
@@ -116,20 +122,20 @@ class LearnerFragment:
         self.tensors.begin_with_own()
         self._restart_counters(tokens, steps)
 
-    def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:
+    def adopt(self, values: Anchor, version: int, epoch: int, tokens: int, steps: int) -> None:
         """The first version: it replaces what the model holds."""
         self.tensors.adopt(values)
         self.version, self.epoch = version, epoch
         self._restart_counters(tokens, steps)
 
     def carry(
-        self, values: Tensor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None
+        self, values: Anchor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None
     ) -> None:
         """Put a version under the local progress; the work that is in no version goes on."""
         self.tensors.carry(values, merged=merged, difference=difference)
         self._advance(version, epoch, merged=merged)
 
-    def overwrite(self, values: Tensor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:
+    def overwrite(self, values: Anchor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:
         """Put a version in the place of the local progress; what was trained since the anchor does not count again."""
         self.tensors.overwrite(values, merged=merged)
         self._advance(version, epoch, merged=merged)

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from diloco_common.codec import Anchor
 from diloco_common.errors import WrongRound
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
@@ -43,7 +42,8 @@ class LearnerCore:
         """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
         self._carried: list[Contribution] = []
         self.fragments = {
-            f.fragment_id: LearnerFragment(f, FragmentTensors(f, replica, policy)) for f in manifest.fragments
+            f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
+            for f in manifest.fragments
         }
 
     @property
@@ -72,7 +72,7 @@ class LearnerCore:
                 continue
             if contribution is not None:
                 if (contribution.round, contribution.shard_epoch) == (asked.round, asked.shard_epoch):
-                    fragment.asked = None
+                    fragment.asked, contribution.asked_again = None, asked
                     taken.append(contribution)
                 continue  # of an earlier round: wait until its fate is known
             if fragment.tokens_since(self.tokens) > 0:
@@ -89,30 +89,31 @@ class LearnerCore:
         if directive.epoch != fragment.epoch or directive.round > fragment.version:
             fragment.asked = AskedRound(directive.round, epoch, directive.epoch)
 
-    def answered(self, fragment_id: int, round_number: int, answer: PushAnswer) -> None:
-        """What holds for a contribution. LATE and REJECTED tell that it was not merged; that it was, only a version
-        tells."""
+    def answered(self, fragment_id: int, round_number: int, answer: PushAnswer, tokens: int = 0) -> None:
+        """What holds for a contribution (of so many tokens, if said). LATE and REJECTED tell that it was not merged;
+        that it was, only a version tells."""
         fragment = self.fragments[fragment_id]
         contribution = fragment.contribution
-        if contribution is None or contribution.round != round_number:
+        if contribution is None or contribution.round != round_number or tokens not in (0, contribution.tokens):
             return
         if answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
             return
         if answer.outcome is Outcome.REJECTED and answer.code != WrongRound.code:
             self.contributions[answer.code] += 1
         self._carry_on(fragment)
+        fragment.asked = fragment.asked or contribution.asked_again
 
     def is_being_read(self, fragment_id: int) -> bool:
         """Whether `arrived` must wait for this fragment's snapshot. Ask again later."""
         return self.fragments[fragment_id].tensors.is_being_read
 
     def arrived(
-        self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
+        self, fragment_id: int, version: int, epoch: int, values: Anchor, merged_version: int,
         difference: Difference | None = None, forgotten_version: int = 0,
     ) -> Applied | None:  # fmt: skip
-        """Apply a version: float32 [num_elements] on the model's device, kept as the anchor.
+        """Apply a version, on the model's device; it is kept as the anchor.
 
-        `difference`: what `FragmentTensors.difference_to` gave for it. Returns None, and changes nothing, where the
+        `difference`: from what `FragmentTensors.reference_of` gave for it. Returns None, and changes nothing, where the
         learner has this version or a later one of the same epoch.
         """
         fragment = self.fragments[fragment_id]

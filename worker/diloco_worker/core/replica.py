@@ -1,22 +1,23 @@
 """The user's model, seen as flat fragments.
 
-Knows which parameters are synchronised (the trainable ones, under their names without wrapper prefixes), and moves
-values between them and flat float32 tensors laid out by the manifest. Buffers (BatchNorm statistics, for example) stay
-local. Tied parameters count once, under the first of their names.
+Knows which parameters are synchronised (the trainable ones, under the names of names.py), and moves values between them
+and flat float32 tensors laid out by the manifest. Buffers (BatchNorm statistics, for example) stay local.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from diloco_common.bounds import TIES_MAX
+from diloco_common.codec import Anchor
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment, Piece, TensorSpec
-
-_WRAPPERS = ("_orig_mod", "module")
-"""What torch.compile and DistributedDataParallel call the model that they wrap."""
+from diloco_common.messages import Tie
+from diloco_worker.core import names
+from diloco_worker.core.heads import embeddings_and_heads
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,26 +30,25 @@ class Replica:
 
         Raises UnsupportedModel if nothing is trainable, or a parameter cannot be synchronised.
         """
-        parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameters.setdefault(plain_name(name), parameter) is not parameter:
-                raise UnsupportedModel(
-                    f"two parameters are called {plain_name(name)} once the names of wrappers "
-                    f"({', '.join(_WRAPPERS)}) are taken off; rename the submodule that has such a name"
-                )
+        by_name = {name: p for name, p in names.parameters(model).items() if p.requires_grad}
+        parameters = names.once(by_name)
         if not any(p.numel() for p in parameters.values()):
             raise UnsupportedModel(
                 "the model has no trainable parameters; set requires_grad on those that should be trained"
             )
         for name, parameter in parameters.items():
             _check(name, parameter)
-        averaged = _embeddings_and_heads(model) if mean_merge is None else set(mean_merge)
-        unknown = sorted(averaged - parameters.keys()) if mean_merge is not None else []
-        if unknown:
-            raise UnsupportedModel(f"mean_merge names {unknown[:3]}, which are not trainable parameters of the model")
+        averaged = embeddings_and_heads(model) if mean_merge is None else _ids_of(mean_merge, by_name)
         self._parameters: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
-        self.specs = [TensorSpec(name, tuple(p.shape), name in averaged) for name, p in parameters.items()]
+        self.specs = [TensorSpec(name, tuple(p.shape), id(p) in averaged) for name, p in parameters.items()]
+        self.ties = tuple(Tie(name, of) for name, of in names.ties(by_name).items())[:TIES_MAX]
+        """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes hold parts of the parameters."""
+        return False
 
     def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece of a fragment with the flat part of the model that it names, in place."""
@@ -56,16 +56,20 @@ class Replica:
             flat = self._parameters[piece.tensor].view(-1)
             yield piece, flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements]
 
+    def held(self, fragment: Fragment) -> Fragment:
+        """What of a fragment this process holds: all of it."""
+        return fragment
+
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """out <- theta, in float32. `out`: [num_elements] on the model's device."""
         for piece, theta in self.views(fragment):
             out[piece.offset : piece.offset + piece.num_elements].copy_(theta)
 
-    def write(self, fragment: Fragment, values: Tensor) -> None:
+    def write(self, fragment: Fragment, values: Anchor) -> None:
         """theta <- values, rounded to the parameter's dtype."""
-        _used_here(values)
-        for piece, theta in self.views(fragment):
-            theta.copy_(values[piece.offset : piece.offset + piece.num_elements])
+        _used_here(*values.chunks)
+        for theta, new in self._beside(fragment, values):
+            theta.copy_(new)
 
     def add(self, fragment: Fragment, difference: Tensor) -> None:
         """theta <- theta + difference, computed in float32."""
@@ -73,21 +77,30 @@ class Replica:
         for piece, theta in self.views(fragment):
             theta.add_(difference[piece.offset : piece.offset + piece.num_elements])
 
-    def blend(self, fragment: Fragment, new: Tensor, alpha: float) -> None:
-        """theta <- alpha * theta + (1 - alpha) * new, computed in float32."""
-        _used_here(new)
-        for piece, theta in self.views(fragment):
-            part = new[piece.offset : piece.offset + piece.num_elements]
+    def blend(self, fragment: Fragment, values: Anchor, alpha: float) -> None:
+        """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
+        _used_here(*values.chunks)
+        for theta, new in self._beside(fragment, values):
             if theta.dtype == torch.float32:
-                theta.lerp_(part, 1 - alpha)
+                theta.lerp_(new.float(), 1 - alpha)
             else:
-                theta.copy_(theta.float().lerp_(part, 1 - alpha))
+                theta.copy_(theta.float().lerp_(new.float(), 1 - alpha))
+
+    def _beside(self, fragment: Fragment, values: Anchor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of theta, each with its values: no part reaches over the end of a piece or of a chunk."""
+        size = values.chunk_elements
+        for piece, theta in self.views(fragment):
+            start, end = piece.offset, piece.offset + piece.num_elements
+            while start < end:
+                stop = min(end, (start // size + 1) * size)
+                yield theta[start - piece.offset : stop - piece.offset], values[start:stop]
+                start = stop
 
 
-def wait_for_device(values: Tensor) -> None:
-    """Until what was put into `values` is there, for every thread and stream."""
-    if values.is_cuda:
-        torch.cuda.current_stream(values.device).synchronize()
+def wait_for_device(device: torch.device) -> None:
+    """Until what this thread has computed there is there for every thread and stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def queued_until(values: Tensor) -> Callable[[], None] | None:
@@ -99,21 +112,22 @@ def queued_until(values: Tensor) -> Callable[[], None] | None:
     return event.synchronize
 
 
-def _used_here(values: Tensor) -> None:
+def _used_here(*values: Tensor) -> None:
     """Another thread has allocated them, perhaps for another stream: keep the memory until this one is done with it."""
-    if values.is_cuda:
-        values.record_stream(torch.cuda.current_stream(values.device))
+    for part in values:
+        if part.is_cuda:
+            part.record_stream(torch.cuda.current_stream(part.device))
 
 
-def plain_name(name: str) -> str:
-    """The user's own name of a parameter, whatever wraps the model or parts of it."""
-    *modules, leaf = name.split(".")
-    return ".".join([*(m for m in modules if m not in _WRAPPERS), leaf])
+def _ids_of(mean_merge: Collection[str], parameters: Mapping[str, nn.Parameter]) -> set[int]:
+    """Any name of a tied parameter will do. Raises UnsupportedModel."""
+    unknown = sorted(set(mean_merge) - parameters.keys())
+    if unknown:
+        raise UnsupportedModel(f"mean_merge names {unknown[:3]}, which are not trainable parameters of the model")
+    return {id(parameters[name]) for name in mean_merge}
 
 
 def _check(name: str, parameter: Tensor) -> None:
-    if type(parameter).__name__ == "DTensor" or hasattr(parameter, "full_tensor"):
-        raise UnsupportedModel(f"{name} is a DTensor; sharded models (FSDP2) are not supported yet")
     if parameter.dtype not in _DTYPES:
         raise UnsupportedModel(
             f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16"
@@ -122,13 +136,3 @@ def _check(name: str, parameter: Tensor) -> None:
         raise UnsupportedModel(f"{name} is not contiguous; call .contiguous() on it before joining")
     if parameter.is_meta:
         raise UnsupportedModel(f"{name} is on the meta device; materialise the model before joining")
-
-
-def _embeddings_and_heads(model: nn.Module) -> set[str]:
-    """Weights of embeddings, and of linear layers that map to as many classes as an embedding has."""
-    modules = dict(model.named_modules())
-    embeddings = {n: m for n, m in modules.items() if isinstance(m, nn.Embedding)}
-    sizes = {m.num_embeddings for m in embeddings.values()}
-    heads = [n for n, m in modules.items() if isinstance(m, nn.Linear) and m.out_features in sizes]
-    names = [f"{n}.{leaf}" if n else leaf for n in [*embeddings, *heads] for leaf in ("weight", "bias")]
-    return {plain_name(name) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diloco_common.errors import ConfigError, ManifestMismatch
+from diloco_common.manifest import Manifest
 from diloco_common.messages import LearnerPolicy
 from diloco_worker.core.events import Joined
 
@@ -56,6 +57,16 @@ class Shards:
                 f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "
                 f"with {joined.policy}, {first.address} in {first.num_fragments} for {first.num_shards} with "
                 f"{first.policy}; start all shards with the same settings"
+            )
+
+    def check_owned(self, joined: Joined, manifest: Manifest) -> None:
+        """A shard names the fragments that the manifest places on it. Raises ManifestMismatch."""
+        named = {status.fragment_id for status in joined.fragments}
+        owned = {fragment.fragment_id for fragment in manifest.owned_by(joined.shard_index)}
+        if not named <= owned:
+            raise ManifestMismatch(
+                f"{joined.address} says that it owns fragments {sorted(named - owned)[:5]}, but the manifest places "
+                "them elsewhere; install equal versions on both sides"
             )
 
     def stop(self, shard_index: int) -> None:

@@ -1,9 +1,11 @@
-"""All of one fragment that is as large as the fragment: float32 tensors [num_elements] on the model's device.
+"""All of one fragment that is as large as the fragment: [num_elements] on the model's device, float32 but for anchors.
 
-    anchor      decoded value of the version applied last
+    anchor      the version applied last, as it came: 2 bytes per parameter, or 4 in a run that pulls float32
     snapshot    theta after the contribution was taken
     residual    what encoders lost of contributions that were merged (error feedback)
     loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way
+
+Between contributions only anchor and residual are there.
 
 Which contribution is taken, and what becomes of it, is decided in fragment.py. The codec thread encodes and decodes
 with these tensors, and computes ahead what applying a version adds. The training thread puts values into the model.
@@ -25,29 +27,34 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec import Anchor, Payload, encode_payload, memory
 from diloco_common.manifest import Fragment
 from diloco_common.messages import LearnerPolicy
+from diloco_worker.core.island_parts import LocalFragment
 from diloco_worker.core.replica import Replica, queued_until, wait_for_device
+
+Reference = Tensor | Anchor
+"""What local progress is counted from: a snapshot, or an anchor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """new - reference, computed before the version is applied: applying it is one addition then."""
 
-    reference: Tensor
-    """Local progress must still be counted from this very tensor, or the difference is of no use."""
+    reference: Reference
+    """Local progress must still be counted from this very object, or the difference is of no use."""
     values: Tensor
+    """float32 [num_elements]."""
 
 
 class ContributionTensors:
     """The tensors of one contribution, from the step boundary that takes it until its fate is known."""
 
     def __init__(
-        self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
-        error_feedback: bool,
+        self, round_number: int, anchor: Anchor, residual: Tensor | None, read: Callable[[Tensor], None], *,
+        error_feedback: bool, own: slice | None = None,
     ) -> None:  # fmt: skip
-        """`read` copies theta to a tensor."""
+        """`read` copies theta to a tensor. `own`: what of it this process pushes, if that is not all."""
         self.round = round_number
         """Names the contribution, within its fragment."""
         self.anchor = anchor
@@ -63,6 +70,12 @@ class ContributionTensors:
         self._moved: Tensor | None = None
         self._wait_until_copied: Callable[[], None] | None = None
         self._error_feedback = error_feedback
+        self._own = own
+
+    @property
+    def is_others(self) -> bool:
+        """Whether other ranks of the island push all of it."""
+        return self._own is not None and self._own.stop == self._own.start
 
     @property
     def reference(self) -> Tensor | None:
@@ -74,7 +87,7 @@ class ContributionTensors:
         """Copy theta, or have the device do it, unless that is done. In any thread, but one at a time."""
         if self.snapshot is None:
             try:
-                snapshot = torch.empty_like(self.anchor)
+                snapshot = self._empty()
                 self.read(snapshot)
                 self._wait_until_copied = queued_until(snapshot)
                 self.snapshot = snapshot
@@ -87,21 +100,26 @@ class ContributionTensors:
 
         Takes the snapshot. Raises NotFinite.
         """
-        snapshot = self._whole_snapshot()
+        anchor, snapshot = self.anchor, self._whole_snapshot()
+        if self._own is not None:
+            anchor, snapshot = Anchor.of(anchor[self._own]), snapshot[self._own]
         if self._error_feedback and self.loss is None:
-            self.loss = torch.empty_like(self.anchor)
-        return encode_payload(self.anchor, encoding, minus=snapshot, plus=self.residual, loss=self.loss)
+            self.loss = memory.empty(snapshot.numel(), device=snapshot.device)
+        return encode_payload(anchor, encoding, minus=snapshot, plus=self.residual, loss=self.loss)
 
     def delta(self) -> Tensor:
         """What is meant to be sent: anchor - snapshot + residual. Takes the snapshot."""
-        delta = torch.sub(self.anchor, self._whole_snapshot())
+        delta = torch.sub(self.anchor.float32(), self._whole_snapshot())
         return delta if self.residual is None else delta.add_(self.residual)
 
     def move(self, difference: Tensor) -> None:
         """A version of an earlier round was applied: the reference moves along."""
         assert self.reference is not None
-        self._moved = torch.add(self.reference, difference)
-        wait_for_device(self._moved)  # others compute with it
+        self._moved = torch.add(self.reference, difference, out=self._empty())
+        wait_for_device(self._moved.device)  # others compute with it
+
+    def _empty(self) -> Tensor:
+        return memory.empty(self.anchor.numel(), device=self.anchor.device)
 
     def _whole_snapshot(self) -> Tensor:
         """The snapshot, ready for any thread and stream."""
@@ -115,11 +133,11 @@ class FragmentTensors:
     """The tensors of one fragment, and how a version gets into the model."""
 
     def __init__(self, fragment: Fragment, replica: Replica, policy: LearnerPolicy) -> None:
-        self.anchor: Tensor | None = None
-        """Nobody writes to it."""
+        self.anchor: Anchor | None = None
         self.contribution: ContributionTensors | None = None
         self._residual: Tensor | None = None
-        self._fragment = fragment
+        self.fragment = fragment
+        """As this process holds it."""
         self._replica = replica
         self._policy = policy
 
@@ -128,26 +146,22 @@ class FragmentTensors:
         """Whether a snapshot is being taken: no version may be applied meanwhile."""
         return self.contribution is not None and self.contribution.is_being_read
 
-    def values(self) -> Tensor:
-        """What this learner believes the global values are: the anchor, else its own. Do not write to it."""
+    def values(self) -> Anchor:
+        """What this learner believes the global values are: the anchor, else its own."""
         if self.anchor is not None:
             return self.anchor
-        out = torch.empty(self._fragment.num_elements, device=self._replica.device)
-        self._replica.read(self._fragment, out)
-        wait_for_device(out)
-        return out
+        out = memory.empty(self.fragment.num_elements, device=self._replica.device)
+        self._replica.read(self.fragment, out)
+        wait_for_device(out.device)
+        return Anchor.of(out)
 
-    def difference_to(self, values: Tensor, version: int, merged_version: int) -> Difference | None:
-        """What theta moves by if this version is applied now; None where that is not an addition. In any thread.
-
-        Takes a tensor as large as the fragment.
-        """
+    def reference_of(self, version: int, merged_version: int) -> Reference | None:
+        """What theta moves away from if this version is applied now; None if that is no addition. In any thread."""
         if self._policy.on_commit != "carry":
             return None
         contribution = self.contribution
         merged = contribution is not None and contribution.round == merged_version <= version
-        reference = contribution.reference if contribution is not None and merged else self.anchor
-        return None if reference is None else Difference(reference, torch.sub(values, reference))
+        return contribution.reference if contribution is not None and merged else self.anchor
 
     # ------------------------------------------------------------ at a step boundary, in the training thread
 
@@ -156,8 +170,9 @@ class FragmentTensors:
         assert self.anchor is not None
         assert self.contribution is None
         self.contribution = ContributionTensors(
-            round_number, self.anchor, self._residual, partial(self._replica.read, self._fragment),
+            round_number, self.anchor, self._residual, partial(self._replica.read, self.fragment),
             error_feedback=self._policy.error_feedback,
+            own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None,
         )  # fmt: skip
         if self._replica.device.type != "cpu":
             self.contribution.take_snapshot()
@@ -171,12 +186,16 @@ class FragmentTensors:
         """The anchor is what the model holds: no version is there yet."""
         self.anchor = self.values()
 
-    def adopt(self, values: Tensor) -> None:
+    def adopt(self, values: Anchor) -> None:
         """theta <- values: the first version that this learner gets."""
-        self._replica.write(self._fragment, values)
+        self._replica.write(self.fragment, values)
         self.anchor = values
 
-    def carry(self, values: Tensor, *, merged: bool, difference: Difference | None = None) -> None:
+    def restore(self) -> None:
+        """theta <- the global values, in place of all local progress."""
+        self._replica.write(self.fragment, self.values())
+
+    def carry(self, values: Anchor, *, merged: bool, difference: Difference | None = None) -> None:
         """Put a version under the local progress.
 
         theta <- theta + (new - snapshot) if the contribution is merged in it, else theta + (new - anchor).
@@ -186,21 +205,21 @@ class FragmentTensors:
         reference = contribution.reference if contribution is not None and merged else self.anchor
         assert reference is not None
         if difference is None or difference.reference is not reference:
-            difference = Difference(reference, torch.sub(values, reference))
-        self._replica.add(self._fragment, difference.values)
+            difference = Difference(reference, values.minus(reference))
+        self._replica.add(self.fragment, difference.values)
         if contribution is not None and not merged:  # of a later round
             contribution.move(difference.values)
         self._settle(values, merged=merged)
 
-    def overwrite(self, values: Tensor, *, merged: bool) -> None:
+    def overwrite(self, values: Anchor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
         if self._policy.on_commit == "blend" and self._policy.blend_alpha:
-            self._replica.blend(self._fragment, values, self._policy.blend_alpha)
+            self._replica.blend(self.fragment, values, self._policy.blend_alpha)
         else:
-            self._replica.write(self._fragment, values)
+            self._replica.write(self.fragment, values)
         self._settle(values, merged=merged)
 
-    def _settle(self, values: Tensor, *, merged: bool) -> None:
+    def _settle(self, values: Anchor, *, merged: bool) -> None:
         """The new anchor; and what was lost of a contribution that is in it."""
         if merged:
             assert self.contribution is not None

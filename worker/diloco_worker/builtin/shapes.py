@@ -1,0 +1,33 @@
+"""The tensors of the built-in model, from its settings alone: `diloco up` tells shards which model to insist on.
+
+Needs no torch, which takes seconds to import. A test compares it with the model itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+from diloco_common.manifest import TensorSpec
+from diloco_common.settings import ModelSettings
+
+BYTES = 256
+"""Size of the vocabulary."""
+
+
+def swiglu_width(width: int) -> int:
+    """8/3 of the width (as many weights as a 4x MLP), rounded up to a multiple of 8."""
+    return math.ceil(8 * width / 3 / 8) * 8
+
+
+def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
+    """What a learner of the built-in model brings to Join."""
+    width, hidden = settings.width, swiglu_width(settings.width)
+    shapes = {"embedding": (BYTES, width), "lm_head": (BYTES, width)}
+    for i in range(settings.layers):
+        shapes |= {
+            f"layers.{i}.qkv": (3 * width, width),
+            f"layers.{i}.attention_out": (width, width),
+            f"layers.{i}.gate_up": (2 * hidden, width),
+            f"layers.{i}.down": (width, hidden),
+        }
+    return [TensorSpec(f"{name}.weight", shape, name in ("embedding", "lm_head")) for name, shape in shapes.items()]

@@ -1,0 +1,245 @@
+"""How the ranks of an island come to the same decisions at the same step boundaries, without waiting for a shard.
+
+At every step boundary each rank posts a small frame, and one boundary later every rank has read the frames of all. So
+all ranks hear the same words in the same order, and each of them decides from these words alone. What differs between
+ranks (what has been pulled, which push was answered, what time it is) enters a decision only as a word.
+
+    the leader says what shards tell it: joined, asked, announced, stopped, the state of the run
+    every rank says what became of its own part: a version is ready, or gone; a push was refused; it cannot go on
+
+A version is pulled by name, one per fragment at a time, and applied by all ranks at the boundary at which all have read
+that all have it. Fragments do not wait for each other. If one rank cannot get the version any more, all drop it.
+
+Pure: the shell hands frames over (`island_exchange.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from diloco_common.errors import IslandBroken
+from diloco_common.messages import Outcome, Pulse
+from diloco_worker.core.events import Announced, Answered, Arrived, Event, Failed, Gone, Joined
+from diloco_worker.core.island_words import Ready, StopAsked, Word, read_word, write_word
+
+LEADER = 0
+LEADER_BYTES = 4096
+"""Of the leader's frame: a few dozen words. More wait for the next boundary."""
+RANK_BYTES = 512
+"""Of the frame of every other rank."""
+APPLY_ELEMENTS = 1 << 22
+"""Versions with so many elements together are applied at one boundary of a step; one always is. The rest wait for the
+next one. By size, not by time: all ranks must stop at the same one."""
+
+_HEAD = struct.Struct("<qH")  # tokens of the step, -1 at a poll; bytes of words
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Every rank is to pull its own ranges of this version."""
+
+    fragment_id: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What all ranks decide at one boundary."""
+
+    tokens: int | None
+    """Trained by all ranks in the step before; None: there was no step."""
+    events: tuple[Event, ...]
+    """In this order. Equal at all ranks, but for the values in `Arrived`."""
+    fetches: tuple[Fetch, ...]
+    ended: tuple[tuple[Fetch, bool], ...] = ()
+    """Fetches that are decided, and whether the version is applied; if not, it was dropped."""
+
+
+@dataclass
+class _Fetching:
+    fetch: Fetch
+    ready: dict[int, Ready] = field(default_factory=dict)
+    """Rank -> its word."""
+
+
+class IslandLog:
+    """What one rank says and has heard."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.pulse = Pulse(0, 0)
+        """The state of the run, as all ranks have it."""
+        self.is_stop_asked = False
+        """Whether a rank has asked all to stop."""
+        self.elements: Mapping[int, int] = {}
+        """Fragment -> its elements, once the model is cut."""
+        self._unsaid = bytearray()
+        self._said_pulse = self.pulse
+        self._unread = [bytearray() for _ in range(size)]
+        self._fetching: dict[int, _Fetching] = {}
+        self._newer: dict[int, Fetch] = {}  # announced while the one before is being pulled
+        self._applied: dict[int, Fetch] = {}
+        self._complete: deque[int] = deque()  # fragments whose version all ranks have
+        self._arrived: dict[int, dict[Fetch, Arrived]] = {}  # of this rank alone, by fragment
+        self._epochs: dict[int, int] = {}  # shard -> its epoch
+
+    # ------------------------------------------------------------ what this rank says
+
+    def say(self, event: Event) -> None:
+        """Something came from a shard, or became of this rank's own part."""
+        match event:
+            case Arrived():
+                fetching = self._fetching.get(event.fragment_id)
+                wanted, held = fetching and fetching.fetch, self._arrived.get(event.fragment_id, {})
+                kept = {fetch: earlier for fetch, earlier in held.items() if fetch == wanted}
+                self._arrived[event.fragment_id] = kept | {_fetch_of(event): event}
+                if wanted == _fetch_of(event):
+                    self._say(Ready.of(event))
+                # Else it was dropped meanwhile, or the leader has it before all have heard that it is announced.
+            case Answered() if event.answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+                return  # that all parts are there, only a version tells
+            case _:
+                self._say(event)
+
+    def say_pulse(self, pulse: Pulse) -> None:
+        """The state of the run has changed, perhaps. The leader's word counts."""
+        if self.rank == LEADER and pulse != self._said_pulse:
+            self._said_pulse = pulse
+            self._say(pulse)
+
+    def ask_stop(self) -> None:
+        """All ranks shall stop."""
+        self._say(StopAsked())
+
+    def frame(self, tokens: int | None) -> bytes:
+        """What to post at this boundary. `tokens`: trained by this rank in the step that has ended; None: a poll."""
+        room = (LEADER_BYTES if self.rank == LEADER else RANK_BYTES) - _HEAD.size
+        said, self._unsaid = self._unsaid[:room], self._unsaid[room:]
+        return _HEAD.pack(-1 if tokens is None else tokens, len(said)) + said
+
+    def _say(self, word: Word) -> None:
+        self._unsaid += write_word(word)
+
+    # ------------------------------------------------------------ what all ranks hear
+
+    def hear(self, frames: Sequence[bytes]) -> Turn:
+        """The frames of all ranks, in their order, of one boundary. Raises IslandBroken."""
+        self._events: list[Event] = []
+        self._fetches: list[Fetch] = []
+        self._ended: list[tuple[Fetch, bool]] = []
+        count = tokens_of(frames)
+        for rank, frame in enumerate(frames):
+            _, length = _HEAD.unpack_from(frame)
+            unread = self._unread[rank]
+            unread += frame[_HEAD.size : _HEAD.size + length]
+            *lines, rest = unread.split(b"\n")
+            self._unread[rank] = bytearray(rest)
+            for line in lines:
+                self._heard(rank, read_word(bytes(line)))
+        self._apply(is_step=count is not None)
+        return Turn(count, tuple(self._events), tuple(self._fetches), tuple(self._ended))
+
+    def _heard(self, rank: int, word: Word) -> None:
+        match word:
+            case Announced():
+                self._announced(Fetch(word.fragment_id, word.epoch, word.version))
+            case Ready():
+                self._is_ready(rank, word)
+            case Gone():
+                fetching = self._fetching.get(word.fragment_id)
+                if fetching is not None and fetching.fetch == _fetch_of(word):
+                    self._drop(word.fragment_id)
+            case Pulse():
+                self.pulse = word
+            case StopAsked():
+                self.is_stop_asked = True
+            case Joined():
+                self._joined(word)
+                self._events.append(word)
+            case Failed() if rank != LEADER:
+                self._events.append(Failed(type(word.error)(f"rank {rank}: {word.error}")))
+            case _:
+                self._events.append(word)
+
+    def _joined(self, joined: Joined) -> None:
+        """A shard in another epoch may have lost what it announced. It announces all that it has again."""
+        if self._epochs.get(joined.shard_index) != joined.epoch:
+            self._epochs[joined.shard_index] = joined.epoch
+            for status in joined.fragments:
+                self._newer.pop(status.fragment_id, None)
+                self._drop(status.fragment_id)
+
+    # ------------------------------------------------------------ versions
+
+    def _announced(self, fetch: Fetch) -> None:
+        p, applied = fetch.fragment_id, self._applied.get(fetch.fragment_id)
+        if applied is not None and applied.epoch == fetch.epoch and fetch.version <= applied.version:
+            self._ended.append((fetch, True))
+        elif p not in self._fetching:
+            self._fetching[p] = _Fetching(fetch)
+            self._fetches.append(fetch)
+            if (arrived := self._arrived.get(p, {}).get(fetch)) is not None:
+                self._say(Ready.of(arrived))
+        elif self._fetching[p].fetch != fetch:
+            self._newer[p] = fetch
+
+    def _is_ready(self, rank: int, word: Ready) -> None:
+        fetching = self._fetching.get(word.fragment_id)
+        if fetching is None or fetching.fetch != _fetch_of(word):
+            return
+        fetching.ready[rank] = word
+        if len(fetching.ready) == self.size and word.fragment_id not in self._complete:
+            self._complete.append(word.fragment_id)
+
+    def _apply(self, *, is_step: bool) -> None:
+        elements = 0
+        while self._complete and (not is_step or elements < APPLY_ELEMENTS):
+            p = self._complete.popleft()
+            elements += self.elements.get(p, 0)
+            fetching = self._fetching[p]
+            told = fetching.ready[LEADER]
+            sent = {word.sent for word in fetching.ready.values()}
+            arrived = replace(
+                self._arrived[p].pop(fetching.fetch),
+                merged_version=told.merged_version,
+                forgotten_version=told.forgotten_version,
+                sent=sent.pop() if len(sent) == 1 else 0,
+            )
+            self._events.append(arrived)
+            self._applied[p] = fetching.fetch
+            self._drop(p, is_applied=True)
+
+    def _drop(self, fragment_id: int, *, is_applied: bool = False) -> None:
+        """The version is applied, or a rank cannot have it: on to the next one, if there is one."""
+        # What has arrived stays: the same version may be wanted again, and others have read that it is here.
+        fetching = self._fetching.pop(fragment_id, None)
+        if fetching is not None:
+            self._ended.append((fetching.fetch, is_applied))
+        if fragment_id in self._complete:
+            self._complete.remove(fragment_id)
+        newer = self._newer.pop(fragment_id, None)
+        if newer is not None:
+            self._announced(newer)
+
+
+def tokens_of(frames: Sequence[bytes]) -> int | None:
+    """What all ranks have trained in the step before the boundary of these frames; None: there was no step.
+
+    Raises IslandBroken if some ranks have taken a step there, and others not.
+    """
+    tokens = [count for count, _ in map(_HEAD.unpack_from, frames) if count >= 0]
+    if tokens and len(tokens) != len(frames):
+        raise IslandBroken(
+            f"{len(tokens)} of {len(frames)} ranks have called `step`, the others `poll`; all ranks of an island must "
+            "call the same ones in the same order"
+        )
+    return sum(tokens) if tokens else None
+
+
+def _fetch_of(word: Arrived | Ready | Gone) -> Fetch:
+    return Fetch(word.fragment_id, word.epoch, word.version)

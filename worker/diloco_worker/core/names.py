@@ -1,0 +1,85 @@
+"""The user's own names of modules and tensors, whatever wraps the model or parts of it.
+
+A wrapper is recognised by its type, and the name under which it keeps what it wraps is left out. A submodule that the
+user calls `module` keeps its name. A tensor that is tied has several names. It counts once, under the smallest of them,
+so the name does not depend on the order in which the user has defined the submodules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from diloco_common.errors import UnsupportedModel
+
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",  # torch.compile
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+}
+"""Type of a wrapper -> its name for what it wraps. By name: importing the types takes seconds, and not all torch
+builds have them."""
+
+T = TypeVar("T", bound=Tensor)
+
+
+def type_names(thing: object) -> Iterator[str]:
+    """The dotted names of its type and of all types above it."""
+    for kind in type(thing).__mro__:
+        yield f"{kind.__module__}.{kind.__qualname__}"
+
+
+def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its path, "" for the model. A module that is used at several places comes several times."""
+    return _modules(model, "", ())
+
+
+def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by name; one that is tied has several. Raises UnsupportedModel if two have the same name."""
+    return _by_name(
+        (join(path, leaf), parameter)
+        for path, module in modules(model)
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    )
+
+
+def once(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Each tensor once, under the smallest of its names; sorted by name."""
+    smallest: dict[int, str] = {}
+    for name in sorted(tensors):
+        smallest.setdefault(id(tensors[name]), name)
+    return {name: tensors[name] for name in smallest.values()}
+
+
+def ties(tensors: Mapping[str, T]) -> dict[str, str]:
+    """Every further name of a tied tensor -> the name that `once` gives it."""
+    smallest = {id(tensor): name for name, tensor in once(tensors).items()}
+    return {name: smallest[id(t)] for name, t in sorted(tensors.items()) if smallest[id(t)] != name}
+
+
+def join(path: str, leaf: str) -> str:
+    """A dotted path, one part longer."""
+    return f"{path}.{leaf}" if path else leaf
+
+
+def _modules(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    inside = next((WRAPPERS[name] for name in type_names(module) if name in WRAPPERS), None)
+    for name, child in module._modules.items():
+        if child is not None and child not in above:  # some keep their parent as a submodule
+            yield from _modules(child, path if name == inside else join(path, name), (*above, module))
+
+
+def _by_name(tensors: Iterable[tuple[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, tensor in tensors:
+        if found.setdefault(name, tensor) is not tensor:
+            raise UnsupportedModel(
+                f"two tensors are called {name} once the names of wrappers ({', '.join(WRAPPERS.values())}) are taken "
+                "off; rename the one that is registered on the wrapper itself"
+            )
+    return found

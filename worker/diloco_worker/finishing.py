@@ -1,0 +1,83 @@
+"""The end of a run: the last version of every fragment, and then the model holds nothing but those.
+
+A shard that has reached the budget makes no versions any more, and what it announced last is final. Where training ends
+earlier, the versions count that were announced when `finish` was called: others go on, and would announce for ever.
+Work of this learner that is on its way gets some seconds to be in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from diloco_worker.boundary import StepBoundary
+from diloco_worker.connections import Connections
+
+CONTRIBUTIONS_S = 5.0
+"""The rounds that hold work of this learner have so many seconds to become versions."""
+WORDS_MAX = 150
+"""What the leader of an island says to its other ranks."""
+
+
+class Finishing:
+    """What is still missing of the last versions. Owned by the training thread."""
+
+    def __init__(
+        self, boundary: StepBoundary, connections: Connections, agree: Callable[[str], str] | None = None
+    ) -> None:
+        """`agree`: what the leader of an island says; all ranks ask alike, and wait for it. None: there is one rank."""
+        self._boundary = boundary
+        self._connections = connections
+        self._agree = agree
+        self._wanted: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version, as announced first
+
+    def look(self, waited_s: float, wait_s: float) -> tuple[bool, str]:
+        """Whether to wait no longer, of at most `wait_s` seconds, and what is missing, in words; empty: nothing."""
+        missing = "; ".join(self._missing())
+        is_settling = self._has_contributions and waited_s < CONTRIBUTIONS_S
+        is_over = not self._is_being_read and (waited_s >= wait_s or not (missing or is_settling))
+        if self._agree is None:
+            return is_over, missing
+        said = self._agree(f"{is_over:d}{missing}"[:WORDS_MAX])
+        return said[0] == "1", said[1:]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """theta <- the values of the versions that the learner holds, in place of all local progress."""
+        assert self._boundary.core is not None
+        for fragment in self._boundary.core.fragments.values():
+            fragment.tensors.restore()
+
+    def _missing(self) -> list[str]:
+        """What has not come yet, in words."""
+        core = self._boundary.core
+        if core is None:
+            return ["the model is not cut yet"]
+        there = {c.state.shard_index: c for c in self._connections if c.is_up}
+        away = [c.address for c in self._connections if not c.is_up]
+        late: dict[str, int] = {}
+        for i, fragment in core.fragments.items():
+            connection = there.get(fragment.fragment.shard_index)
+            if connection is None:
+                continue
+            announced = connection.newest(i)
+            wanted = self._wanted.setdefault(i, announced) if announced is not None else None
+            if wanted is not None and announced is not None and wanted[0] != announced[0]:  # the shard has restarted
+                wanted = self._wanted[i] = announced
+            if wanted is None or fragment.epoch != wanted[0] or fragment.version < wanted[1]:
+                late[connection.address] = late.get(connection.address, 0) + 1
+        fragments = [f"the last version of {n} fragments of {address}" for address, n in late.items()]
+        return [*(f"no answer from {address}" for address in away), *fragments]
+
+    @property
+    def _has_contributions(self) -> bool:
+        """Whether work of this learner is on its way into a version."""
+        core = self._boundary.core
+        return core is not None and not self._boundary.shards.have_stopped and core.unmerged > 0
+
+    @property
+    def _is_being_read(self) -> bool:
+        """Whether a snapshot is being taken: not the moment to write to the model."""
+        core = self._boundary.core
+        return core is not None and any(f.tensors.is_being_read for f in core.fragments.values())

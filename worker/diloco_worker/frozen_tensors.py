@@ -1,0 +1,108 @@
+"""What a learner's model holds fixed, with a checksum of each tensor: it must be the same in all learners of a run.
+
+Learners merge what they train. A LoRA on another base, or on the same base in another dtype, is trained for another
+model, and nobody would notice. So every learner declares, and the shards compare:
+
+    frozen parameters     all of them
+    buffers               those that a checkpoint of the model holds (the others are computed: rotary tables, masks,
+                          caches; their last bits depend on the device, and their sizes on what the model has seen),
+                          but for the running statistics of BatchNorm and the like, which training changes
+
+Buffers of a resumed learner are declared without a checksum, because training may have changed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import google_crc32c
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from diloco_common.bounds import FROZEN_MAX
+from diloco_common.messages import FrozenTensor
+from diloco_worker.core import names
+
+FrozenRule: TypeAlias = Literal["same", "any"]
+CHUNK_BYTES = 2**24
+"""A tensor is brought to the CPU, and hashed, in parts of this size."""
+
+
+def declare(model: nn.Module, *, resumed: bool) -> tuple[FrozenTensor, ...]:
+    """The frozen tensors of a model by name. Reads each of their bytes once, at the speed of memory."""
+    parameters = frozen_parameters(model)
+    buffers = _fixed_buffers(model)
+    found = [_frozen(name, tensor, is_compared=True) for name, tensor in parameters.items()]
+    found += [_frozen(name, tensor, is_compared=not resumed) for name, tensor in buffers.items()]
+    return tuple(_at_most(sorted(found, key=lambda t: t.name), FROZEN_MAX))
+
+
+def frozen_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Those that are not trained, each under the smallest of its names."""
+    return {name: p for name, p in names.once(names.parameters(model)).items() if not p.requires_grad}
+
+
+def _fixed_buffers(model: nn.Module) -> Mapping[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path, module in names.modules(model):
+        if isinstance(module, _NormBase):
+            continue
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                found[names.join(path, leaf)] = buffer
+    return names.once(found)
+
+
+def _frozen(name: str, tensor: Tensor, *, is_compared: bool) -> FrozenTensor:
+    form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return FrozenTensor(name, form, _crc32c(tensor.detach(), 0) if is_compared and _has_bytes(tensor) else None)
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    if hasattr(tensor, "full_tensor"):  # a DTensor: this process holds some of its rows
+        return False
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def _crc32c(tensor: Tensor, crc32c: int) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as the quantised ones of torchao
+        for part in tensor.__tensor_flatten__()[0]:
+            crc32c = _crc32c(getattr(tensor, part), crc32c)
+        return crc32c
+    for chunk in _chunks(tensor):
+        whole = chunk.contiguous().cpu()
+        flat = whole.as_strided((whole.numel(),), (1,))  # the stride of a single element may be anything, elsewhere
+        data: Any = flat.view(torch.uint8).numpy()
+        data.flags.writeable = False  # google_crc32c takes nothing else
+        crc32c = google_crc32c.extend(crc32c, data)
+    return crc32c
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Parts of at most CHUNK_BYTES, row by row; no more than one is ever a copy."""
+    if tensor.nbytes <= CHUNK_BYTES:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), CHUNK_BYTES // tensor.element_size())
+    else:
+        rows = max(1, CHUNK_BYTES * len(tensor) // tensor.nbytes)
+        for part in torch.split(tensor, rows):
+            yield from _chunks(part if part.nbytes <= CHUNK_BYTES else part[0])
+
+
+def _at_most(tensors: list[FrozenTensor], limit: int) -> Iterator[FrozenTensor]:
+    """The same in at most `limit` lines: neighbours are declared as one."""
+    each = -(-len(tensors) // limit)
+    for start in range(0, len(tensors), max(1, each)):
+        yield _as_one(tensors[start : start + each])
+
+
+def _as_one(tensors: list[FrozenTensor]) -> FrozenTensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    crc32c = None
+    if all(t.crc32c is not None for t in tensors):
+        crc32c = google_crc32c.value(repr([(t.name, t.form, t.crc32c) for t in tensors]).encode())
+    return FrozenTensor(f"{tensors[0].name} to {tensors[-1].name}", f"{len(tensors)} tensors", crc32c)

@@ -1,0 +1,192 @@
+"""A callback that makes a Hugging Face `Trainer` a learner. Needs `pip install 'decoupled-diloco[hf]'`.
+
+    from diloco_worker.hf import DilocoCallback
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[DilocoCallback("ps-0:50051,ps-1:50051")])
+    trainer.train()          # until the budget of the run is merged, or max_steps; the model is the global one then
+
+It joins once the Trainer has loaded what it resumes from, and does what a loop of one's own would do: draws the data in
+an order of this learner, says after each optimizer step how many tokens it had, lets the rate follow the run, stops at
+the budget, puts the global model into the module, and saves it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from diloco_common.errors import ConfigError
+from diloco_worker.joining import join
+from diloco_worker.learner import Learner
+from diloco_worker.progress_lr import Shape, share
+
+try:
+    from transformers import TrainerCallback
+except ImportError:  # pragma: no cover
+    raise ImportError("diloco_worker.hf needs transformers: pip install 'decoupled-diloco[hf]'") from None
+
+STATE = "diloco.json"
+"""Beside the Trainer's own files in each of its checkpoints."""
+SHAPES: dict[str, Shape] = {
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+}
+"""Schedules of the Trainer that can follow the run instead of its steps."""
+
+
+class DilocoCallback(TrainerCallback):  # type: ignore[misc]
+    """Joins a run when training begins, and finishes when it ends."""
+
+    def __init__(self, shards: str, *, save_to: str | Path | None = None, **options: Any) -> None:
+        """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`
+        (run, learner_id, tls, token, ...), but not `island`. Raises ConfigError."""
+        if options.get("island") is not None:
+            raise ConfigError(
+                "DilocoCallback takes no island=: the Trainer has summed the tokens of all ranks already, and islands "
+                "sum them again, and all ranks would write the same files. Give each device a Trainer of its own "
+                "(CUDA_VISIBLE_DEVICES), each a learner, or train an island in a loop of your own (docs/islands.md)"
+            )
+        self.learner: Learner | None = None
+        """None before training begins."""
+        self._shards = shards
+        self._save_to = None if save_to is None else Path(save_to)
+        self._options = options
+        self._loss: float | None = None
+        self._tokens_seen = 0
+        self._rates: list[float] = []
+        """Of each group of the optimizer, where they follow the run."""
+        self._shape: Shape = "constant"
+        self._warmup = 0.0
+
+    # ------------------------------------------------------------ called by the Trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Join. Raises what `join` raises."""
+        if args.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end=True would put an earlier model of this learner in the place of the global "
+                "one; leave it out, and evaluate what `save_to` holds"
+            )
+        model: nn.Module = kwargs["model"]
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
+        earlier = _read_state(path) if self.learner is None else self.learner.state_dict()
+        self.learner = learner = join(self._shards, model, state=earlier, **self._options)
+        atexit.register(learner.close)
+        log = learner.telemetry.log
+        if state.global_step > 0 and earlier is None:
+            log.warning(
+                "this Trainer goes on from a checkpoint, and nothing is left there of its learner: it is a new one, "
+                "with another order of its data; put the checkpoint into output_dir to go on as the same learner",
+                missing=path, steps=state.global_step,
+            )  # fmt: skip
+        if not _order_data(kwargs.get("train_dataloader"), learner.seed):
+            log.warning("the order of this data is its own: give each learner another one, by callback.learner.seed")
+        if getattr(model, "main_input_name", "") == "input_ids" and args.include_num_input_tokens_seen in ("no", False):
+            args.include_num_input_tokens_seen = "all"
+        self._tokens_seen = state.num_input_tokens_seen
+        self._follow_run(args, state, kwargs["optimizer"])
+        budget = learner.tokens_budget
+        log.event(
+            "training ends" if budget else "training ends: the run has no budget, so max_steps alone decides",
+            after=f"{budget} tokens of all learners, or {state.max_steps} steps of this one, whichever comes first",
+        )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the rate by the progress of the run."""
+        if self.learner is None or not self._rates:
+            return
+        part = share(self._shape, self.learner.fraction, self._warmup, final=0.0)
+        rates = [rate * part for rate in self._rates]
+        for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
+            group["lr"] = rate
+        kwargs["lr_scheduler"]._last_lr = rates  # what the Trainer logs
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Tell the learner. Raises what `Learner.step` raises."""
+        assert self.learner is not None
+        tokens = state.num_input_tokens_seen - self._tokens_seen
+        self._tokens_seen = state.num_input_tokens_seen
+        # Where there are no tokens, such as images: samples.
+        samples = args.train_batch_size * args.gradient_accumulation_steps
+        self.learner.step(tokens=tokens or samples, loss=self._loss)
+        if self.learner.done:
+            if not control.should_training_stop:
+                self.learner.telemetry.log.event("budget reached", steps=state.global_step, of=state.max_steps)
+            control.should_training_stop = True
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """The loss is known as often as the Trainer logs it."""
+        self._loss = (logs or {}).get("loss", self._loss)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the learner's state beside what the Trainer saves."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self.learner is not None and folder.is_dir():
+            (folder / STATE).write_text(json.dumps(self.learner.state_dict()))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the global model in the module, and save it with its tokenizer."""
+        assert self.learner is not None
+        if not self.learner.done:
+            self.learner.telemetry.log.warning(
+                "max_steps reached before the run has ended: the others go on", steps=state.global_step,
+                tokens_merged=self.learner.tokens_merged, tokens_budget=self.learner.tokens_budget,
+            )  # fmt: skip
+        self.learner.finish()
+        atexit.unregister(self.learner.close)
+        folder = self._save_to or Path(args.output_dir) / "global"
+        parts: tuple[Any, ...] = kwargs["model"], kwargs.get("processing_class")
+        for part in parts:
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        self.learner.telemetry.log.event("global model saved", folder=folder)
+
+    # ------------------------------------------------------------ helpers
+
+    def _follow_run(self, args: Any, state: Any, optimizer: Any) -> None:
+        """The Trainer's schedule counts its own steps up to max_steps, which says nothing of how far the run is."""
+        assert self.learner is not None
+        shape = SHAPES.get(str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)))
+        if not self.learner.tokens_budget or shape is None:
+            self.learner.telemetry.log.warning(
+                "the rate follows the steps of this Trainer, not the run", schedule=args.lr_scheduler_type,
+                budget=self.learner.tokens_budget,
+            )  # fmt: skip
+            return
+        self._shape, self._warmup = shape, args.get_warmup_steps(state.max_steps) / max(1, state.max_steps)
+        self._rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    """What an earlier process has left beside the checkpoint that the Trainer goes on from; None: nothing."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _order_data(loader: Any, seed: int) -> bool:
+    """Shuffle by this seed, in every epoch another way. Returns whether that could be set.
+
+    Trainer and accelerate seed the order with `data_seed`, or `seed`, which are equal in all learners. The order
+    depends on seed and epoch alone, so a Trainer that resumes finds its place again.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    for owner in (batches, getattr(batches, "batch_sampler", None), loader):
+        sampler: Any = getattr(owner, "sampler", None)
+        if hasattr(sampler, "initial_seed"):  # of accelerate
+            sampler.initial_seed = seed
+            return True
+        generator = getattr(sampler, "generator", None)
+        if generator is not None:
+            generator.manual_seed(seed)
+            return True
+    return False

@@ -1,0 +1,85 @@
+"""Learning rates that follow the progress of the run, not the steps of one learner.
+
+Progress is global: merged tokens over the budget. So a learner that joins late, or is slower than others, has the same
+rate as they have, and the rate has come down when the run ends.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol, TypeAlias
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from diloco_common.errors import ConfigError
+
+Shape: TypeAlias = Literal["cosine", "linear", "wsd", "constant"]
+SHAPES = ("cosine", "linear", "wsd", "constant")
+WARMUP_FLOOR = 0.1
+"""The warm-up starts at this share of the rate, because progress stays at 0 until the first round is merged."""
+WARMUP_STEPS = 20
+"""An optimizer without moments rises to the rate over this many steps."""
+DECAY = 0.2
+"""The share of the run in which "wsd" comes down."""
+
+
+class Progress(Protocol):
+    """What a rate follows. A `Learner` is one."""
+
+    @property
+    def fraction(self) -> float:
+        """Merged tokens over the budget, 0 to 1."""
+
+    @property
+    def tokens_budget(self) -> int:
+        """0: the run has no end."""
+
+
+def share(shape: Shape, fraction: float, warmup: float, final: float, decay: float = DECAY) -> float:
+    """What part of the rate to use at a progress of `fraction`, 0 to 1.
+
+    Rises up to 1 at progress `warmup`. Then "cosine" and "linear" come down to `final` at progress 1, "wsd" (warm-up,
+    stable, decay) stays at 1 and comes down linearly in the last `decay` of it, and "constant" stays.
+    """
+    if fraction < warmup:
+        return max(WARMUP_FLOOR, fraction / warmup)
+    if warmup >= 1 or shape == "constant":
+        return 1.0
+    begins = max(warmup, 1 - decay) if shape == "wsd" else warmup
+    done = min(max(0.0, (fraction - begins) / (1 - begins)), 1.0) if begins < 1 else 0.0
+    down = 0.5 * (1 - math.cos(math.pi * done)) if shape == "cosine" else done
+    return 1 - (1 - final) * down
+
+
+class ProgressLR(LRScheduler):
+    """Sets the rate by the global progress of the run, at each `step()`: once per inner step, as others of torch.
+
+    A run without a budget has no progress: the rate stays. Each process begins with a rise over 20 steps, for the
+    optimizer has no moments yet; where it is resumed, `load_state_dict` goes on instead.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, learner: Progress, shape: Shape = "cosine", *, warmup: float = 0.02,
+        final: float = 0.1,
+    ) -> None:  # fmt: skip
+        """`warmup`: the share of the run, from 0 to 1, in which the rate rises. `final`: the share of the rate that is
+        left at the end. The rate itself is the optimizer's. Raises ConfigError."""
+        if shape not in SHAPES:
+            raise ConfigError(f"ProgressLR: {shape!r} is none of {', '.join(SHAPES)}")
+        if not (0 <= warmup <= 1 and 0 <= final <= 1):
+            raise ConfigError(f"ProgressLR: warmup={warmup} and final={final} are shares, from 0 to 1")
+        self._learner = learner
+        self._shape: Shape = shape
+        self._warmup, self._final = warmup, final
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Any]:
+        """Of each group of the optimizer."""
+        rise = min(1.0, (self.last_epoch + 1) / WARMUP_STEPS)
+        part = share(self._shape, self._learner.fraction, self._warmup, self._final)
+        return [base * rise * (part if self._learner.tokens_budget else 1.0) for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without the learner, which has a state of its own."""
+        return {key: value for key, value in super().state_dict().items() if key != "_learner"}

@@ -1,0 +1,55 @@
+"""What a learner needs to go on where an earlier process has ended: its counters, and who it is.
+
+A training loop keeps it beside the model and the optimizer, in its own checkpoint. The built-in worker does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from diloco_common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerState:
+    """Of one learner, over all its processes."""
+
+    run: str
+    learner_id: str
+    index: int | None
+    """Its number among the learners; None: it never had one."""
+    inner_step: int
+    tokens: int
+    """Tokens trained on."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for torch.save, JSON and the like."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any], run: str) -> LearnerState:
+        """Raises ConfigError if it is no state, or one of another run than `run`."""
+        missing = sorted({f.name for f in fields(LearnerState)} - saved.keys())
+        if missing:
+            raise ConfigError(
+                f"state= is not what learner.state_dict() gave: it has no {', '.join(missing)}; save it beside the "
+                "model and the optimizer, and give it back as it was"
+            )
+        if saved["run"] != run:
+            raise ConfigError(f"state= is of run {saved['run']!r}, and this is run {run!r}: leave it out, or give run=")
+        return LearnerState(**{f.name: saved[f.name] for f in fields(LearnerState)})
+
+
+def blank_state() -> dict[str, Any]:
+    """A place for a state: `torch.distributed.checkpoint.load` fills in what it finds there, and makes no room itself.
+
+    `join(state=...)` takes it as it is too, for a learner that has not begun.
+    """
+    return LearnerState("", "", None, 0, 0).as_dict()
+
+
+def read_state(state: Mapping[str, Any] | None, run: str) -> LearnerState | None:
+    """What `join(state=...)` was given; None: nothing, or a blank state. Raises as `LearnerState.from_dict`."""
+    return LearnerState.from_dict(state, run) if state and state != blank_state() else None
