@@ -8,6 +8,9 @@ transport.py        `ports.Transport` over that network
 disk.py             a disk that fails as disks do; shard_disk.py: one shard's, and what goes wrong with it
 shard_process.py    host, service and store of the product in one process
 learner_process.py  a learner of the product in one process, and a training loop; model.py: what it trains
+hostile_process.py  a hostile learner in one process; plot.py, hostile.py, lies.py: what it knows, does and says
+wire.py             the wire as a hostile learner meets it
+fairness.py         what hostile learners may not get
 silence.py          stands in for metrics and log
 invariants.py       what must hold at any moment; `diloco_common.judge` reads the histories
 faults.py           what goes wrong, and when it is over

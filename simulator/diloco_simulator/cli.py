@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import torch
+from cyclopts import Parameter
 
-from diloco_common.command import run_command
-from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED
+from diloco_common.command import new_app, run_app
+from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
+from diloco_common.options import Flag
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.options import DISK_FAULTS, FAMILIES, FAULTS, draw
+from diloco_simulator.options import DISK_FAULTS, FAULTS, draw
 from diloco_simulator.runner import Tally, run_many
 
 PROGRESS_EVERY_S = 5.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 1 if an invariant was broken."""
-    return run_command(lambda: _run(argv), name="diloco_simulator")
+app = new_app("diloco_simulator", "Run many schedules, or replay one.")
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m diloco_simulator", description=__doc__)
-    parser.add_argument("--schedules", type=int, default=1000, metavar="N", help="how many to run (default 1000)")
-    parser.add_argument(
-        "--family", choices=sorted(FAMILIES), default="short",
-        help="short: 3 shards and 5 learners for a few seconds; long: all sizes, for half a minute (default short)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="of the first; the others follow")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
-    parser.add_argument("--replay", metavar="FAMILY:SEED", help="run this one alone, and say what it came to")
-    parser.add_argument("--keep-going", action="store_true", help="do not end at the first failure")
-    args = parser.parse_args(argv)
-    if args.schedules < 1 or args.jobs < 1:
-        parser.error("--schedules and --jobs take a number from 1")
+@app.default
+def simulate(
+    *,
+    schedules: Annotated[int, Parameter(metavar="N", help="how many to run")] = 1000,
+    family: Annotated[
+        Literal["short", "long", "islands", "memory"],
+        Parameter(help="short: 3 shards and 5 learners for a few seconds; long: all sizes, for half a minute"),
+    ] = "short",
+    seed: Annotated[int, Parameter(metavar="SEED", help="of the first; the others follow")] = 0,
+    jobs: Annotated[int, Parameter(metavar="N", help="processes")] = 1,
+    replay: Annotated[
+        str | None, Parameter(metavar="FAMILY:SEED", help="run this one alone, and say what it came to")
+    ] = None,
+    keep_going: Annotated[Flag, Parameter(help="do not end at the first failure")] = False,
+) -> int:
+    """Run many schedules, or replay one. Exit code 1 if an invariant was broken."""
+    if schedules < 1 or jobs < 1:
+        raise ConfigError("--schedules and --jobs take a number from 1")
     torch.set_num_threads(1)
-    if args.replay is not None:
+    if replay is not None:
         try:
-            options = draw(args.replay)
+            options = draw(replay)
         except ValueError as error:
-            parser.error(str(error))
+            raise ConfigError(f"--replay {replay}: {error}") from None
         try:
             result = run_schedule(options)
         except ScheduleFailed as failure:
             print(failure)
             return EXIT_UNEXPECTED
-        print(f"{args.replay}: no violation; {result.events} events, {result.virtual_s:.0f} s of virtual time")
+        print(f"{replay}: no violation; {result.events} events, {result.virtual_s:.0f} s of virtual time")
         print(f"{_listed(result.counts)}; faults: {_listed(result.faults)}\ntrace {result.trace}")
         return EXIT_OK
 
@@ -59,18 +63,23 @@ def _run(argv: Sequence[str] | None) -> int:
         if time.perf_counter() - told[0] >= PROGRESS_EVERY_S:
             told[0] = time.perf_counter()
             rate = total.schedules / (told[0] - began)
-            print(f"{total.schedules} of {args.schedules}, {rate:.0f}/s", file=sys.stderr, flush=True)
-        return args.keep_going or not total.failures
+            print(f"{total.schedules} of {schedules}, {rate:.0f}/s", file=sys.stderr, flush=True)
+        return keep_going or not total.failures
 
-    total = run_many(args.family, range(args.seed, args.seed + args.schedules), args.jobs, tell)
-    for words in total.failures.values() if not args.keep_going else ():
+    total = run_many(family, range(seed, seed + schedules), jobs, tell)
+    for words in total.failures.values() if not keep_going else ():
         print(words)
         break
-    if args.keep_going:
+    if keep_going:
         for words in total.failures.values():
             print(words.splitlines()[0])
-    print(_summary(args.family, total, time.perf_counter() - began))
+    print(_summary(family, total, time.perf_counter() - began))
     return EXIT_UNEXPECTED if total.failures else EXIT_OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 1 if an invariant was broken."""
+    return run_app(app, argv)
 
 
 def _summary(family: str, total: Tally, took_s: float) -> str:

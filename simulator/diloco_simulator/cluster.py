@@ -12,15 +12,20 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from diloco_common.histories import gather
+from diloco_common.histories import Histories, gather
 from diloco_common.history import MemoryHistory
 from diloco_common.judge import violations
 from diloco_common.messages import Committed
+from diloco_server.core.fragment import FragmentState
 from diloco_simulator import invariants
+from diloco_simulator.fairness import Fairness
 from diloco_simulator.faults import Faults
+from diloco_simulator.hostile_process import HostileProcess
 from diloco_simulator.invariants import Violation
+from diloco_simulator.island_process import RESTART_S, IslandProcess
 from diloco_simulator.learner_process import Checkpoint, LearnerProcess
 from diloco_simulator.model import PATTERN
 from diloco_simulator.network import Network, Path
@@ -109,7 +114,7 @@ class Cluster:
         """What came about, for the report of a run."""
         self.network = Network(self.timeline, options, self.faults, self._said)
         self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
-        self.learners: list[LearnerProcess] = []
+        self.learners: list[LearnerProcess | IslandProcess] = []
         """Every process that was ever started."""
         self.shards: dict[int, ShardProcess] = {}
         """Those that were started last."""
@@ -135,6 +140,9 @@ class Cluster:
             self.timeline.later(self._random.random() * options.starts_s, self.start_learner, learner_id)
         self.timeline.later(options.look_every_s, self._look_after)
         Faults(self)
+        self._fairness = Fairness(self) if options.hostile else None
+        self.hostile = [HostileProcess(self, number) for number in range(options.hostile)]
+        self._processes += [hostile.process for hostile in self.hostile]
 
     def run(self) -> Result:
         """Raises a Violation, and whatever the product raises where nothing may be raised."""
@@ -157,9 +165,19 @@ class Cluster:
 
     def broken_promise(self) -> Violation | None:
         """The first thing that the judge finds in the histories so far."""
-        histories = gather((chronicle.name, chronicle.lines) for chronicle in self._chronicles if chronicle.lines)
-        found = violations(histories, excused=self._excused, gapless=self.options.on_commit == "carry")
+        found = violations(
+            self.histories(), excused=self._excused, gapless=self.options.on_commit == "carry", claimants=self.claimants
+        )
         return Violation(found[0].check, found[0].what) if found else None
+
+    def histories(self) -> Histories:
+        """Of all processes so far; hostile ones write none."""
+        return gather((chronicle.name, chronicle.lines) for chronicle in self._chronicles if chronicle.lines)
+
+    @property
+    def claimants(self) -> set[str]:
+        """Learner ids under which somebody lies."""
+        return set().union(*(hostile.learner.spoke_as for hostile in self.hostile))
 
     # ------------------------------------------------------------ what happens
 
@@ -179,6 +197,8 @@ class Cluster:
             self._fragments[shard].add(facts["fragment"])
             if what == "announced" and shard in self.disks:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
+        if self._fairness is not None:
+            self._fairness.heard(name, what, facts)
         match what:
             case "announced":
                 self.counts["versions"] += 1
@@ -192,6 +212,10 @@ class Cluster:
                 self.counts["learned that merged"] += 1
             case "applied" if facts["forgotten"] is not None:
                 self.counts["learned that forgotten"] += 1
+
+    def count(self, what: str) -> None:
+        """Something came about, for the report of a run."""
+        self.counts[what] += 1
 
     def tail(self) -> list[str]:
         return [f"  {t:9.3f} {' '.join(map(str, what))}" for t, *what in self._events[-TAIL:]]
@@ -208,6 +232,8 @@ class Cluster:
 
     def _said(self, item: Any, shard: int) -> None:
         """A shard says something to a learner."""
+        if self.hostile:
+            invariants.what_is_said_fits_the_wire(item)
         if isinstance(item, Committed):
             name = item.fragment_id, item.epoch, item.version
             if name not in self._announced:
@@ -235,6 +261,19 @@ class Cluster:
             self._processes.append(self.shards[index].process)
             self.starts[name] += 1
 
+    def has_model(self, index: int) -> bool:
+        """Whether a shard's model cannot be replaced any more."""
+        host = self.shards[index].host
+        if host is None:
+            return False
+        return any(s.seeded for s in host.shard.fragments.values()) or bool(host.shard.membership.live())
+
+    def fragment(self, shard: str, fragment_id: int) -> FragmentState:
+        """Of a shard that serves."""
+        host = self.shards[int(shard.removeprefix("shard-"))].host
+        assert host is not None
+        return host.shard.fragments[fragment_id]
+
     def begins(self, shard: ShardProcess) -> None:
         """A shard is about to serve, with what its disk has given back to it. What may have been lost is excused."""
         assert shard.host is not None
@@ -260,11 +299,12 @@ class Cluster:
         resumes = bool(saved) and drawn.random() < self.options.resumes
         self.note("start", learner_id, "resumed" if resumes else "new")
         self.counts["learners resumed"] += resumes
-        self.learners.append(LearnerProcess(self, learner_id, drawn.choice(saved) if resumes else None))
+        kind = IslandProcess if self.learner_ids.index(learner_id) < self.options.islands else LearnerProcess
+        self.learners.append(kind(self, learner_id, drawn.choice(saved) if resumes else None))
         self._processes.append(self.learners[-1].process)
         self.starts[learner_id] += 1
 
-    def running(self, learner_id: str) -> list[LearnerProcess]:
+    def running(self, learner_id: str) -> list[LearnerProcess | IslandProcess]:
         return [p for p in self.learners if p.learner_id == learner_id and p.process.alive]
 
     # ------------------------------------------------------------ faults
@@ -278,6 +318,15 @@ class Cluster:
                 self.timeline.later(back_after_s, self._start_if_none, learner_id)
 
             self._kill_soon(running[0], kill, at_await=at_await)
+
+    def lose_rank(self, learner_id: str, *, noticed: bool, back_after_s: float) -> None:
+        """One rank of an island dies; its launcher ends the others soon, and starts all again later."""
+        for learner in self.running(learner_id):
+            if isinstance(learner, IslandProcess) and learner.state in ("joining", "training"):
+                learner.lose_rank()
+                self.counts["ranks lost"] += 1
+                ends = partial(self.crash_learner, noticed=noticed, back_after_s=back_after_s)
+                self.timeline.later(self._random.random() * RESTART_S, ends, learner_id)
 
     def freeze_learner(self, learner_id: str, lasts_s: float) -> None:
         for learner in self.running(learner_id)[:1]:
@@ -320,7 +369,7 @@ class Cluster:
             self.counts["drains"] += 1
             shard.drain(ended)
 
-    def _kill_soon(self, what: LearnerProcess | ShardProcess, kill: Any, *, at_await: bool) -> None:
+    def _kill_soon(self, what: LearnerProcess | IslandProcess | ShardProcess, kill: Any, *, at_await: bool) -> None:
         """Now, or after some more callbacks: between any two awaits."""
         if at_await and what.process.kill_at is None and not what.process.frozen:
             what.process.kill_at = what.process.turns + self._random.randint(1, TURNS_BEFORE_A_KILL), kill
@@ -368,6 +417,8 @@ class Cluster:
         """Nothing goes wrong any more."""
         self.note("healed")
         self.healed = True
+        for hostile in self.hostile:
+            hostile.learner.calm = True
         for learner in self.learners:
             self._thaw(learner)
             learner.hung_until = 0.0
@@ -385,12 +436,12 @@ class Cluster:
         self.network.heal()
         self._to_resolve = [(p, c) for p in self.learners if p.process.alive for c in p.unresolved.values()]
 
-    def _end(self, learner: LearnerProcess, *, noticed: bool) -> None:
+    def _end(self, learner: LearnerProcess | IslandProcess, *, noticed: bool) -> None:
         self.note("killed", learner.name)
         learner.process.kill()
         self.network.gone(learner.process, noticed)
 
-    def _thaw(self, what: LearnerProcess | ShardProcess) -> None:
+    def _thaw(self, what: LearnerProcess | IslandProcess | ShardProcess) -> None:
         if what.process.alive and what.process.frozen:
             what.thaw()
 
@@ -425,12 +476,13 @@ class Cluster:
                 raise Violation("well_again_after_faults", words)
         self.timeline.later(self.options.look_every_s, self._look_after)
 
-    def _bury(self, learner: LearnerProcess) -> None:
+    def _bury(self, learner: LearnerProcess | IslandProcess) -> None:
         if learner.error is not None:
             self.note("failed", learner.name, learner.error.code)
             invariants.superseded_only_by_another(
-                learner.learner_id, learner.error.code, self.starts[learner.learner_id]
-            )
+                learner.learner_id, learner.error.code,
+                self.starts[learner.learner_id] + (learner.learner_id in self.claimants), learner.poisoned,
+            )  # fmt: skip
         self._end(learner, noticed=True)
         if learner.state == "failed":
             self.timeline.later(self.options.look_every_s, self._start_if_none, learner.learner_id)

@@ -67,6 +67,8 @@ class Faults:
                 cluster.wipe_disk(shard, noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s))
             case "break calls":
                 cluster.break_calls((learner, shard), r.random() < 0.5, r.random() < 0.5)
+            case "lose rank":
+                cluster.lose_rank(learner, noticed=r.random() < 0.6, back_after_s=lasts_s)
             case "not finite":
                 cluster.diverge(learner, r.randint(1, 3))
         self._plan_next()

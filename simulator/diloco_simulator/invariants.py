@@ -5,19 +5,33 @@ Each function reads what the product has, at one moment. docs/simulation.md says
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
+from statistics import median_low
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from diloco_common.errors import ContributionConflict
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Round
+from diloco_simulator import wire
+from diloco_worker.core.diverging import REFUSALS_MAX
 
 Name = tuple[int, int, int]
 """Of a version: fragment, the epoch that it was made in, and its number."""
 TOLERANCE = 0.02
 """Values are small multiples of tokens: one that is lost or counted twice moves them by at least 1."""
+ROUNDING = 1e-4
+"""Share of the largest value that an element may be off: somebody hostile can make values so large that float32 has no
+place for a token beside them."""
+WEIGHT_CAP = 2.0
+"""What a contribution may weigh in a merge, in medians of its round."""
+NORM_CAP = 2.02
+"""How far a version may move, in norms of the longest honest contribution: a radius may be twice the median."""
 
 
 class Violation(Exception):
@@ -66,6 +80,57 @@ def announced_versions_are_there(announced: Collection[Name], name: Name) -> Non
         raise Violation("announced_versions_are_there", f"version {name} is told of early")
 
 
+def what_is_said_fits_the_wire(item: Any) -> None:
+    """P10: every counter that a shard says to anybody fits into the field that carries it."""
+    try:
+        wire.encoded(item)
+    except ValueError as error:
+        raise Violation("what_is_said_fits_the_wire", f"{item}: {error}") from error
+
+
+def rounds_follow_honest_steps(fragment_id: int, rounds: int, at_most: float) -> None:
+    """P10: a fragment opens a round after H steps of somebody, and nobody is believed more steps than can be taken."""
+    if rounds > at_most:
+        raise Violation(
+            "rounds_follow_honest_steps", f"fragment {fragment_id}: {rounds} rounds, at most {at_most:.1f} were due"
+        )
+
+
+def nobody_outweighs_a_round(fragment_id: int, weights: Sequence[tuple[str, float]]) -> None:
+    """P10: no contribution weighs more than so many times the median of its round. `weights`: of each learner."""
+    cap = WEIGHT_CAP * median_low(weight for _, weight in weights)
+    for learner_id, weight in weights:
+        if not weight <= cap * (1 + 1e-9):
+            raise Violation(
+                "nobody_outweighs_a_round",
+                f"fragment {fragment_id}: {learner_id} weighs {weight:.3g}, the median is {cap / WEIGHT_CAP:.3g}",
+            )
+
+
+def values_stay_finite(fragment_id: int, theta: Tensor) -> None:
+    """P10: no version holds NaN or infinity."""
+    if not bool(torch.isfinite(theta).all()):
+        raise Violation("values_stay_finite", f"fragment {fragment_id}: {theta.tolist()}")
+
+
+def a_minority_moves_nothing(fragment_id: int, after: Tensor, before: Tensor, honest: Sequence[float]) -> None:
+    """P10: where most contributions are honest, a version moves about as far as the longest of them would move it.
+
+    `honest`: of each piece, the largest norm of honest contributions.
+    """
+    moved, at_most = float(torch.linalg.vector_norm(after - before)), math.hypot(*honest)
+    if not moved <= NORM_CAP * at_most + TOLERANCE + ROUNDING * float(before.abs().max()):
+        raise Violation("a_minority_moves_nothing", f"fragment {fragment_id}: by {moved:.3g}, not {at_most:.3g}")
+
+
+def honest_pushes_find_a_place(process: str, fragment_id: int, busy_s: float, at_most_s: float) -> None:
+    """P10: whatever others hold open, an honest push is not answered BUSY for long."""
+    if busy_s > at_most_s:
+        raise Violation(
+            "honest_pushes_find_a_place", f"{process} fragment {fragment_id}: BUSY for {busy_s:.1f} s and longer"
+        )
+
+
 def lost_versions_are_noticed(fragment_id: int, damage: str, *, is_renamed: bool) -> None:
     """P3: where damage shows that a version is lost, the one before it gets a name of its own. A file that is gone
     leaves no trace: then those notice that hold its version."""
@@ -82,27 +147,73 @@ def damage_has_a_cause(words: str, *, was_hurt: bool) -> None:
 # ------------------------------------------------------------ a learner, after each of its steps
 
 
-def progress_is_kept(process: str, fragment_id: int, theta: Tensor, anchor: Tensor, unmerged: Tensor) -> None:
-    """theta = anchor + all that was trained and is not merged yet: nothing is lost, nothing is there twice."""
+def progress_is_kept(
+    process: str, fragment_id: int, theta: Tensor, anchor: Tensor, unmerged: Tensor, largest: float
+) -> None:
+    """theta = anchor + all that was trained and is not merged yet: nothing is lost, nothing is there twice.
+
+    `largest`: of all values that anchors of this process have had, here and below.
+    """
     off = float((theta - anchor - unmerged).abs_().max())
-    if not off <= TOLERANCE:
+    if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("progress_is_kept", f"{process} fragment {fragment_id}: off by {off:.3f}")
 
 
-def contribution_is_what_was_trained(process: str, fragment_id: int, meant: Tensor, low: Tensor, high: Tensor) -> None:
+def contribution_is_what_was_trained(
+    process: str, fragment_id: int, meant: Tensor, low: Tensor, high: Tensor, largest: float
+) -> None:
     """What is sent is what was trained since the last merged contribution: at least until the step boundary (`low`), at
     most until the snapshot was read (`high`). All are float32 [num_elements]."""
     trained = -meant
     off = float(torch.maximum(low - trained, trained - high).max())
-    if not off <= TOLERANCE:
+    if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("contribution_is_what_was_trained", f"{process} fragment {fragment_id}: off by {off:.3f}")
 
 
-def error_feedback_is_whole(process: str, fragment_id: int, residual: Tensor, lost: Tensor) -> None:
+def error_feedback_is_whole(process: str, fragment_id: int, residual: Tensor, lost: Tensor, largest: float) -> None:
     """What encoders lost of the contribution merged last is in the next one."""
     off = float((residual - lost).abs_().max())
-    if not off <= TOLERANCE:
+    if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("error_feedback_is_whole", f"{process} fragment {fragment_id}: off by {off:.3f}")
+
+
+def ranks_decide_alike(process: str, what: str, answers: Sequence[Any]) -> None:
+    """P11: all ranks of an island come to the same decisions at the same step boundary."""
+    if any(answer != answers[0] for answer in answers):
+        raise Violation("ranks_decide_alike", f"{process}: {what}: {list(answers)}")
+
+
+def halves_are_bounded(state: FragmentState, collecting: Round) -> None:
+    """P11: half a contribution is of a generation that was asked and is not over, and is not a whole one.
+
+    Its learner may have been refused before: nobody waits for another contribution, but it may come.
+    """
+    may_contribute = collecting.asked.keys() - collecting.lost - collecting.contributions.keys()
+    for learner_id, half in collecting.halves.items():
+        if learner_id not in may_contribute or half.is_complete:
+            raise Violation("halves_are_bounded", f"{_where(state)}: holds parts of {learner_id}")
+
+
+def contributions_are_whole(state: FragmentState, collecting: Round) -> None:
+    """P11: what a round has taken in parts has each element of the fragment in one part."""
+    for learner_id, contribution in collecting.contributions.items():
+        if isinstance(contribution.payload, PartedPayload):
+            ranges = sorted(r for part in contribution.payload.parts for r in part.ranges)
+            ends = [0, *(r.stop for r in ranges)]
+            if ends != [*(r.start for r in ranges), state.fragment.num_elements]:
+                raise Violation("contributions_are_whole", f"{_where(state)}: of {learner_id} it has only {ranges}")
+
+
+def parts_belong_together(process: str, fragment_id: int, code: str) -> None:
+    """P11: parts that the ranks of an island take at one boundary meet only each other at the shard."""
+    if code == ContributionConflict.code:
+        raise Violation("parts_belong_together", f"{process} fragment {fragment_id}: {code}")
+
+
+def checkpoints_count_what_they_hold(process: str, saved: tuple[int, int], taken: tuple[int, int]) -> None:
+    """P5: who is resumed goes on with the counts of the model that it goes on with. Both are inner steps and tokens."""
+    if saved != taken:
+        raise Violation("checkpoints_count_what_they_hold", f"{process}: {saved} of {taken}")
 
 
 def steps_keep_their_pace(now: float, due: float) -> None:
@@ -111,10 +222,15 @@ def steps_keep_their_pace(now: float, due: float) -> None:
         raise Violation("steps_keep_their_pace", f"a step that was due at {due:.3f} ended at {now:.3f}")
 
 
-def superseded_only_by_another(learner_id: str, code: str, processes: int) -> None:
-    """A learner gives up for good only where another process has joined under its id."""
+def superseded_only_by_another(learner_id: str, code: str, processes: int, poisoned: int) -> None:
+    """A learner gives up for good only where another process has joined under its id, or where so many of its
+    contributions (`poisoned`) were made to hold NaN that rounds in a row may have refused them."""
+    if code == "NOT_FINITE" and poisoned >= REFUSALS_MAX:
+        return
     if code != "SUPERSEDED" or processes < 2:
-        raise Violation("superseded_only_by_another", f"{learner_id} gave up: {code}, {processes} process(es)")
+        raise Violation(
+            "superseded_only_by_another", f"{learner_id} gave up: {code}, {processes} process(es), {poisoned} with NaN"
+        )
 
 
 def _where(state: FragmentState) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload
-from diloco_common.errors import DilocoError
+from diloco_common.errors import Busy, DilocoError
 from diloco_common.messages import PushHeader
 from diloco_simulator import invariants
 from diloco_simulator.model import Counting, TornReplica, part_of
@@ -40,6 +40,8 @@ HAND_OVER_S = 0.05
 """Until the network thread has what the training thread hands over."""
 SAVES = 0.5
 """How often a step ends with a checkpoint."""
+BUSY_LEASES, BUSY_S = 2.0, 2.0
+"""How long a push may be answered BUSY beside hostile learners: as long as theirs may pause, twice, and a moment."""
 TORN = 0.3
 """How often an optimizer step falls into the middle of a snapshot."""
 
@@ -63,6 +65,8 @@ class Account:
     """Trained, and merged as far as the learner knows."""
     lost: Tensor | None = None
     """What encoders lost of the contributions that are merged."""
+    largest: float = 0.0
+    """Of all values that its anchors have had."""
 
 
 @dataclass(eq=False)
@@ -88,6 +92,8 @@ class LearnerProcess:
         """The training loop does nothing until then, while its connections go on."""
         self.not_finite = 0
         """So many snapshots to come hold a value that is NaN."""
+        self.poisoned = 0
+        """So many have held one."""
         self._cluster = cluster
         self._options = options = cluster.options
         self.process = Process(
@@ -105,6 +111,7 @@ class LearnerProcess:
         self._handed_over = 0.0
         self._accounts: dict[int, Account] = {}
         self._taken: dict[Contribution, Taken] = {}
+        self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
         self.unresolved: dict[int, Contribution] = {}
         """Fragment -> contribution whose fate is not known."""
         caller = Caller("local", learner_id, self.name)
@@ -140,7 +147,9 @@ class LearnerProcess:
 
     def _dial(self, address: str) -> MemoryTransport:
         path = self.learner_id, int(address)
-        return MemoryTransport(self._cluster.network, self.process, path, self._pushing, self._options.call_s)
+        return MemoryTransport(
+            self._cluster.network, self.process, path, self._pushing, self._push_answered, self._options.call_s
+        )
 
     # ------------------------------------------------------------ the training loop
 
@@ -198,6 +207,7 @@ class LearnerProcess:
             self._ahead = self._tokens
         if self.not_finite:
             self.not_finite -= 1
+            self.poisoned += 1
             read[0] = float("nan")
 
     # ------------------------------------------------------------ what must hold
@@ -214,6 +224,7 @@ class LearnerProcess:
             case VersionApplied():
                 fragment = self.learner.core.fragments[act.fragment_id]  # type: ignore[union-attr]
                 account = self._account(fragment)
+                self._measure(account, fragment)
                 if self._options.on_commit != "carry":  # what was trained is gone
                     account.base = part_of(self.model.trained, fragment.fragment)
                 if act.contribution is not None and act.fate is not Fate.CARRIED:
@@ -222,7 +233,7 @@ class LearnerProcess:
     def _merged(self, fragment_id: int, contribution: Contribution) -> None:
         account, tensors = self._accounts[fragment_id], contribution.tensors
         if self._options.on_commit == "carry" and tensors.snapshot is not None:
-            account.merged = account.merged + (tensors.snapshot - tensors.anchor)
+            account.merged = account.merged + (tensors.snapshot - tensors.anchor.float32())
         lost = self._taken[contribution].lost
         account.lost = tensors.loss if lost is None else lost  # encoded, and forgotten before it was sent
 
@@ -233,21 +244,32 @@ class LearnerProcess:
             return
         fragment_id, tensors, taken = header.fragment_id, contribution.tensors, self._taken[contribution]
         assert tensors.snapshot is not None
-        meant = tensors.anchor - tensors.snapshot
+        meant = tensors.anchor.float32() - tensors.snapshot
         if self._options.on_commit == "carry":
             fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]
             high = self._unmerged(fragment) if fragment.contribution is contribution else None
             if high is not None:
-                invariants.contribution_is_what_was_trained(self.name, fragment_id, meant, taken.low, high)
+                invariants.contribution_is_what_was_trained(
+                    self.name, fragment_id, meant, taken.low, high, self._accounts[fragment_id].largest
+                )
         account = self._accounts[fragment_id]
         if self._options.error_feedback:
             residual = tensors.residual if tensors.residual is not None else torch.zeros_like(meant)
             if taken.lost is None:
                 lost_before = account.lost if account.lost is not None else torch.zeros_like(meant)
-                invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before)
+                invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before, account.largest)
                 decoded = torch.empty_like(meant)
                 decode_payload(payload, decoded)
                 taken.lost = meant + residual - decoded
+
+    def _push_answered(self, header: PushHeader, code: str) -> None:
+        now, of = self._cluster.timeline.now, (header.fragment_id, header.round)
+        if code != Busy.code:
+            self._busy_since.pop(of, None)
+        elif self._options.hostile:
+            busy_s = now - self._busy_since.setdefault(of, now)
+            at_most_s = BUSY_LEASES * self._options.lease_s + BUSY_S
+            invariants.honest_pushes_find_a_place(self.name, header.fragment_id, busy_s, at_most_s)
 
     def _check(self) -> None:
         """After a step boundary."""
@@ -259,10 +281,17 @@ class LearnerProcess:
                 del self.unresolved[fragment.fragment.fragment_id]
                 self._taken.pop(pending, None)
             if fragment.tensors.anchor is not None and self._options.on_commit != "blend":
-                theta = part_of(self.model.flat, fragment.fragment)
+                theta, unmerged = part_of(self.model.flat, fragment.fragment), self._unmerged(fragment)
+                account, anchor = self._account(fragment), fragment.tensors.anchor.float32()
+                self._measure(account, fragment)
                 invariants.progress_is_kept(
-                    self.name, fragment.fragment.fragment_id, theta, fragment.tensors.anchor, self._unmerged(fragment)
+                    self.name, fragment.fragment.fragment_id, theta, anchor, unmerged, account.largest
                 )
+
+    @staticmethod
+    def _measure(account: Account, fragment: LearnerFragment) -> None:
+        if (anchor := fragment.tensors.anchor) is not None:
+            account.largest = max(account.largest, float(anchor.float32().abs().max()))
 
     def _unmerged(self, fragment: LearnerFragment) -> Tensor:
         """What was trained and is in no version, as far as the learner knows."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from diloco_common.errors import Refusal
 from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.options import Options
+from diloco_simulator.plot import Sniffed
 from diloco_simulator.process import Process
 from diloco_simulator.timeline import Timeline
 
@@ -24,6 +25,9 @@ Path = tuple[str, int]
 """Learner id and shard index."""
 Answer = Callable[[ShardService, AsyncIterator[Any]], AsyncIterator[Any]]
 """What a shard does in a call: takes items, gives items."""
+
+
+SNIFFED_MAX = 32
 
 
 class End:
@@ -44,6 +48,8 @@ class Network:
         """Shard index -> who serves there now."""
         self.cuts: Counter[tuple[Path, bool]] = Counter()
         """(path, upwards) -> cuts that are in force."""
+        self.sniffed: deque[Sniffed] = deque(maxlen=SNIFFED_MAX)
+        """The last pushes of all learners, hostile ones included."""
         self.calls: list[Call] = []
         """Those that are open."""
         self.random = random.Random(f"network {options.seed}")

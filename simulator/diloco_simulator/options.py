@@ -17,6 +17,7 @@ from diloco_common.settings import (
     ShardSettings,
     SyncSettings,
 )
+from diloco_simulator.plot import FOREIGN, MANNERS, TACTICS
 from diloco_worker.boundary import SEED_HOLD_S
 
 FAULTS = (
@@ -90,6 +91,18 @@ class Options:
     heartbeat_s: float = 1.0
     forgets: bool = False
     """Whether shards forget at once who has no lease, as they would where far too many came and went."""
+    islands: int = 0
+    """So many of the learners, from the first one on, are islands of several ranks."""
+    hostile: int = 0
+    """Hostile learners, beside the honest ones."""
+    identities_proven: bool = True
+    """Whether a caller can only use its own learner id, as with mTLS. If not, hostile learners speak as others, too."""
+    tactics: tuple[str, ...] = ()
+    """Of the hostile learners."""
+    answers: float = 1.0
+    """How often they contribute to a round that opens."""
+    manners: tuple[str, ...] = ("honest",)
+    """How they report; each has one of these, as a rule."""
     look_every_s: float = 1.0
     """How often to check whether the cluster is well, and to start again what has ended."""
 
@@ -105,6 +118,12 @@ class Options:
         rounds_s = 6 * (self.sync_every + 4) * slowest_s
         holds_s = SEED_HOLD_S if self.resumes else 0.0
         return 4 * self.lease_s + 4 * self.call_s + 20 + holds_s + rounds_s + 2 * self.budget * slowest_s
+
+    @property
+    def learners_max(self) -> int:
+        """Learner ids that may hold a lease at once."""
+        honest_or_not = self.learners + self.hostile
+        return honest_or_not if self.identities_proven else _DEFAULTS.shard.max_learners
 
     @cached_property
     def settings(self) -> tuple[Settings, ...]:
@@ -142,7 +161,7 @@ def draw_short(seed: int) -> Options:
     pace_s = r.uniform(0.25, 0.4)
     budget = r.choice((0, 0, 0, 0, 0, r.randint(10, 24)))
     drawn = replace(
-        draw_memory(seed),
+        _draw_honest(seed),
         family="short",
         shards=3,
         learners=5,
@@ -171,20 +190,22 @@ def draw_short(seed: int) -> Options:
         disks=(),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
     )
-    return _with_disks(drawn, r, pace_s)
+    return _with_hostile(_with_disks(drawn, r, pace_s))
 
 
 def draw_options(seed: int) -> Options:
     """The options of a long schedule, three of four with disks."""
-    drawn = draw_memory(seed)
-    return _with_disks(replace(drawn, family="long"), random.Random(f"disks {seed}"), min(drawn.step_s))
+    drawn = replace(_draw_honest(seed), family="long")
+    return _with_hostile(_with_disks(drawn, random.Random(f"disks {seed}"), min(drawn.step_s)))
 
 
 def draw_memory(seed: int) -> Options:
-    """The options of a long schedule without disks.
+    """The options of a long schedule without disks."""
+    return _with_hostile(_draw_honest(seed))
 
-    Half of the kinds of faults are left out of each, so that each gets its turn alone.
-    """
+
+def _draw_honest(seed: int) -> Options:
+    """Half of the kinds of faults are left out of each schedule, so that each gets its turn alone."""
     r = random.Random(f"options {seed}")
     shards, learners = r.choice((1, 1, 2, 2, 3)), r.choice((1, 2, 2, 3, 3, 4, 5))
     fragments = min(6, shards + r.choice((0, 0, 1, 1, 2, 3, 5)))
@@ -246,7 +267,44 @@ def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
     )
 
 
-FAMILIES: dict[str, Callable[[int], Options]] = {"short": draw_short, "long": draw_options, "memory": draw_memory}
+def _with_hostile(drawn: Options) -> Options:
+    """A quarter of the schedules have one or two hostile learners. Drawn apart: the rest of a seed stays what it was.
+
+    A round waits for as many as its quorum says, so there are that many honest learners.
+    """
+    r = random.Random(f"hostile {drawn.seed}")
+    hostile = r.choice((0, 0, 0, 0, 0, 0, 1, 2))
+    return with_hostile(drawn, hostile, identities_proven=r.random() < 0.7) if hostile else drawn
+
+
+def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True) -> Options:
+    """The same schedule with so many hostile learners. Half of their tactics are left out of each."""
+    r = random.Random(f"tactics {drawn.seed}")
+    known = TACTICS if identities_proven else (*TACTICS, *FOREIGN)
+    wanted = drawn.learners if drawn.quorum == "all" else drawn.quorum
+    return replace(
+        drawn, hostile=hostile, identities_proven=identities_proven, quorum=min(wanted, 2, drawn.learners),
+        max_pushes=_DEFAULTS.shard.max_pushes, staleness_max=_DEFAULTS.sync.staleness_max,
+        tactics=tuple(t for t in known if r.random() < 0.5) or known, manners=tuple(r.sample(MANNERS, 3)),
+    )  # fmt: skip
+
+
+def draw_islands(seed: int) -> Options:
+    """Long and short schedules in which one learner or more are islands, whose ranks die too."""
+    r = random.Random(f"islands {seed}")
+    drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
+    return replace(
+        drawn, family="islands", islands=r.randint(1, drawn.learners), hostile=0, max_pushes=64,
+        faults=(*drawn.faults, "lose rank", "lose rank"),
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[int], Options]] = {
+    "short": draw_short,
+    "long": draw_options,
+    "memory": draw_memory,
+    "islands": draw_islands,
+}
 
 
 def draw(name: str) -> Options:

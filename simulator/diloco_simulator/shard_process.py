@@ -116,7 +116,9 @@ class ShardProcess:
             if collecting is None:
                 continue
             invariants.rounds_make_the_next_version(state, collecting)
-            invariants.rounds_are_bounded(state, collecting, self._options.learners)
+            invariants.rounds_are_bounded(state, collecting, self._options.learners_max)
+            invariants.halves_are_bounded(state, collecting)
+            invariants.contributions_are_whole(state, collecting)
             if collecting.quorum_at is not None:
                 self._grace_s_max = max(self._grace_s_max, host.shard.grace_s())
                 invariants.nobody_delays_a_round_beyond_its_grace(

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-from diloco_common.codec import Payload
+from diloco_common.codec import Chunk, Payload
+from diloco_common.errors import Refusal
 from diloco_common.identity import Identity
 from diloco_common.messages import (
     Directive,
@@ -20,20 +21,29 @@ from diloco_common.messages import (
 )
 from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.network import Answer, Call, End, Network, Path
+from diloco_simulator.plot import Sniffed
 from diloco_simulator.process import Process
+from diloco_simulator.wire import Door
 
 Pushing = Callable[[PushHeader, Payload], None]
+Answered = Callable[[PushHeader, str], None]
 
 
 class MemoryTransport:
     """The way from one learner's process to one shard."""
 
-    def __init__(self, network: Network, process: Process, path: Path, pushing: Pushing, keepalive_s: float) -> None:
-        """`pushing` is told of everything that is pushed. A call that is silent for `keepalive_s` seconds breaks."""
+    def __init__(
+        self, network: Network, process: Process, path: Path, pushing: Pushing, answered: Answered, keepalive_s: float
+    ) -> None:
+        """`pushing` is told of everything that is pushed, `answered` of the answer: the code of a refusal, or nothing.
+
+        A call that is silent for `keepalive_s` seconds breaks.
+        """
         self._network = network
         self._process = process
         self._path = path
         self._pushing = pushing
+        self._answered = answered
         self._keepalive_s = keepalive_s
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
@@ -53,11 +63,18 @@ class MemoryTransport:
             yield await service.push(caller, parts)
 
         self._pushing(header, payload)
-        return await self._ask(answer, timeout_s, header, *payload.chunks)  # type: ignore[no-any-return]
+        self._network.sniffed.append(Sniffed(self._path[1], caller, header, payload))
+        try:
+            answered = await self._ask(answer, timeout_s, header, *payload.chunks)
+        except Refusal as refusal:
+            self._answered(header, refusal.code)
+            raise
+        self._answered(header, "")
+        return answered  # type: ignore[no-any-return]
 
     async def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
-    ) -> AsyncGenerator[PullHeader | bytes, None]:
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
         def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
             return service.pull(caller, request)
 
@@ -92,6 +109,51 @@ class MemoryTransport:
 
     def _open(self, answer: Answer, *, is_short: bool) -> Call:
         return self._network.open(self._process, self._path, answer, is_short=is_short)
+
+
+class UntrustedTransport(MemoryTransport):
+    """The same for a caller that nobody trusts; it may also begin calls and leave them as they are."""
+
+    def __init__(
+        self, network: Network, process: Process, path: Path, proven: str | None, has_model: Callable[[int], bool],
+        keepalive_s: float,
+    ) -> None:  # fmt: skip
+        """`proven` as of a `Door`. `has_model`: whether the shard with this index has a model that stays."""
+        super().__init__(network, process, path, lambda header, payload: None, lambda header, code: None, keepalive_s)
+        self._proven = proven
+        self._has_model = has_model
+
+    def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> Call:
+        """A push that never ends."""
+
+        async def answer(service: ShardService, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            yield await service.push(caller, parts)
+
+        call = self._open(answer, is_short=True)
+        call.send(*parts)
+        return call
+
+    def hold_pull(self, caller: Identity, request: PullRequest) -> Call:
+        """A pull that nobody reads."""
+
+        def answer(service: ShardService, _: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            return service.pull(caller, request)
+
+        return self._open(answer, is_short=True)
+
+    def hold_stream(self, caller: Identity) -> Call:
+        """A control stream that nobody reads, and on which nothing is reported."""
+
+        def answer(service: ShardService, reports: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            return service.attend(caller, reports)
+
+        return self._open(answer, is_short=False)
+
+    def _open(self, answer: Answer, *, is_short: bool) -> Call:
+        def behind_the_door(service: ShardService, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            return answer(Door(service, self._proven, lambda: self._has_model(self._path[1])), items)
+
+        return super()._open(behind_the_door, is_short=is_short)
 
 
 class MemoryStream:

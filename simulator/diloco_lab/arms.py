@@ -1,0 +1,140 @@
+"""One arm of a comparison: all settings of the product, and the conditions that a run is put under.
+
+A file is TOML: the settings as everywhere else, and the conditions as a table `lab`:
+
+    [train]
+    optimizer = "adamw"
+    [lab]
+    learners = 8
+    speeds = [1.1, 1.0, 0.9, 0.2]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from diloco_common.errors import ConfigError
+from diloco_common.extensions import find, is_extension
+from diloco_common.settings import Section, Settings
+from diloco_server.rules import find_rules
+
+LEARNT_FROM = ("run", "sync", "outer", "guard", "model", "train", "data")
+"""The sections of the settings that what is learnt depends on."""
+VERSIONS = 40
+"""Of each fragment, if `run.tokens` is not given."""
+
+
+class Conditions(Section):
+    """What a run is put under."""
+
+    method: Literal["decoupled", "data-parallel", "classic", "one-process"] = "decoupled"
+    """"decoupled": the production cores. References that share no code with them: "data-parallel", one model that
+    steps on the batches of all learners; "classic", synchronous DiLoCo in float32; "one-process", one learner's batches
+    alone, `batches` of them per step. One learner with the outer step is "decoupled" with `learners` 1."""
+    learners: int = Field(default=4, ge=1, le=256)
+    shards: int = Field(default=2, ge=1, le=64)
+    speeds: tuple[float, ...] = ()
+    """Relative, one per learner; none: all 1."""
+    noise: float = Field(default=0.0, ge=0, lt=1)
+    """Of every step time, at most this share more or less."""
+    delay: float = Field(default=0.0, ge=0)
+    """Inner steps by which every push and every new version comes later."""
+    drop: float = Field(default=0.0, ge=0, lt=1)
+    """Share of pushes that are lost on their way, and sent again half an H = 24 later."""
+    non_iid: float = Field(default=0.0, ge=0, le=1)
+    """How far the data of learners differ: 0, all draw from all of it; 1, each from a part of its own."""
+    batches: int = Field(default=1, ge=1)
+    """Of one-process: batches per step."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared."""
+
+    name: str
+    settings: Settings
+    """As the user gave them. `seeded` adds what a run derives from them, such as the merge rule."""
+    conditions: Conditions
+    model: str = ""
+    """mypkg.mymod:build; empty: the built-in one."""
+
+    def seeded(self, seed: int) -> Settings:
+        """The settings of one run, with a budget if none was given: 40 versions of each fragment."""
+        settings = self.settings if self.model else self.settings.for_built_in()
+        run, train = settings.run, settings.train
+        per_step = self.conditions.learners * train.batch * settings.model.context
+        tokens = run.tokens or VERSIONS * settings.sync.sync_every * per_step
+        return settings.model_copy(update={"run": run.model_copy(update={"seed": seed, "tokens": tokens})})
+
+    def facts(self, seed: int) -> dict[str, Any]:
+        """Everything that a run depends on, as JSON."""
+        settings = self.seeded(seed)
+        content = settings.model_dump(mode="json")
+        learnt = {key: content[key] for key in LEARNT_FROM}
+        conditions = self.conditions.model_dump(mode="json")
+        return {"settings": learnt, "lab": conditions, "model": self.model, "rules": self._sources(settings)}
+
+    def _sources(self, settings: Settings) -> dict[str, str]:
+        """Setting -> name and digest of the source of everything that is not ours: an edited one is another run."""
+        learners = {"train.optimizer": ("diloco.inner", settings.train.optimizer), "model": ("diloco.task", self.model)}
+        found = {
+            what: f"{name} {find(group, name).source}" for what, (group, name) in learners.items() if is_extension(name)
+        }
+        return find_rules(settings).sources | found
+
+    def key(self, seed: int) -> str:
+        """Equal for runs that are equal, whatever their arm is called."""
+        return _digest(self.facts(seed))
+
+    def with_value(self, path: str, value: Any) -> Arm:
+        """The same arm with another setting, such as train.lr or lab.noise. Raises ConfigError."""
+        content = self.settings.model_dump(mode="python", exclude_unset=True)
+        lab = self.conditions.model_dump(exclude_unset=True)
+        section, _, key = path.partition(".")
+        (lab if section == "lab" else content.setdefault(section, {}))[key] = value
+        return make_arm(f"{self.name} {path}={value}", {**content, "lab": lab}, self.model)
+
+
+def key_today(line: Mapping[str, Any]) -> str:
+    """The key of a result on record. Settings that are younger than it count with their defaults, which change nothing.
+    Raises KeyError and ValidationError if it is of settings that are gone."""
+    settings = Settings.model_validate(line["settings"]).model_dump(mode="json")
+    learnt = {key: settings[key] for key in LEARNT_FROM}
+    conditions = Conditions.model_validate(line["lab"]).model_dump(mode="json")
+    return _digest({"settings": learnt, "lab": conditions, "model": line["model"], "rules": line["rules"]})
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
+    """From the tables of a file. Raises ConfigError."""
+    rest = dict(content)
+    try:
+        conditions = Conditions.model_validate(rest.pop("lab", {}))
+        settings = Settings.model_validate(rest)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if conditions.speeds and len(conditions.speeds) != conditions.learners:
+        raise ConfigError(f"{name}: lab.speeds has {len(conditions.speeds)} entries for {conditions.learners} learners")
+    if model and not settings.run.tokens:
+        raise ConfigError(f"{name}: set run.tokens, the budget of a run with a model of your own")
+    return Arm(name, settings, conditions, model)
+
+
+def load_arm(path: Path, model: str = "") -> Arm:
+    """Of a TOML file; it is called like the file. Raises ConfigError."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return make_arm(path.stem, content, model)

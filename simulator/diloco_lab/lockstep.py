@@ -1,0 +1,293 @@
+"""Whole runs in one process, step by step and reproducible: the production cores over a virtual clock.
+
+Owns the clock, the order in which things happen, and the delays. All decisions and all arithmetic are production code:
+shards (`diloco_server.core`), learners (`diloco_worker.core`) and encodings.
+There are no processes, no threads and no network, so comparing settings costs no more than the training itself.
+
+Time is counted in inner steps of a learner of speed 1. At a step boundary a learner takes in the arrivals and
+answers the rounds that asked, in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: their
+first steps end evenly spread over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches
+the learner `overlap_steps` - 1 after its commit, so learners of equal speed apply it `overlap_steps` boundaries after
+their snapshot. Conditions add a delay to both, or lose pushes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from diloco_common.codec import Anchor, Payload, encode_payload
+from diloco_common.codec.change import decode_version
+from diloco_common.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
+from diloco_common.settings import Settings, ShardSettings
+from diloco_lab.arms import Conditions
+from diloco_lab.inner import InnerSteps
+from diloco_lab.shard import LockstepShard
+from diloco_lab.tasks import Task
+from diloco_server.core.effects import Tell
+from diloco_worker.builtin.schedule import share_at
+from diloco_worker.core.fragment import Contribution
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Replica
+
+PUSH = 0.1
+"""Inner steps from a snapshot until the shard has it."""
+RETRY = 12.0
+"""Inner steps after which a lost push is sent again. Its round is over by then, as a rule."""
+TICK = 0.1
+"""Inner steps between two ticks of the shards: the resolution of grace windows."""
+NOTICE = 0.02
+"""Inner steps until a learner hears a directive."""
+EPOCH = 1
+
+Arrival = Callable[[LearnerCore], object]
+"""A message from a shard. The learner takes it in at the next step boundary."""
+
+
+@dataclass
+class Outcome:
+    """What a run did, in figures. `LockstepRun.global_model` gives the model."""
+
+    tokens_trained: int = 0
+    """Of all learners, merged or not."""
+    duration: float = 0.0
+    """Virtual time, in inner steps of a learner of speed 1."""
+    versions: int = 0
+    """Outer steps of the fragment that took the fewest."""
+    participants: float = 0.0
+    """Mean contributions of a round."""
+    bytes_pushed: int = 0
+    bytes_pulled: int = 0
+    dropped: int = 0
+    """Pushes that were lost, and sent again."""
+    fates: dict[str, int] = field(default_factory=dict)
+    """Contributions by what became of them."""
+
+
+class Clock:
+    """Calls what is due in the order of time, and at equal times in the order of scheduling."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def after(self, delay: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now + delay, next(self._count), call))
+
+    def step(self) -> None:
+        self.now, _, call = heapq.heappop(self._due)
+        call()
+
+
+class ShardRig(LockstepShard):
+    """One shard of the run, in the time of the run."""
+
+    def __init__(self, run: LockstepRun, index: int, count: int) -> None:
+        settings = run.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
+        super().__init__(settings, EPOCH, lambda: run.clock.now)
+        self._run = run
+
+    def tell(self, tell: Tell) -> None:
+        self._run.learners[tell.learner_id].told(self, tell.directive)
+
+
+class LearnerRig:
+    """A learner and its training loop, without sockets and threads."""
+
+    def __init__(self, run: LockstepRun, index: int) -> None:
+        settings, conditions = run.settings, run.conditions
+        self.learner_id = f"worker-{index}"
+        self.replica = Replica(run.inner.models[index])
+        self.core: LearnerCore | None = None
+        self.generations: dict[ShardRig, int] = {}
+        self._run = run
+        self._index = index
+        self._inbox: list[Arrival] = []
+        self._held: dict[int, tuple[int, Anchor]] = {}  # fragment -> version and values fetched last
+        speed = conditions.speeds[index] if conditions.speeds else 1.0
+        key = f"{settings.run.seed}/{self.learner_id}"
+        self._step_time = _step_times(speed, conditions.noise, key)
+        self._drops = random.Random(f"{key} drops")
+
+    def join(self, shards: Sequence[ShardRig]) -> None:
+        """Get a lease from every shard, and version 0 of every fragment. The first learner seeds them."""
+        for rig in shards:
+            member = rig.shard.join(self.learner_id, "lockstep", self.replica.specs, 0.0)
+            self.generations[rig] = member.generation
+        manifest = shards[0].shard.manifest
+        assert manifest is not None
+        self.core = LearnerCore(self.replica, manifest, shards[0].shard.policy())
+        for fragment in manifest.fragments:
+            rig = shards[fragment.shard_index]
+            if not rig.shard.owned(fragment.fragment_id).seeded:
+                payload = encode_payload(self.core.fragments[fragment.fragment_id].tensors.values(), "float32")
+                self._hand_in(rig, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
+            version, values, _ = self._fetch(rig, fragment.fragment_id)
+            self.core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
+
+    def told(self, rig: ShardRig, directive: Directive) -> None:
+        match directive:
+            case Collect():
+                asked: Arrival = lambda core: core.collect(directive, EPOCH)  # noqa: E731
+                self._run.clock.after(NOTICE, lambda: self._inbox.append(asked))
+            case Committed(version=version) if version:
+                self._pull(rig, directive)
+
+    def step(self) -> None:
+        """One inner step, its boundary, and the next step."""
+        core = self.core_joined
+        loss, tokens = self._run.inner.step(self._index, self._run.share_of)
+        core.stepped(tokens)
+        inbox, self._inbox = self._inbox, []
+        for arrival in inbox:
+            arrival(core)
+        for contribution in core.contribute():
+            self._push(contribution)
+        took = self._step_time()
+        for rig in self._run.shards:
+            member = rig.shard.check(self.learner_id, self.generations[rig], EPOCH)
+            rig.shard.progress(member, Progress(core.inner_step, core.tokens, loss, took), self._run.clock.now)
+            rig.advance()
+        self._run.clock.after(took, self.step)
+
+    @property
+    def core_joined(self) -> LearnerCore:
+        assert self.core is not None
+        return self.core
+
+    def _push(self, contribution: Contribution) -> None:
+        policy = self.core_joined.policy
+        payload = contribution.tensors.encode(policy.push_encoding)
+        header = self._header(
+            contribution.fragment_id,
+            contribution.round,
+            contribution.base_version,
+            contribution.tokens,
+            contribution.steps,
+            payload,
+        )
+        rig = self._run.shards[self.core_joined.manifest.fragments[contribution.fragment_id].shard_index]
+        self._run.outcome.bytes_pushed += header.payload.num_bytes
+        conditions = self._run.conditions
+        delay = PUSH + conditions.delay
+        if self._drops.random() < conditions.drop:
+            self._run.outcome.dropped += 1
+            delay += RETRY
+        self._run.clock.after(delay, lambda: self._arrive(rig, header, payload))
+
+    def _arrive(self, rig: ShardRig, header: PushHeader, payload: Payload) -> None:
+        """A push has reached its shard."""
+        answer = self._hand_in(rig, header, payload)
+        self._inbox.append(lambda core: core.answered(header.fragment_id, header.round, answer))
+
+    def _hand_in(self, rig: ShardRig, header: PushHeader, payload: Payload) -> PushAnswer:
+        return rig.push(rig.shard.check(self.learner_id, self.generations[rig], EPOCH), header, payload)
+
+    def _pull(self, rig: ShardRig, committed: Committed) -> None:
+        version, values, num_bytes = self._fetch(rig, committed.fragment_id)
+        merged_version = rig.shard.owned(committed.fragment_id).status(self.learner_id).merged_version
+        self._run.outcome.bytes_pulled += num_bytes
+
+        @torch.no_grad()
+        def apply(core: LearnerCore) -> None:
+            core.arrived(committed.fragment_id, version, EPOCH, values, merged_version)
+
+        self._run.clock.after(self._run.pull_delay, lambda: self._inbox.append(apply))
+
+    def _fetch(self, rig: ShardRig, fragment_id: int) -> tuple[int, Anchor, int]:
+        """The latest version, its values, and the bytes it took on the wire: those of the change, if one was sent."""
+        version, payload = rig.shard.published(fragment_id)
+        had, anchor = self._held.get(fragment_id, (None, None))
+        change = rig.shard.change_since(fragment_id, EPOCH, had)
+        payload, base = (payload, None) if change is None else (change, anchor)
+        values, _ = decode_version(payload, base)
+        self._held[fragment_id] = version, values
+        return version, values, payload.header.num_bytes
+
+    def _header(
+        self, fragment_id: int, round_number: int, base_version: int, tokens: int, steps: int, payload: Payload
+    ) -> PushHeader:
+        digest = self.core_joined.manifest.digest
+        return PushHeader(fragment_id, round_number, EPOCH, base_version, tokens, steps, payload.header, digest)
+
+
+class LockstepRun:
+    """Shards and learners of one run, and the clock that they share."""
+
+    def __init__(self, settings: Settings, task: Task, conditions: Conditions) -> None:
+        self.settings, self.task, self.conditions = settings, task, conditions
+        self.clock = Clock()
+        self.outcome = Outcome()
+        self.pull_delay = max(0.0, settings.sync.overlap_steps - 1.0) + conditions.delay
+        self.inner = InnerSteps(settings, task, conditions.learners)
+        self.shards = [ShardRig(self, i, conditions.shards) for i in range(conditions.shards)]
+        self.learners = {rig.learner_id: rig for rig in (LearnerRig(self, i) for i in range(conditions.learners))}
+
+    @property
+    def fraction(self) -> float:
+        """Progress as a learner sees it: the tokens merged by the shard that is furthest ahead."""
+        return min(1.0, max(rig.shard.tokens_merged for rig in self.shards) / self.settings.run.tokens)
+
+    def share_of(self, index: int) -> float:
+        """The share of its highest rates that a learner takes its present step with."""
+        learner = self.learners[f"worker-{index}"]
+        return share_at(
+            fraction=self.fraction, inner_step=learner.core_joined.inner_step, budget=self.settings.run.tokens,
+            train=self.settings.train,
+        )  # fmt: skip
+
+    def run(self, on_progress: Callable[[float], None] | None = None) -> Outcome:
+        """Train until every shard has merged the budget."""
+        for learner in self.learners.values():
+            learner.join(self.shards)
+        for i, learner in enumerate(self.learners.values()):
+            self.clock.after(1 + i / len(self.learners), learner.step)
+        self.clock.after(TICK, self._tick)
+        said = 0.0
+        while not all(rig.shard.done for rig in self.shards):
+            self.clock.step()
+            if on_progress is not None and self.fraction > said:
+                said = self.fraction
+                on_progress(said)
+        return self._finish()
+
+    @torch.no_grad()
+    def global_model(self) -> nn.Module:
+        """The latest version of every fragment, in float32 as `diloco up` exports it."""
+        model = self.task.model()
+        replica = Replica(model)
+        for rig in self.shards:
+            for state in rig.shard.fragments.values():
+                assert state.values is not None
+                replica.write(state.fragment, Anchor.of(state.values.theta))
+        return model
+
+    def _tick(self) -> None:
+        for rig in self.shards:
+            rig.advance()
+        self.clock.after(TICK, self._tick)
+
+    def _finish(self) -> Outcome:
+        out = self.outcome
+        states = [s for rig in self.shards for s in rig.shard.fragments.values()]
+        ledgers = [rig.shard.ledger for rig in self.shards]
+        out.tokens_trained = sum(learner.core_joined.tokens for learner in self.learners.values())
+        out.duration = round(self.clock.now, 2)
+        out.versions = min(s.version for s in states)
+        out.participants = sum(x.participants for x in ledgers) / max(1, sum(x.rounds for x in ledgers))
+        out.fates = dict(sum((learner.core_joined.contributions for learner in self.learners.values()), Counter[str]()))
+        return out
+
+
+def _step_times(speed: float, noise: float, key: str) -> Callable[[], float]:
+    """Durations of a learner's inner steps, the same ones in every run."""
+    draw = random.Random(key)
+    return lambda: (1.0 + noise * (2 * draw.random() - 1.0 if noise else 0.0)) / speed

@@ -1,0 +1,115 @@
+"""What the protocol has found, as markdown: losses, paired gaps with intervals, token multipliers, tuned values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from diloco_lab.protocol import Cell, Protocol, trials_there
+from diloco_lab.report import gap
+from diloco_lab.runner import Line
+from diloco_lab.statistics import Gap
+
+Lines = Mapping[str, Line]
+
+
+def page(cells: Sequence[Cell], lines: Lines) -> str:
+    """All tables."""
+    parts = [_gaps(cells, lines), "What was tuned, and how:", _tuned(cells)]
+    return "\n\n".join(parts) + "\n"
+
+
+def trials(protocol: Protocol, lines: Lines) -> str:
+    """All trials of the searches that there are, also where the tuning is not at its end."""
+    rows = [
+        "| learners | versions | arm | values | loss to select by | seed |",
+        "| ---: | ---: | --- | --- | ---: | ---: |",
+    ]
+    for line in sorted(trials_there(protocol, lines), key=lambda line: (line["lab"]["learners"], line["arm"])):
+        arm, settings, learners = protocol.arms[line["arm"]], line["settings"], line["lab"]["learners"]
+        values = ", ".join(f"`{path}` {_at(settings, path)}" for path in arm.axes)
+        per_step = learners * settings["train"]["batch"] * settings["model"]["context"]
+        versions = settings["run"]["tokens"] // (per_step * settings["sync"]["sync_every"])
+        loss = "diverged" if line["result"]["diverged"] else f"{line['result']['loss_select']:.4f}"
+        rows.append(f"| {learners} | {versions} | {line['arm']} | {values} | {loss} | {line['seed']} |")
+    return "\n".join(rows)
+
+
+def _at(settings: Mapping[str, Any], path: str) -> Any:
+    section, _, key = path.partition(".")
+    return settings[section][key]
+
+
+def seeds_of(cell: Cell, lines: Lines, names: Sequence[str]) -> list[int]:
+    """The seeds that all of these arms were run with."""
+    seeds = sorted({line["seed"] for line in lines.values()})
+    return [seed for seed in seeds if all(cell.arms[name].key(seed) in lines for name in names)]
+
+
+def gap_to(cell: Cell, lines: Lines, name: str, base: str) -> Gap | None:
+    """Paired, over the seeds in which neither diverged; None: there is none."""
+    return gap(cell.arms[name], cell.arms[base], seeds_of(cell, lines, (name, base)), lines)
+
+
+def multiplier(cells: Sequence[Cell], lines: Lines, cell: Cell, name: str, base: str) -> str:
+    """Our tokens over those that the other needs for our loss: between its horizons, linear in the log of tokens."""
+    mine = _mean(cell, lines, name)
+    points = sorted((c.versions, _mean(c, lines, base)) for c in cells if c.learners == cell.learners)
+    points = [(v, loss) for v, loss in points if math.isfinite(loss)]
+    for (v0, loss0), (v1, loss1) in pairwise(points):
+        if loss1 <= mine <= loss0:
+            part = (loss0 - mine) / (loss0 - loss1)
+            return f"{cell.versions / math.exp(math.log(v0) + part * math.log(v1 / v0)):.2f}"
+    if points and mine < points[-1][1]:
+        return f"< {cell.versions / points[-1][0]:.2f}"
+    return f"> {cell.versions / points[0][0]:.2f}" if points else "-"
+
+
+def _gaps(cells: Sequence[Cell], lines: Lines) -> str:
+    first = next(iter(cells[0].arms))
+    rows = [
+        f"| learners | versions | {first} | held against | its loss | {first} above it, 95 % | pairs | "
+        "diverged | our tokens to its, for our loss |",
+        "| ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for cell in cells:
+        for base in list(cell.arms)[1:]:
+            found = gap_to(cell, lines, first, base)
+            if found is None:
+                continue
+            interval = f" ({found.low:+.2f} to {found.high:+.2f})" if math.isfinite(found.half_width) else ""
+            rows.append(
+                f"| {cell.learners} | {cell.versions} | {_mean(cell, lines, first):.4f} | {base} "
+                f"| {_mean(cell, lines, base):.4f} | {found.mean:+.2f} %{interval} | {found.pairs} "
+                f"| {_diverged(cell, lines, first)}, {_diverged(cell, lines, base)} "
+                f"| {multiplier(cells, lines, cell, first, base)} |"
+            )
+    return "\n".join(rows)
+
+
+def _tuned(cells: Sequence[Cell]) -> str:
+    rows = ["| learners | versions | arm | values | trials | doubts |", "| ---: | ---: | --- | --- | ---: | --- |"]
+    for cell in cells:
+        for name, tuned in cell.tuned.items():
+            values = ", ".join(f"`{path}` {value}" for path, value in tuned.values.items())
+            said = "; ".join([*tuned.doubts, *([f"{tuned.diverged} diverged"] if tuned.diverged else [])])
+            where = f"{cell.learners} | {cell.versions}"
+            rows.append(f"| {where} | {name} | {values} | {tuned.trials} | {said or 'none'} |")
+    return "\n".join(rows)
+
+
+def _results(cell: Cell, lines: Lines, name: str) -> list[Line]:
+    return [lines[cell.arms[name].key(seed)]["result"] for seed in seeds_of(cell, lines, [name])]
+
+
+def _mean(cell: Cell, lines: Lines, name: str) -> float:
+    whole = [result["loss"] for result in _results(cell, lines, name) if not result["diverged"]]
+    return fmean(whole) if whole else math.nan
+
+
+def _diverged(cell: Cell, lines: Lines, name: str) -> str:
+    found = _results(cell, lines, name)
+    return f"{sum(bool(result['diverged']) for result in found)} of {len(found)}"

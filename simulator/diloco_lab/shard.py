@@ -1,0 +1,89 @@
+"""One shard without threads, disk or network: whatever its core asks for is done at once, in one order.
+
+The lab and the numerics tests drive it, and pass its time by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TypeVar
+
+from diloco_common.codec import Payload
+from diloco_common.errors import Refusal
+from diloco_common.messages import PushAnswer, PushHeader
+from diloco_common.metrics import ComputePhase
+from diloco_common.ports import Clock
+from diloco_common.settings import Settings
+from diloco_server.core.effects import Fact, MergeRound, Tell
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.membership import Member
+from diloco_server.core.merge import piece_norms
+from diloco_server.core.shard import Shard
+from diloco_server.driver import EffectDriver, Job
+from diloco_server.storage.version import StoredVersion
+
+T = TypeVar("T")
+
+
+class LockstepShard:
+    """A core and its effects. What it tells and what happens is lost, unless a subclass takes it."""
+
+    def __init__(self, settings: Settings, epoch: int, clock: Clock) -> None:
+        self.settings = settings
+        self.shard = Shard(settings, epoch)
+        self.clock = self.stopwatch = clock
+        self.driver = EffectDriver(self.shard, self, self)
+
+    def advance(self) -> None:
+        """Let the core decide, and do what it asks for."""
+        self.shard.tick(self.clock())
+        self.driver.carry_out_all()
+
+    def push(self, member: Member, header: PushHeader, payload: Payload) -> PushAnswer:
+        """Decide by the header, look at the bytes, hand them in."""
+        answer = self.shard.admit(member, header)
+        if answer is None:
+            try:
+                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
+            except Refusal as refusal:
+                answer = self.shard.reject(member, header, refusal)
+            else:
+                answer = self.shard.contribute(member, header, payload, norms, self.clock())
+        self.advance()
+        return answer
+
+    # ------------------------------------------------------------ the shell of its effects
+
+    def tell(self, tell: Tell) -> None: ...
+
+    def start(self, job: Job, name: str) -> None:
+        run_to_end(job)
+
+    async def compute(self, phase: ComputePhase, work: Callable[[], T]) -> T:
+        return work()
+
+    def changing(self, merge: MergeRound) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def keep(self, version: StoredVersion) -> None:
+        """Nothing outlives this process."""
+
+    # ------------------------------------------------------------ the witness of its effects
+
+    def note(self, event: Fact) -> None: ...
+
+    def merging(self, merge: MergeRound) -> None: ...
+
+    def merged(self, seconds: float) -> None: ...
+
+    def announcing(self, state: FragmentState) -> None: ...
+
+
+def run_to_end(job: Job) -> None:
+    """Run a job that waits for nothing."""
+    try:
+        job().send(None)
+    except StopIteration:
+        return
+    raise AssertionError(f"{job} waits for something")

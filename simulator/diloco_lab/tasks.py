@@ -1,0 +1,137 @@
+"""What is trained: a model, its data, its loss, its inner optimizer, and how it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from diloco_common.errors import ConfigError
+from diloco_common.extensions import find, is_extension
+from diloco_common.settings import Settings
+from diloco_lab.stacked import Stack
+from diloco_worker.builtin import training
+from diloco_worker.builtin.data import Corpus, TokenStream, load_corpus
+from diloco_worker.builtin.evaluation import evaluate
+from diloco_worker.builtin.gpt import GPT, build_gpt
+
+EVALUATION_TOKENS = 131_072
+CURVE_TOKENS = 16_384
+
+
+class Stream(Protocol):
+    """The data of one learner."""
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one inner step. The elements of the inputs count as its tokens."""
+
+
+class Task(Protocol):
+    """A model with everything that training it takes. Equal seeds give equal values and equal data."""
+
+    tokens_per_batch: int
+
+    def model(self) -> nn.Module:
+        """With its initial values, on the CPU."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """For one learner. A group's rate is its `lr_highest`, or its `lr` where it has none, times the schedule."""
+
+    def stream(self, learner: int, learners: int) -> Stream: ...
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """A scalar."""
+
+    def evaluate(self, model: nn.Module, half: int, tokens: int) -> float:
+        """The loss on so many tokens of one half of what is held out: 0 to select by, 1 to report."""
+
+
+@runtime_checkable
+class Stackable(Protocol):
+    """A task that can step all learners at once, which is faster."""
+
+    def stack(self, models: Sequence[nn.Module]) -> Stack | None:
+        """The models become views into it. None: step them one by one."""
+
+
+Build = Callable[[Settings, float], Task]
+"""Makes a task. The number is how far the learners' data differ: 0, all draw from all of it; 1, each from a part."""
+
+
+class BuiltIn:
+    """The built-in GPT over bytes."""
+
+    def __init__(self, settings: Settings, non_iid: float = 0.0, corpus: Corpus | None = None) -> None:
+        self.settings, self._non_iid = settings, non_iid
+        self.tokens_per_batch = settings.train.batch * settings.model.context
+        self._corpus = corpus or _corpus(settings.data.source, settings.data.held_out)
+
+    def model(self) -> nn.Module:
+        return build_gpt(self.settings.model, self.settings.run.seed)
+
+    def stack(self, models: Sequence[nn.Module]) -> Stack | None:
+        """All learners as one; None where they have an optimizer of others, or where a subclass may do other things."""
+        gpts, train = [model for model in models if type(model) is GPT], self.settings.train
+        if type(self) is not BuiltIn or len(gpts) < max(2, len(models)) or is_extension(train.optimizer):
+            return None
+        return Stack(gpts, train)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return training.make_optimizer(model, self.settings.train)
+
+    def stream(self, learner: int, learners: int) -> Stream:
+        settings = self.settings
+        return TokenStream(
+            part_of(self._corpus.train, learner, learners, self._non_iid), learner_id=f"worker-{learner}",
+            seed=settings.run.seed, context=settings.model.context, batch=settings.train.batch,
+        )  # fmt: skip
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model.loss(inputs, targets)  # type: ignore[operator]
+        return loss
+
+    def evaluate(self, model: nn.Module, half: int, tokens: int) -> float:
+        held_out = self._corpus.held_out
+        middle = len(held_out) // 2
+        text = held_out[middle:] if half else held_out[:middle]
+        return evaluate(model, text, self.settings.model.context, max_tokens=tokens)  # type: ignore[arg-type]
+
+
+def inner_step(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, share: float,
+    clip: float,
+) -> Tensor:  # fmt: skip
+    """Forward, backward, clip, step at this share of the highest rates. Returns the detached loss."""
+    loss = task.loss(model, inputs, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("lr_highest", group["lr"]) * share
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def part_of(text: Tensor, learner: int, learners: int, non_iid: float) -> Tensor:
+    """Where a learner's data lie: from all of the text (0) to one of `learners` parts that follow each other (1)."""
+    size = round(len(text) * (1 - non_iid * (1 - 1 / learners)))
+    begin = 0 if learners == 1 else round((len(text) - size) * learner / (learners - 1))
+    return text[begin : begin + size]
+
+
+def builder(name: str) -> Build:
+    """The function that `mypkg.mymod:build` names; "" is the built-in model. Raises ConfigError."""
+    if not name:
+        return BuiltIn
+    if not is_extension(name):
+        raise ConfigError(f"--model {name!r} is not of the form mypkg.mymod:build")
+    build: Build = find("diloco.task", name).thing
+    return build
+
+
+@cache
+def _corpus(source: str, held_out: float) -> Corpus:
+    return load_corpus(source, held_out)

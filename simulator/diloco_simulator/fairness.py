@@ -1,0 +1,87 @@
+"""What hostile learners may not get from a shard: more rounds, a version of their own, or values that are no numbers.
+
+Follows the histories of shards and learners while they are written, and looks at what a shard holds at that moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from diloco_server.core import pace, robust
+from diloco_server.core.round import Contribution
+from diloco_simulator import invariants
+
+if TYPE_CHECKING:
+    from diloco_simulator.cluster import Cluster
+
+SPARE_ROUNDS = 3
+"""Of an epoch of a shard: the first round of a fragment comes before H steps, and steps are reported a moment late."""
+FIRST_STEPS = pace.STEPS_KNOWN + 2
+"""Of each honest learner, in an epoch of a shard: until then nobody knows how fast a learner can be."""
+SPARE_ROUNDS_OF_A_BUDGET = 10
+"""The last rounds of a run do not wait for H steps."""
+
+
+class Fairness:
+    """Watches one cluster that has hostile learners."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._options = cluster.options
+        self._steps = 0  # of honest learners
+        self._opened: Counter[tuple[str, int]] = Counter()  # shard and fragment -> rounds
+        self._epochs: Counter[str] = Counter()  # of shards
+        self._begun_at: dict[str, int] = {}  # shard -> steps of honest learners when its epoch began
+        self._merging: dict[tuple[str, int], tuple[Any, tuple[Contribution, ...]]] = {}
+        """Shard and fragment -> values before the merge that is under way, and what goes into it."""
+
+    def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
+        """A process has written a line of its history."""
+        match what:
+            case "stepped":
+                self._steps += 1
+            case "born" if facts["role"] == "shard":
+                self._epochs[name] += 1
+                self._begun_at[name] = self._steps
+                self._merging = {key: merging for key, merging in self._merging.items() if key[0] != name}
+            case "opened":
+                if self._steps - self._begun_at[name] > FIRST_STEPS * self._options.learners:
+                    self._opened[name, facts["fragment"]] += 1
+                    self._rounds(name, facts["fragment"])
+            case "merging":
+                self._weights(name, facts["fragment"])
+            case "announced":
+                self._values(name, facts["fragment"])
+
+    def _rounds(self, name: str, fragment_id: int) -> None:
+        options = self._options
+        assert options.quorum != "all", "a round that waits for all waits for liars"
+        steps_each = self._cluster.timeline.now / min(options.step_s)
+        plausible = options.hostile * steps_each * (pace.STEPS_FACTOR if options.hostile >= options.quorum else 1.0)
+        spare = SPARE_ROUNDS_OF_A_BUDGET if options.budget else SPARE_ROUNDS
+        at_most = (self._steps + plausible) / options.sync_every + spare * self._epochs[name]
+        invariants.rounds_follow_honest_steps(fragment_id, self._opened[name, fragment_id], at_most)
+
+    def _weights(self, name: str, fragment_id: int) -> None:
+        state = self._cluster.fragment(name, fragment_id)
+        assert state.closed is not None
+        assert state.values is not None
+        contributions = tuple(state.closed.contributions.values())
+        allowed = robust.allowed([c.steps for c in contributions])
+        weights = robust.capped([c.weight for c in contributions], allowed)
+        named = zip((c.learner_id for c in contributions), weights, strict=True)
+        invariants.nobody_outweighs_a_round(fragment_id, list(named))
+        self._merging[name, fragment_id] = state.values.theta.clone(), contributions
+
+    def _values(self, name: str, fragment_id: int) -> None:
+        state = self._cluster.fragment(name, fragment_id)
+        assert state.values is not None
+        theta = state.values.theta
+        invariants.values_stay_finite(fragment_id, theta)
+        before, contributions = self._merging.pop((name, fragment_id), (None, ()))
+        honest = [c for c in contributions if c.learner_id not in self._cluster.claimants]
+        if before is not None and 2 * len(honest) > len(contributions):
+            invariants.a_minority_moves_nothing(
+                fragment_id, theta, before, [max(norms) for norms in zip(*(c.piece_norms for c in honest), strict=True)]
+            )

@@ -1,0 +1,357 @@
+"""An island of the product in a simulated process: several ranks, each with a learner, that cross boundaries together.
+
+The ranks share one process, as `torchrun` ends all of them with the first: a rank that dies takes its pushes with it,
+and the pushes of the others go on until the process is killed a moment later. Each rank holds some rows of each tensor.
+After a restart there may be another number of ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from diloco_common.errors import DilocoError
+from diloco_common.manifest import Fragment
+from diloco_simulator import invariants
+from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, Checkpoint
+from diloco_simulator.model import AVERAGED, Counting
+from diloco_simulator.process import Process
+from diloco_simulator.silence import QuietLog, Silence
+from diloco_simulator.transport import MemoryTransport
+from diloco_worker.boundary import Start
+from diloco_worker.connections import Connections
+from diloco_worker.core.acts import Act, PushAnswered, PushContribution, VersionApplied
+from diloco_worker.core.connection import Caller
+from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
+from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
+from diloco_worker.core.replica import Replica
+from diloco_worker.island import make_island_learner
+from diloco_worker.telemetry import LearnerTelemetry
+
+if TYPE_CHECKING:
+    from diloco_simulator.cluster import Cluster
+
+HAND_OVER_S = 0.05
+RESTART_S = 1.0
+"""Within this time after a rank has died, its launcher ends the others."""
+RANKS_MAX = 4
+
+
+class IslandProcess:
+    """All ranks of one island. As `LearnerProcess` to the cluster."""
+
+    def __init__(self, cluster: Cluster, learner_id: str, resumed_from: Checkpoint | None) -> None:
+        self.learner_id = learner_id
+        self.name = f"{learner_id}.{cluster.starts[learner_id]}"
+        self.state = "joining"
+        self.error: DilocoError | None = None
+        self.hung_until = 0.0
+        self.not_finite = self.poisoned = 0
+        self.cluster = cluster
+        self.options = options = cluster.options
+        self.process = Process(
+            cluster.timeline, self.name, cluster.seed_of(learner_id), lambda _: options.codec_s,
+            stutters=options.stutters,
+        )  # fmt: skip
+        self._random = self.process.random
+        index = cluster.learner_ids.index(learner_id)
+        self._step_s = options.step_s[index]
+        flat = cluster.pattern * (10.0 + index) if resumed_from is None else resumed_from.flat
+        start = Start() if resumed_from is None else Start(resumed_from.inner_step, resumed_from.tokens, resumed=True)
+        size = self._random.randint(2, RANKS_MAX)
+        self.posted: list[bytes | None] = [None] * size
+        self._trained = start.inner_step, start.tokens
+        self._leaving = asyncio.Event()
+        self._left = 0
+        history = cluster.history_of(learner_id)
+        self.ranks = [Rank(self, rank, size, flat, start, history if rank == 0 else None) for rank in range(size)]
+        self.process.start(self._live(), self.name)
+
+    @property
+    def learner(self) -> Any:
+        """The leader's."""
+        return self.ranks[0].learner
+
+    @property
+    def unresolved(self) -> dict[int, Contribution]:
+        """Fragment -> contribution whose fate is not known."""
+        core = self.learner.core
+        fragments = core.fragments.items() if core is not None else ()
+        return {i: f.contribution for i, f in fragments if f.contribution is not None}
+
+    def lose_rank(self) -> None:
+        """One rank dies: nothing of it goes on, and no rank crosses another boundary."""
+        rank = self._random.choice(self.ranks)
+        self.cluster.note("killed", self.name, f"rank {rank.rank} of {len(self.ranks)}")
+        rank.die()
+
+    def thaw(self) -> None:
+        self.process.thaw()
+
+    async def goodbye(self) -> None:
+        """All ranks leave together."""
+        self._left += 1
+        if self._left == len(self.ranks):
+            self._leaving.set()
+        await self._leaving.wait()
+
+    # ------------------------------------------------------------ the training loop
+
+    async def _live(self) -> None:
+        try:
+            for rank in self.ranks:
+                rank.learner.start()
+            while not self._alike("begin", [rank.begins() for rank in self.ranks]):
+                await asyncio.sleep(LOOK_S)
+                await self._all_live()
+            self.state = "training"
+            while not self._alike("done", [rank.learner.done for rank in self.ranks]):
+                await self._step()
+            self.state = "leaving"
+            await asyncio.gather(*(rank.leave() for rank in self.ranks))
+            self.state = "done"
+        except DilocoError as error:
+            self.error, self.state = error, "failed"
+
+    async def _step(self) -> None:
+        await asyncio.sleep(self._step_s * self._random.uniform(0.8, 1.2))
+        while (hangs_s := self.hung_until - self.cluster.timeline.now) > 0:  # noqa: ASYNC110 - it may hang for longer
+            await asyncio.sleep(hangs_s)
+        await self._all_live()
+        tokens = [self._random.randint(1, 2) for _ in self.ranks]
+        self._trained = self._trained[0] + 1, self._trained[1] + sum(tokens)
+        errors = []
+        for rank, mine in zip(self.ranks, tokens, strict=True):
+            try:
+                rank.step(sum(tokens), mine)
+            except DilocoError as error:
+                errors.append(error)
+        if errors:
+            self._alike("end", [error.code for error in errors] + [""] * (len(self.ranks) - len(errors)))
+            raise errors[0]
+        self._alike("hold", [rank.decided() for rank in self.ranks])
+        if self._random.random() < SAVES:
+            self._save()
+
+    def _save(self) -> None:
+        flat = torch.zeros_like(self.ranks[0].model.flat)
+        for rank in self.ranks:
+            rank.model.save_rows(flat, rank.holdings)
+        states = [rank.learner.state_dict() for rank in self.ranks]
+        saved = self._alike("save", [(state["inner_step"], state["tokens"]) for state in states])
+        invariants.checkpoints_count_what_they_hold(self.name, saved, self._trained)
+        self.cluster.checkpoints[self.learner_id].append(Checkpoint(flat, *saved))
+
+    async def _all_live(self) -> None:
+        """A rank that has died is waited for, until somebody ends the process."""
+        if not all(rank.is_alive for rank in self.ranks):
+            await asyncio.Event().wait()
+
+    def _alike(self, what: str, answers: Sequence[Any]) -> Any:
+        invariants.ranks_decide_alike(self.name, what, answers)
+        return answers[0]
+
+
+class Rank:
+    """One rank: a learner of the product, its part of the model, and what must hold of it."""
+
+    def __init__(self, island: IslandProcess, rank: int, size: int, flat: Tensor, start: Start, history: Any) -> None:
+        self.rank = rank
+        self.is_alive = True
+        self.model = Rows(flat)
+        self.holdings = {
+            name: Holding(p.numel() * rank // size, p.numel() * (rank + 1) // size)
+            for name, p in self.model.named_parameters()
+        }
+        self.replica = RowsReplica(self.model, self.holdings, rank, size, self._read)
+        self._island = island
+        self._accounts: dict[int, Account] = {}
+        self._connections: Connections | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._handed_over = 0.0
+        options, process = island.options, island.process
+        caller = Caller("local", island.learner_id, island.name, rank)
+        log: Any = QuietLog(island.name, self._hear_error)
+        silence: Any = Silence()
+        telemetry = LearnerTelemetry(caller, process.clock, silence, log, history)
+        self.learner = make_island_learner(
+            self.replica, [str(i) for i in range(options.shards)], caller, self._dial, process.world(), self,
+            telemetry, start, self, size, island.goodbye,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ the product's exchange and background
+
+    def begin(self, frame: bytes) -> None:
+        self._next = frame
+
+    def look(self) -> list[bytes] | None:
+        """All ranks have posted at this boundary: they look between two steps."""
+        return [rank._next for rank in self._island.ranks]
+
+    def end(self) -> list[bytes] | None:
+        """All ranks have posted at the boundary before, as they cross each one after the other."""
+        posted = self._island.posted
+        if self.rank == 0:
+            posted[:] = [getattr(rank, "_next", None) for rank in self._island.ranks]
+        return None if posted[0] is None else [frame for frame in posted if frame is not None]
+
+    def start(self, connections: Connections) -> None:
+        self._connections = connections
+        self._running = self._island.process.start(connections.run(), f"connections of rank {self.rank}")
+
+    def post(self, acts: Sequence[Act]) -> None:
+        for act in acts:
+            self._watch(act)
+        now = self._island.cluster.timeline.now
+        self._handed_over = max(self._handed_over, now + HAND_OVER_S * self._island.process.random.random())
+        self._island.process.loop.call_at(self._handed_over, self._perform, acts)
+
+    def _perform(self, acts: Sequence[Act]) -> None:
+        if self.is_alive and self._connections is not None:
+            self._connections.perform(acts)
+
+    def stop(self) -> None:
+        """Its end is that of the process."""
+
+    def die(self) -> None:
+        self.is_alive = False
+        if self._running is not None:
+            self._running.cancel()
+
+    async def leave(self) -> None:
+        await self.learner.connections.leave(SETTLE_S)
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        self.learner.close()
+
+    def _dial(self, address: str) -> MemoryTransport:
+        cluster = self._island.cluster
+        path = self._island.learner_id, int(address)
+        return MemoryTransport(
+            cluster.network, self._island.process, path, lambda header, payload: None, lambda header, code: None,
+            self._island.options.call_s,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ training, and what must hold
+
+    def begins(self) -> bool:
+        begins = self.learner.begin()
+        for fragment in self._fragments():
+            if fragment.tensors.anchor is not None:
+                self._account(fragment)
+        return begins
+
+    def step(self, all_tokens: int, tokens: int) -> None:
+        """Every rank's model moves by what all ranks have trained."""
+        self.model.train_on(all_tokens)
+        self.learner.step(tokens)
+        for fragment in self._fragments():
+            anchor = fragment.tensors.anchor
+            if anchor is None or self._island.options.on_commit == "blend":
+                continue
+            account, local = self._account(fragment), fragment.tensors.fragment
+            account.largest = max(account.largest, float(anchor.float32().abs().max()) if anchor.numel() else 0.0)
+            if anchor.numel():
+                trained = self._part(self.model.trained, local) - account.base - account.merged
+                invariants.progress_is_kept(
+                    f"{self._island.name}/{self.rank}", fragment.fragment.fragment_id,
+                    self._part(self.model.flat, local), anchor.float32(), trained, account.largest,
+                )  # fmt: skip
+
+    def decided(self) -> Any:
+        """All that must be the same at all ranks."""
+        core = self.learner.core
+        assert core is not None
+        return core.inner_step, core.tokens, self.learner.tokens_merged, [
+            (f.epoch, f.version, f.asked, f.contribution and (f.contribution.round, f.contribution.tokens))
+            for f in core.fragments.values()
+        ]  # fmt: skip
+
+    def _read(self, fragment: Fragment, out: Tensor) -> None:
+        """A snapshot is taken, unless there is no version yet. One rank's may hold NaN."""
+        core = self.learner.core
+        if core is None or core.fragments[fragment.fragment_id].tensors.anchor is None:
+            return
+        if self._island.not_finite and self.rank == len(self._island.ranks) - 1 and out.numel():
+            self._island.not_finite -= 1
+            self._island.poisoned += 1
+            out[0] = float("nan")
+
+    def _watch(self, act: Act) -> None:
+        if isinstance(act, PushContribution):
+            self._island.cluster.count("parts taken")
+        if isinstance(act, PushAnswered):
+            invariants.parts_belong_together(self._island.name, act.fragment_id, act.answer.code)
+        if isinstance(act, VersionApplied):
+            core = self.learner.core
+            assert core is not None
+            fragment = core.fragments[act.fragment_id]
+            account = self._account(fragment)
+            contribution = act.contribution
+            if self._island.options.on_commit != "carry":
+                account.base = self._part(self.model.trained, fragment.tensors.fragment)
+            elif contribution is not None and act.fate is not Fate.CARRIED:
+                tensors = contribution.tensors
+                assert tensors.snapshot is not None
+                account.merged = account.merged + (tensors.snapshot - tensors.anchor.float32())
+
+    def _account(self, fragment: LearnerFragment) -> Account:
+        fragment_id = fragment.fragment.fragment_id
+        if fragment_id not in self._accounts:
+            base = self._part(self.model.trained, fragment.tensors.fragment)
+            self._accounts[fragment_id] = Account(base, torch.zeros_like(base))
+        return self._accounts[fragment_id]
+
+    def _part(self, flat: Tensor, local: Fragment) -> Tensor:
+        """What the rank holds of a fragment, of values for the whole model."""
+        out = torch.zeros(local.num_elements)
+        for piece in local.pieces:
+            start = self.model.offsets[piece.tensor] + self.holdings[piece.tensor].start + piece.tensor_offset
+            out[piece.offset : piece.offset + piece.num_elements] = flat[start : start + piece.num_elements]
+        return out
+
+    def _fragments(self) -> list[LearnerFragment]:
+        return list(self.learner.core.fragments.values()) if self.learner.core is not None else []
+
+    def _hear_error(self, what: str, facts: dict[str, object]) -> None:
+        error = facts.get("trace")
+        if isinstance(error, BaseException) and self._island.process.alive:
+            self._island.cluster.timeline.fail(error)
+
+
+class Rows(Counting):
+    """The model of one rank, of which only its own rows count."""
+
+    def __init__(self, flat: Tensor) -> None:
+        super().__init__(flat)
+        self.offsets = {name: int(p.storage_offset()) for name, p in self.named_parameters()}
+
+    def save_rows(self, flat: Tensor, holdings: dict[str, Holding]) -> None:
+        """flat <- the rank's own rows."""
+        for name, held in holdings.items():
+            rows = slice(self.offsets[name] + held.start, self.offsets[name] + held.stop)
+            flat[rows] = self.flat[rows]
+
+
+class RowsReplica(Replica):
+    """What one rank holds of the model, as FSDP2 would have it; snapshots may go wrong."""
+
+    def __init__(self, model: Counting, holdings: dict[str, Holding], rank: int, size: int, read: Any) -> None:
+        super().__init__(model, AVERAGED)
+        self._parameters = {
+            name: p.view(-1)[holdings[name].start : holdings[name].stop] for name, p in self._parameters.items()
+        }
+        self._holdings, self._rank, self._size, self._meanwhile = holdings, rank, size, read
+
+    def held(self, fragment: Fragment) -> LocalFragment:
+        return local_fragment(fragment, self._holdings, Sharing(), self._rank, self._size)
+
+    def read(self, fragment: Fragment, out: Tensor) -> None:
+        out.zero_()
+        super().read(fragment, out)
+        self._meanwhile(fragment, out)

@@ -1,0 +1,173 @@
+"""What a hostile learner says: valid, off by one, extreme. A grammar of messages and payloads, drawn from a generator.
+
+Everything here fits on the wire; what does not cannot be sent by anybody.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c, encode_payload, usual_chunk_elements
+from diloco_common.codec.payload import num_payload_bytes
+from diloco_common.errors import NotFinite
+from diloco_common.identity import Identity
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Held, Progress, PullRequest, PushHeader
+from diloco_common.ranges import Range
+
+ENCODINGS = ("float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit", "float64", "", "int8" * 40)
+STEPS_AHEAD = 1000
+SLOW_S = (60.0, 1e6, 1e18, 1e308)
+"""Seconds that a step is said to take."""
+SCALES = (-10.0, -500.0, 0.0, 1e-6, 1e6, 1e30, 3e38)
+"""What an honest contribution is multiplied with."""
+
+
+def number(r: random.Random, truth: int, *, bits: int = 64) -> int:
+    """A number for a field of so many bits, in place of the true one."""
+    largest = 2**bits - 1
+    said = r.choice(
+        (truth - 1, truth + 1, truth + r.randint(2, 2000), 0, 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**40 + 1, 2**53,
+         2**62, 2**63 - 1, 2**63, largest, r.randrange(largest))
+    )  # fmt: skip
+    return int(min(max(said, 0), largest))
+
+
+def seconds(r: random.Random, truth: float) -> float:
+    """A time, in place of the true one."""
+    return r.choice((0.0, truth, 60.0, 1e6, 1e18, 1e308, float("inf"), float("nan"), -1.0))
+
+
+def loss(r: random.Random) -> float | None:
+    return r.choice((None, 0.0, -1e308, 1e308, float("inf"), float("nan")))
+
+
+def progress(r: random.Random, truth: Progress) -> Progress:
+    """A report of which one thing or another is not true."""
+    said = {
+        "inner_step": lambda: r.choice((truth.inner_step + STEPS_AHEAD, number(r, truth.inner_step))),
+        "tokens": lambda: number(r, truth.tokens),
+        "loss": lambda: loss(r),
+        "step_time_s": lambda: seconds(r, truth.step_time_s),
+    }
+    return replace(truth, **_some(r, said, 2))
+
+
+def push_header(r: random.Random, truth: PushHeader, fields: Sequence[str] = ()) -> PushHeader:
+    """A header of which up to three fields are not true: of these, or of all."""
+    said: dict[str, Callable[[], Any]] = {
+        "fragment_id": lambda: number(r, truth.fragment_id, bits=32),
+        "round": lambda: number(r, truth.round),
+        "epoch": lambda: number(r, truth.epoch),
+        "base_version": lambda: number(r, truth.base_version),
+        "tokens": lambda: number(r, truth.tokens),
+        "steps": lambda: number(r, truth.steps),
+        "payload": lambda: payload_header(r, truth.payload),
+        "manifest_digest": lambda: r.choice((truth.manifest_digest[:-1], "", "0" * 32, "x" * 5000)),
+        "tokens_merged": lambda: number(r, truth.tokens_merged),
+        "not_finite": lambda: not truth.not_finite,
+        "part": lambda: number(r, truth.part, bits=32),
+        "num_parts": lambda: number(r, truth.num_parts, bits=32),
+        "ranges": lambda: ranges(r, truth.payload.num_elements),
+    }
+    said = {field: said[field] for field in fields or said}
+    return replace(truth, **_some(r, said, 3))
+
+
+def payload_header(r: random.Random, truth: PayloadHeader) -> PayloadHeader:
+    said: dict[str, Callable[[], Any]] = {
+        "encoding": lambda: r.choice(ENCODINGS),
+        "num_elements": lambda: number(r, truth.num_elements),
+        "chunk_elements": lambda: number(r, truth.chunk_elements),
+        "num_bytes": lambda: number(r, truth.num_bytes),
+        "chunks_crc32c": lambda: number(r, truth.chunks_crc32c, bits=32),
+    }
+    return replace(truth, **_some(r, said, 2))
+
+
+def payload(r: random.Random, honest: torch.Tensor, encoding: str) -> Payload:
+    """The bytes of a contribution: scaled, flipped, not finite, or anything at all. Its header is true to them.
+
+    `honest`: float32 [num_elements], what would be sent by an honest learner.
+    """
+    match r.choice(("as it is", "scaled", "scaled", "not finite", "any bytes")):
+        case "as it is":
+            values = honest
+        case "scaled":
+            values = honest * r.choice(SCALES)
+        case "not finite" if encoding == "float32":
+            special = struct.pack("<f", r.choice((float("nan"), float("inf"), float("-inf"))))
+            chunk = bytearray(honest.numpy().tobytes())
+            at = 4 * r.randrange(len(honest))
+            chunk[at : at + 4] = special
+            return of_bytes(encoding, len(honest), bytes(chunk))
+        case _:
+            return of_bytes(encoding, len(honest), r.randbytes(num_payload_bytes(encoding, len(honest))))
+    try:
+        return encode_payload(values.clamp(-3.3e38, 3.3e38), encoding)
+    except NotFinite:
+        return encode_payload(honest, encoding)
+
+
+def of_bytes(encoding: str, num_elements: int, chunk: bytes) -> Payload:
+    """A payload of one chunk, and a header that describes it."""
+    header = PayloadHeader(encoding, num_elements, usual_chunk_elements(encoding), len(chunk), chunks_crc32c([chunk]))
+    return Payload(header, (chunk,))
+
+
+def chunks(r: random.Random, truth: Payload) -> tuple[bytes, ...]:
+    """The chunks of a payload, or not quite."""
+    whole = b"".join(truth.chunks)
+    return r.choice(
+        ((whole,), (whole,), (whole[:-1],), (whole[: len(whole) // 2], whole[len(whole) // 2 :]), (whole, whole), (),
+         (b"",), (whole, b""), (r.randbytes(1000),))
+    )  # fmt: skip
+
+
+def tensors(r: random.Random, truth: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """A model, in place of the true one."""
+    first = truth[0]
+    shape = r.choice(((), (0,), (1,) * 9, (2**63 - 1,), (2**40, 2**40), (1,) * 2000, (7, 3)))
+    return tuple(
+        r.choice(
+            (truth[1:], (), (*truth, first), (first,) * 300, (TensorSpec(first.name, shape), *truth[1:]),
+             (TensorSpec("x" * 100_000, first.shape), *truth[1:]), (TensorSpec("../\x00\x1b", first.shape), *truth[1:]))
+        )
+    )  # fmt: skip
+
+
+def lease(r: random.Random, truth: Identity) -> Identity:
+    """A lease that is another's, or nobody's. Metadata take numbers of up to 18 digits."""
+    return replace(truth, generation=number(r, truth.generation, bits=59), epoch=number(r, truth.epoch, bits=59))
+
+
+def held(r: random.Random, fragments: int) -> tuple[Held, ...]:
+    """Versions that nobody holds."""
+    count = r.choice((0, 1, fragments, 300))
+    return tuple(Held(number(r, i % fragments, bits=32), number(r, 1), number(r, 1)) for i in range(count))
+
+
+def pull_request(r: random.Random, fragment_id: int, encoding: str) -> PullRequest:
+    have = r.choice((None, (number(r, 1), number(r, 1))))
+    encodings = r.choice(((), (encoding,), ("float32",), (r.choice(ENCODINGS),), ENCODINGS * 100))
+    want = r.choice((None, None, (number(r, 1), number(r, 1))))
+    said = r.choice(((), (), ranges(r, 2000)))
+    return PullRequest(r.choice((fragment_id, number(r, fragment_id, bits=32))), encodings, have, want, said)
+
+
+def ranges(r: random.Random, num_elements: int) -> tuple[Range, ...]:
+    """Ranges of a fragment that may overlap, be empty, or lie beyond its end."""
+    count = r.choice((0, 1, 2, 300, 8193))
+    bounds = [r.choice((r.randint(0, num_elements), number(r, num_elements))) for _ in range(2)]
+    return (Range(*r.choice((bounds, sorted(bounds)))),) * count
+
+
+def _some(r: random.Random, said: Mapping[str, Callable[[], Any]], most: int) -> dict[str, Any]:
+    """What is said of some of the fields, at most so many."""
+    return {field: said[field]() for field in r.sample(list(said), r.randint(1, min(most, len(said))))}

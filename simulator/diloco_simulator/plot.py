@@ -1,0 +1,117 @@
+"""What a hostile learner knows and is up to, and what it needs of a transport. `hostile.py` carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from diloco_common.codec import Chunk, Payload
+from diloco_common.identity import Identity
+from diloco_common.manifest import Fragment, Manifest
+from diloco_common.messages import (
+    Collect,
+    JoinAnswer,
+    JoinRequest,
+    PullHeader,
+    PullRequest,
+    PushAnswer,
+    PushHeader,
+)
+from diloco_common.ports import ControlStream
+
+PUSHES = ("contribute", "contribute", "claim", "claim", "lie", "lie", "other bytes", "not finite")
+AS_OTHERS = "contribute as others"
+"""What a hostile learner does with the rounds that ask it, if it has no other way."""
+TACTICS = (
+    *PUSHES, "replay", "seed", "join", "come and go", "hold pushes", "hold pulls", "hold streams", "pull",
+    "extreme lease",
+)  # fmt: skip
+"""Under its own id. Some come twice, to be tried more often."""
+FOREIGN = ("join as another", "leave as another", "push as another", "attend as another", "ghosts")
+"""Under the ids of others."""
+MANNERS = ("honest", "fast", "slow", "liar", "still", "silent")
+"""How it reports: as others do; 1000 steps at a time; steps that take for ever; anything; never a step; not at all."""
+
+
+class Held(Protocol):
+    """A call that is left open."""
+
+    async def receive(self) -> Any:
+        """Wait for what the shard says first. Raises a Refusal or Unavailable."""
+
+    def cancel(self) -> None: ...
+
+
+class HostileTransport(Protocol):
+    """The way to one shard: `ports.Transport`, and calls that are begun and left as they are."""
+
+    async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer: ...
+
+    def attend(self, caller: Identity) -> ControlStream: ...
+
+    async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer: ...
+
+    def pull(
+        self, caller: Identity, request: PullRequest, timeout_s: float
+    ) -> AsyncGenerator[PullHeader | Chunk, None]: ...
+
+    async def leave(self, caller: Identity, timeout_s: float) -> None: ...
+
+    def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> Held:
+        """A push that never ends."""
+
+    def hold_pull(self, caller: Identity, request: PullRequest) -> Held:
+        """A pull that nobody reads."""
+
+    def hold_stream(self, caller: Identity) -> Held:
+        """A control stream that nobody reads, and on which nothing is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sniffed:
+    """A push as whoever listens sees it."""
+
+    shard: int
+    caller: Identity
+    header: PushHeader
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What a hostile learner knows of the run, and what it is up to."""
+
+    run_id: str
+    manifest: Manifest
+    push_encoding: str
+    pull_encoding: str
+    honest: Callable[[Fragment, int], Tensor]
+    """Fragment and tokens -> what an honest learner might contribute: float32 [num_elements]."""
+    sniffed: Callable[[], Sequence[Sniffed]]
+    """The last pushes of others."""
+    tactics: tuple[str, ...]
+    manners: tuple[str, ...]
+    """How it reports; it has one of these, as a rule."""
+    answers: float
+    """How often it contributes to a round that opens."""
+    step_s: float
+    """Of an honest learner."""
+    call_s: float
+    """Deadline of a call."""
+
+
+@dataclass
+class Session:
+    """What it knows of one shard."""
+
+    shard: int
+    transport: HostileTransport
+    caller: Identity
+    process_id: str
+    base: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Fragment -> epoch and number of the latest version that it heard of."""
+    asked: dict[int, Collect] = field(default_factory=dict)
+    stream: Any = None

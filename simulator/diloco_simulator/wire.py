@@ -1,0 +1,113 @@
+"""The wire as a caller meets it that nobody trusts: its identity is looked at, and its messages are read from protobuf.
+
+Honest processes hand over values, which is quicker. What a shard says to anybody can be encoded here, to see whether
+the wire could carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from diloco_common import protobuf
+from diloco_common.codec import Chunk
+from diloco_common.errors import BadRequest, NotSeeded, WrongIdentity
+from diloco_common.identity import Identity, check_learner_id
+from diloco_common.messages import (
+    Collect,
+    Committed,
+    Directive,
+    Drain,
+    Evicted,
+    JoinAnswer,
+    JoinRequest,
+    Progress,
+    PullHeader,
+    PullRequest,
+    Pulse,
+    PushAnswer,
+    PushHeader,
+    Stop,
+)
+from diloco_common.ports import ShardService
+
+MESSAGE_BYTES_MAX = 20 << 20
+"""As gRPC is told in production."""
+
+T = TypeVar("T")
+
+
+class Door:
+    """A shard's service behind its door: a `ports.ShardService` for one caller."""
+
+    def __init__(self, service: ShardService, proven: str | None, has_model: Callable[[], bool]) -> None:
+        """`proven`: the learner id that this caller has proven, and so the only one it can use. None: any.
+
+        `has_model`: whether the shard has a model that cannot be replaced any more. The first one is brought by
+        somebody who is trusted.
+        """
+        self._service = service
+        self._proven = proven
+        self._has_model = has_model
+
+    async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
+        return await self._service.read(caller, message)
+
+    async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer:
+        self._identify(caller)
+        if not self._has_model() and not request.observe:
+            raise NotSeeded("the first model comes from somebody else")
+        return await self._service.join(caller, protobuf.join_request_from_pb(protobuf.join_request_to_pb(request)))
+
+    def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
+        self._identify(caller)
+        return self._service.attend(caller, _reports(reports))
+
+    async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
+        self._identify(caller)
+        return await self._service.push(caller, _parts(parts))
+
+    def pull(
+        self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
+    ) -> AsyncGenerator[PullHeader | Chunk, None]:
+        self._identify(caller)
+        read = protobuf.pull_request_from_pb(protobuf.pull_request_to_pb(request))
+        return self._service.pull(caller, read, ends_in_s)
+
+    async def leave(self, caller: Identity) -> bool:
+        self._identify(caller)
+        return await self._service.leave(caller)
+
+    def _identify(self, caller: Identity) -> None:
+        check_learner_id(caller.learner_id)
+        if self._proven is not None and caller.learner_id != self._proven:
+            raise WrongIdentity(f"{self._proven} cannot speak as {caller.learner_id}")
+
+
+async def _reports(reports: AsyncIterator[Progress]) -> AsyncIterator[Progress]:
+    async for report in reports:
+        yield protobuf.progress_from_pb(protobuf.progress_to_pb(report))
+
+
+async def _parts(parts: AsyncIterator[PushHeader | Chunk]) -> AsyncIterator[PushHeader | Chunk]:
+    async for part in parts:
+        if isinstance(part, PushHeader):
+            yield protobuf.push_header_from_pb(protobuf.push_header_to_pb(part))
+        elif len(part) <= MESSAGE_BYTES_MAX:
+            yield part
+        else:
+            raise BadRequest("the message is too large")
+
+
+def encoded(item: Any) -> Any:
+    """What a shard says, as a protobuf message; what is none stays as it is. Raises ValueError."""
+    match item:
+        case JoinAnswer():
+            return protobuf.join_answer_to_pb(item)
+        case Collect() | Committed() | Pulse() | Drain() | Stop() | Evicted():
+            return protobuf.directive_to_pb(item)
+        case PullHeader():
+            return protobuf.pull_header_to_pb(item)
+        case PushAnswer():
+            return protobuf.answer_to_pb(item)
+    return item
