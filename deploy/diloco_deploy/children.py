@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_common.endpoints import Endpoints, Role, dialable
+from diloco_common.manifest import model_digest
 from diloco_common.settings import Settings
 from diloco_deploy.folder import Files
+from diloco_deploy.own_certificates import OBSERVER, OwnCertificates
 from diloco_deploy.supervisor import ChildSpec
+from diloco_worker.builtin.shapes import gpt_tensors
 
 EVALUATE = "evaluate"
 
@@ -26,11 +29,19 @@ class Programs:
 class Children:
     """The processes of one cluster, alive or not."""
 
-    def __init__(self, settings: Settings, files: Files, programs: Programs) -> None:
-        self._settings, self._files, self._programs = settings, files, programs
+    def __init__(
+        self, settings: Settings, files: Files, programs: Programs, certificates: OwnCertificates | None = None
+    ) -> None:
+        """`certificates`: of these very processes; None: they speak plaintext."""
+        self._settings, self._files, self._programs, self._certificates = settings, files, programs, certificates
+        self._model = settings.run.model or model_digest(gpt_tensors(settings.model))
         self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
         self.shards = names("shard", settings.cluster.shards)
         self.workers = names("worker", settings.cluster.workers)
+
+    def scale(self, workers: int) -> None:
+        """From now on there are so many workers."""
+        self.workers = names("worker", workers)
 
     def found(self, name: str, at: Endpoints) -> None:
         """A child is up. When a shard is started again, it gets the ports of its first process."""
@@ -57,7 +68,9 @@ class Children:
                     ("shard.listen", grpc),
                     ("shard.http", http),
                     ("shard.data_dir", self._files.shard_folder(index)),
+                    ("run.model", self._model),
                 ),
+                *self._proof_of(f"shard/{index}"),
                 f"--address-file={address_file}",
             ]
 
@@ -70,12 +83,13 @@ class Children:
         arguments = [
             f"--settings={self._files.settings}",
             *_sets(
-                ("worker.shards", self._shard_addresses(host)),
+                ("worker.shards", self.shard_addresses(host)),
                 ("worker.learner_id", name),
                 ("worker.folder", self._files.worker_folder(index)),
                 ("worker.http", nth_port(worker.http, index)),
                 ("worker.threads", worker.threads or _share_of_cores(self.workers)),
             ),
+            *self._proof_of(f"learner/{name}"),
             f"--address-file={address_file}",
             f"--final-status={self._files.final_status(name)}",
         ]
@@ -86,7 +100,8 @@ class Children:
         arguments = [
             "evaluate",
             f"--settings={self._files.settings}",
-            f"--shards={self._shard_addresses()}",
+            f"--shards={self.shard_addresses()}",
+            *self._proof_of(OBSERVER),
             f"--export={self._files.model}",
             f"--out={self._files.evaluation}",
         ]
@@ -99,10 +114,17 @@ class Children:
         """The gRPC port of a shard that is up."""
         return int(self._ports[shard][0].rpartition(":")[2])
 
-    def _shard_addresses(self, host: str = "") -> str:
+    def shard_addresses(self, host: str = "") -> str:
+        """Of all shards, which must be up, as one text. `host`: as of `worker`."""
         if host:
             return ",".join(f"{host}:{self.port(name)}" for name in self.shards)
         return ",".join(dialable(self._ports[name][0]) for name in self.shards)
+
+    def _proof_of(self, who: str) -> list[str]:
+        own = self._certificates
+        if own is None:
+            return []
+        return _sets(("security.tls", own.of(who)), ("security.revoked", own.deny_list))
 
 
 def names(kind: Role, count: int) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from diloco_common.errors import ConfigError, InUse
 from diloco_common.settings import Settings
@@ -43,10 +43,14 @@ class Files:
     def __init__(self, folder: Path, outputs: Outputs, data: Path | None = None) -> None:
         """`data`: the folder for the versions of the shards, if not the folder itself."""
         self.folder = folder
-        self._data = data or folder
+        self.data = data or folder
+        """The folder of the shards' data folders."""
         self.run = folder / "run"
         self.logs = folder / "logs"
+        self.certs = folder / "certs"
+        """The cluster's own authority, where it needs one."""
         self.settings = folder / "settings.json"
+        self._where = folder / "where"
         self.evaluation = folder / "evaluation.json"
         self.report = outputs.report or folder / "report.json"
         self.model = outputs.model or folder / "model.safetensors"
@@ -85,10 +89,10 @@ class Files:
         self.clear_addresses()
         for path in (self.evaluation, *self.run.glob("*.final.json")):
             path.unlink(missing_ok=True)
-        shards, workers = _numbered(self._data, "shard"), _numbered(self.folder, "worker")
-        is_resumed = not fresh and any(any(shard.glob("fragment-*")) for shard in shards)
+        shards, workers = _numbered(self.data, "shard"), _numbered(self.folder, "worker")
+        is_resumed = not fresh and (self.holds_versions or self._held_versions_elsewhere())
         if is_resumed:
-            self._check(settings)
+            self.check(settings)
         else:  # without versions, the checkpoints of workers are useless
             if not fresh:
                 self._spare_checkpoints(shards)
@@ -105,11 +109,32 @@ class Files:
                     "`diloco restore`; to delete them and begin anew, use --fresh"
                 )
 
-    def _check(self, settings: Settings) -> None:
+    @property
+    def holds_versions(self) -> bool:
+        """Whether there is a run to go on with."""
+        return _hold_versions(self.data)
+
+    def _held_versions_elsewhere(self) -> bool:
+        """Whether the run in the folder has its versions in another data folder than ours; `check` then refuses."""
+        if self.is_on_ray or not self.settings.exists():
+            return False
+        return _hold_versions(anchored(load_saved(self.settings).settings).shard.data_dir or self.folder)
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether the run in the folder was last started on a Ray cluster."""
+        return self._where.exists() and self._where.read_text(encoding="utf-8").strip() == "ray"
+
+    def runs(self, where: Literal["here", "ray"]) -> None:
+        """Remember where the run was started, for `diloco resume`."""
+        self._where.write_text(where + "\n", encoding="utf-8")
+
+    def check(self, settings: Settings) -> None:
         """Raises ConfigError if the run in the folder has other settings."""
         if not self.settings.exists():
             return
-        mine, theirs = settings.model_dump(mode="json"), load_saved(self.settings).settings.model_dump(mode="json")
+        mine = anchored(settings).model_dump(mode="json")
+        theirs = anchored(load_saved(self.settings).settings).model_dump(mode="json")
         names = [(section, key) for section, keys in _IDENTITY.items() for key in keys or mine[section]]
         lines = [
             f"{section}.{key}: {theirs[section][key]} <-> {mine[section][key]}"
@@ -134,10 +159,26 @@ class Files:
 
     def shard_folder(self, index: int) -> Path:
         """The folder for the versions of a shard."""
-        return self._data / f"shard-{index}"
+        return self.data / f"shard-{index}"
 
     def final_status(self, name: str) -> Path:
         return self.run / f"{name}.final.json"
+
+
+def anchored(settings: Settings) -> Settings:
+    """The same settings with absolute paths, so that they mean the same to a command that is typed elsewhere."""
+    sections = {}
+    for name in type(settings).model_fields:
+        section = getattr(settings, name)
+        paths: dict[str, object] = {key: value.absolute() for key, value in section if isinstance(value, Path)}
+        if name == "data" and section.source != "stdlib":
+            paths["source"] = str(Path(section.source).expanduser().absolute())
+        sections[name] = section.model_copy(update=paths)
+    return settings.model_copy(update=sections)
+
+
+def _hold_versions(data: Path) -> bool:
+    return any(any(shard.glob("fragment-*")) for shard in _numbered(data, "shard"))
 
 
 def _numbered(folder: Path, name: str) -> list[Path]:

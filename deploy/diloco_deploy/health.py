@@ -2,22 +2,25 @@
 
 It runs every few seconds beside a training process, so it must be cheap: `python -m diloco_deploy.health` is
 `diloco health` without the rest of the command line. It imports grpc only for a shard, and neither torch nor the
-settings.
+settings. Where the process serves over TLS, a shard is asked with a certificate of the run, such as its own; HTTP needs
+ca.pem alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 
 TIMEOUT_S = 3.0
-
-# Never through a proxy of the environment: this is our own process.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+TLS_VARIABLE = "DILOCO_SECURITY__TLS"
+"""The setting of the process that is asked, where both have one environment: in its container."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,27 +28,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="diloco health", description="Ask a process whether it is healthy.")
     add_arguments(parser)
     args = parser.parse_args(argv)
-    return check(args.grpc, args.http)
+    return check(args.grpc, args.http, args.tls)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--grpc", metavar="HOST:PORT", help="of a shard; it is healthy if grpc.health.v1 says SERVING")
     which.add_argument("--http", metavar="HOST:PORT", help="of a shard or worker; it is healthy if /readyz says so")
+    given = os.environ.get(TLS_VARIABLE)
+    parser.add_argument(
+        "--tls", type=Path, default=Path(given) if given else None, metavar="FOLDER",
+        help=f"it serves over TLS: a folder of `diloco certs issue`, such as its own (default: ${TLS_VARIABLE})",
+    )  # fmt: skip
 
 
-def check(grpc_address: str | None, http_address: str | None) -> int:
+def check(grpc_address: str | None, http_address: str | None, tls: Path | None) -> int:
     """The exit code for one of the two addresses."""
-    well, words = _ask_grpc(grpc_address) if grpc_address else _ask_http(http_address or "")
+    try:
+        well, words = _ask_grpc(grpc_address, tls) if grpc_address else _ask_http(http_address or "", tls)
+    except (OSError, ssl.SSLError) as error:
+        well, words = False, f"{tls} cannot be used: {error}"
     print(words)
     return 0 if well else 1
 
 
-def _ask_grpc(address: str) -> tuple[bool, str]:
+def _ask_grpc(address: str, tls: Path | None) -> tuple[bool, str]:
+    """Raises OSError."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    options = [("grpc.enable_http_proxy", 0)]
+    if tls is None:
+        found = grpc.insecure_channel(address, options=options)
+    else:
+        ca, key, chain = ((tls / name).read_bytes() for name in ("ca.pem", "key.pem", "cert.pem"))
+        found = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, chain), options=options)
+    with found as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
@@ -54,9 +72,17 @@ def _ask_grpc(address: str) -> tuple[bool, str]:
     return answer.status == health_pb2.HealthCheckResponse.SERVING, word.lower().replace("_", " ")
 
 
-def _ask_http(address: str) -> tuple[bool, str]:
+def _ask_http(address: str, tls: Path | None) -> tuple[bool, str]:
+    """Raises OSError."""
+    # Never through a proxy of the environment: this is our own process.
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if tls is not None:
+        context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
+        context.check_hostname = False  # a worker's is for no name that can be dialed
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    opener = urllib.request.build_opener(*handlers)
     try:
-        with _opener.open(f"http://{address}/readyz", timeout=TIMEOUT_S) as answer:
+        with opener.open(f"{'http' if tls is None else 'https'}://{address}/readyz", timeout=TIMEOUT_S) as answer:
             return True, str(json.load(answer)["reason"])
     except urllib.error.HTTPError as error:
         return False, str(json.load(error)["reason"])

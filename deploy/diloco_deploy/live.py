@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,10 @@ _STYLES = {
     "evicted": "red",
     "lost": "red",
     "no answer": "red",
+    "away": "red",
+    "dead": "red",
+    "unknown": "yellow",
+    "quarantined": "red",
     "stalled": "yellow",
     "not ready": "yellow",
 }
@@ -48,7 +53,7 @@ _WORKER_COLUMNS = (
     _Column("tok/s", 0),
     _Column("loss", 0),
     _Column("merged", 56),
-    _Column("late", 64),
+    _Column("carried", 64),
 )
 _SHARD_COLUMNS = (
     _Column("shard", 0, right=False),
@@ -70,6 +75,13 @@ def tables(snapshot: Snapshot, width: int) -> Group:
         _table(_SHARD_COLUMNS, [_shard_row(snapshot, shard) for shard in snapshot.shards], width),
         _table(_WORKER_COLUMNS, [_worker_row(snapshot, worker) for worker in snapshot.workers], width),
     )
+
+
+def legend(snapshot: Snapshot) -> str:
+    """What a word of the tables means, where a newcomer might read it wrong; empty if it is not there."""
+    if not any((worker.get("contributions") or {}).get("late") for worker in snapshot.workers):
+        return ""
+    return "carried: came after its round had closed, so its work went into the worker's next contribution; not lost"
 
 
 def view(snapshot: Snapshot, width: int) -> Group:
@@ -113,7 +125,7 @@ def line(snapshot: Snapshot, width: int) -> str:
         f"merged {units.count(totals.tokens_merged)}{share}",
         f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
         f"{units.count(totals.tokens_per_s)} tok/s",
-        f"workers {up}/{len(snapshot.workers)}",
+        f"workers {up}/{sum(worker.process != 'left' for worker in snapshot.workers)}",
         f"rounds {totals.rounds}",
         f"pushed {units.size(totals.bytes_pushed)}",
         f"pulled {units.size(totals.bytes_pulled)}",
@@ -144,7 +156,10 @@ def _table(columns: tuple[_Column, ...], rows: list[dict[str, str]], width: int)
 
 
 def _cell(column: _Column, text: str) -> Text:
-    return Text(text, style=_STYLES.get(text, "") if column.title == "state" else "")
+    if column.title != "state":
+        return Text(text)
+    word = re.sub(r" [\d:]+$", "", text)  # "away 0:12"
+    return Text(text, style=_STYLES.get(word, ""))
 
 
 def _shard_row(snapshot: Snapshot, shard: Member) -> dict[str, str]:
@@ -158,7 +173,7 @@ def _shard_row(snapshot: Snapshot, shard: Member) -> dict[str, str]:
         "open": str(sum(bool(fragment.get("round_open")) for fragment in fragments)),
         "in": units.size(shard.count("bytes_pushed")),
         "out": units.size(shard.count("bytes_pulled")),
-        "learners": f"{alive} alive",
+        "learners": f"{alive} alive" if shard.status else "-",
     }
 
 
@@ -171,7 +186,7 @@ def _worker_row(snapshot: Snapshot, worker: Member) -> dict[str, str]:
         "tok/s": units.count(worker_rate(worker)),
         "loss": units.loss(worker.get("loss")),
         "merged": str(contributions.get("merged", "-")),
-        "late": str(contributions.get("late", "-")),
+        "carried": str(contributions.get("late", "-")),
     }
 
 

@@ -1,34 +1,68 @@
-"""Asks many processes at once for their /status over HTTP, with one deadline for all."""
+"""Asks many processes at once for their /status over HTTP or HTTPS, with one deadline for all."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from diloco_common.errors import ConfigError
+from diloco_common.tls import CA, CERTIFICATE, KEY, read_folder
+
 _THREADS_MAX = 16
-_ANSWER_BYTES_MAX = 8 << 20
-
-# Never through a proxy of the environment: these are our own processes.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+ANSWER_BYTES_MAX = 8 << 20
 
 
-def fetch_status(address: str, timeout_s: float) -> dict[str, Any] | None:
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would carry the token to wherever somebody else says."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class Asker:
+    """How processes are asked."""
+
+    def __init__(self, tls: Path | None = None, bearer_token: str | None = None) -> None:
+        """`tls`: folder with the certificate of an observer; None: in plaintext. Raises ConfigError, SecretExposed.
+
+        `bearer_token`: sent along; in plaintext, other machines show generations and epochs only to whoever does so.
+        """
+        # Never through a proxy of the environment: these are our own processes.
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _StayHere()]
+        if tls is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=_context(tls)))
+        self._scheme = "http" if tls is None else "https"
+        self._headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
+        self._open = urllib.request.build_opener(*handlers).open
+
+    def open(self, address: str, timeout_s: float, path: str = "/status") -> Any:
+        """The answer of a path, open. Raises OSError, HTTPException."""
+        request = urllib.request.Request(f"{self._scheme}://{address}{path}", headers=self._headers)
+        return self._open(request, timeout=timeout_s)
+
+
+IN_PLAINTEXT = Asker()
+
+
+def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, Any] | None:
     """The /status of the process at host:port; None if no valid answer came in time."""
     try:
-        with _opener.open(f"http://{address}/status", timeout=timeout_s) as answer:
-            status = json.loads(answer.read(_ANSWER_BYTES_MAX))
+        with asker.open(address, timeout_s) as answer:
+            status = json.loads(answer.read(ANSWER_BYTES_MAX))
     except (OSError, ValueError, http.client.HTTPException):
         return None
     return status if isinstance(status, dict) and status.get("role") in ("shard", "worker") else None
 
 
-def fetch_all(addresses: Mapping[str, str], timeout_s: float) -> dict[str, dict[str, Any]]:
+def fetch_all(addresses: Mapping[str, str], timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, dict[str, Any]]:
     """Ask every address (name -> host:port) at once. Returns the answers that came within `timeout_s`."""
     todo = list(addresses.items())
     found: dict[str, dict[str, Any]] = {}
@@ -42,7 +76,7 @@ def fetch_all(addresses: Mapping[str, str], timeout_s: float) -> dict[str, dict[
                     return
                 name, address = todo.pop(0)
             left = deadline - time.monotonic()
-            status = fetch_status(address, left) if left > 0 else None
+            status = fetch_status(address, left, asker) if left > 0 else None
             if status is not None:
                 with lock:
                     found[name] = status
@@ -61,7 +95,8 @@ def fetch_all(addresses: Mapping[str, str], timeout_s: float) -> dict[str, dict[
 class Poller:
     """A thread that repeatedly asks all members of a cluster."""
 
-    def __init__(self, every_s: float = 0.5, timeout_s: float = 1.0) -> None:
+    def __init__(self, every_s: float = 0.5, timeout_s: float = 1.0, asker: Asker = IN_PLAINTEXT) -> None:
+        self.asker = asker
         self._every_s, self._timeout_s = every_s, timeout_s
         self._lock = threading.Lock()
         self._addresses: dict[str, str] = {}
@@ -91,8 +126,20 @@ class Poller:
         while not self._stop.is_set():
             with self._lock:
                 addresses = dict(self._addresses)
-            answers = fetch_all(addresses, self._timeout_s)
+            answers = fetch_all(addresses, self._timeout_s, self.asker)
             with self._lock:
                 # A member that is no longer asked may have ended; drop its late answer.
                 self._answers.update({name: a for name, a in answers.items() if name in self._addresses})
             self._stop.wait(self._every_s)
+
+
+def _context(tls: Path) -> ssl.SSLContext:
+    """Raises ConfigError, SecretExposed."""
+    read_folder(tls, needs_pair=True)
+    try:
+        context = ssl.create_default_context(cafile=str(tls / CA))
+        context.load_cert_chain(tls / CERTIFICATE, tls / KEY)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{tls}: cannot be used: {error}") from None
+    context.check_hostname = False  # the run's authority is enough: a worker's is for no name that can be dialed
+    return context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def make_report(
         "train_loss_final": totals.loss,
         "tokens": totals.tokens,
         "tokens_merged": totals.tokens_merged,
+        "tokens_dropped": max(0, totals.tokens - totals.tokens_merged),
         "tokens_carried": totals.tokens_carried,
         "wall_s": round(wall_s, 3),
         "versions": {str(fragment): version for fragment, version in snapshot.versions().items()},
@@ -57,22 +58,53 @@ def make_report(
     }
 
 
-def summary(report: Report, files: Mapping[str, Path | None]) -> str:
-    """The report for people: one fact per line, with units, and the paths of the files."""
-    facts: list[tuple[str, str]] = []
-    first, final = report["eval_loss_first"], report["eval_loss_final"]
-    if first is not None and final is not None:
-        facts.append(("held-out loss", f"{units.loss(first)} -> {units.loss(final)} nats per byte"))
-    facts += [
-        ("training loss", units.loss(report["train_loss_final"])),
-        ("tokens", f"{units.count(report['tokens'])} trained, {units.count(report['tokens_merged'])} merged"),
-        ("time", f"{units.clock(report['wall_s'])} ({units.count(report['tokens_per_s']['all'])} tokens/s)"),
-        ("pushed", units.size(report["bytes_pushed"])),
-        ("pulled", units.size(report["bytes_pulled"])),
-        ("rounds", f"{report['rounds']}, {report['participants_mean']:.2f} learners each"),
-        ("late", f"{report['late']} contributions"),
-        ("evictions", str(report["evictions"])),
+def summary(report: Report, files: Mapping[str, Path | None], folder: Path | None = None) -> str:
+    """The report for people: did it learn, what was lost, what did it cost, where is it, what comes next.
+
+    `folder`: of the run, which can go on; None: nothing is said of that.
+    """
+    tokens = f"{units.count(report['tokens'])} tokens trained, {units.count(report['tokens_merged'])} merged"
+    moved = f"pushed {units.size(report['bytes_pushed'])}, pulled {units.size(report['bytes_pulled'])}"
+    facts = [
+        ("did it learn", _learned(report)),
+        ("what was lost", _lost(report)),
+        *(("", line) for line in _unusual(report)),
+        ("what it cost", f"{units.clock(report['wall_s'])} since this start; {tokens} in all"),
+        ("", f"{moved}; rounds {report['rounds']}, {report['participants_mean']:.2f} learners each"),
     ]
     facts += [(name, str(path)) for name, path in files.items() if path is not None]
+    if folder is not None:
+        budget = 2 * int(report["settings"]["run"]["tokens"])
+        facts.append(("what next", f"diloco resume {folder} --tokens {units.count(budget)} trains on; docs/index.md"))
     wide = max(len(name) for name, _ in facts)
-    return "\n".join(f"{name:<{wide}}  {fact}" for name, fact in facts)
+    return "\n".join(f"{name:<{wide}}  {fact}".rstrip() for name, fact in facts)
+
+
+def _learned(report: Report) -> str:
+    first, final, train = report["eval_loss_first"], report["eval_loss_final"], report["train_loss_final"]
+    if first is None or final is None:
+        return f"training loss {units.loss(train)}; it was not evaluated"
+    verdict = "yes" if final < first else "no"
+    losses = f"held-out loss {units.loss(first)} -> {units.loss(final)} nats per byte"
+    return f"{verdict}: {losses} (training {units.loss(train)})"
+
+
+def _lost(report: Report) -> str:
+    """Of accepted work nothing ever is; the rest is what came after the last version."""
+    rest = report["tokens_dropped"]
+    if report["tokens"] < report["tokens_merged"]:
+        return "nothing that was merged; workers that began anew do not know how much they had trained before"
+    if not rest:
+        return "nothing"
+    share = rest / report["tokens"] if report["tokens"] else 0.0
+    return f"nothing that was merged; the last {units.count(rest)} tokens ({share:.1%}) came after the last version"
+
+
+def _unusual(report: Report) -> Iterator[str]:
+    """What reads like a loss, and is none."""
+    if report["late"]:
+        yield f"{report['late']} contributions came after their round had closed; their work went into the next ones"
+    if report["evictions"]:
+        yield f"{report['evictions']} times a shard went on without a silent learner"
+    if report["restarts"]:
+        yield "started again: " + ", ".join(f"{name} {times} x" for name, times in sorted(report["restarts"].items()))

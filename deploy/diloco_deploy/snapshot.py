@@ -26,7 +26,7 @@ class Member:
     name: str
     role: Role
     process: str = "starting"
-    """"starting", "up", "died", "ended" or "lost"."""
+    """"starting", "up", "died", "ended", "lost" or "left" (`diloco scale`)."""
     status: Status | None = None
     """Its last answer; kept when the process ends."""
     past: tuple[Status, ...] = ()
@@ -132,12 +132,14 @@ class Snapshot:
         return dict(sorted(found.items()))
 
     def learner_states(self) -> dict[str, str]:
-        """The worst state of each learner at any shard: "evicted" before "stalled" before the rest."""
-        worst = {"evicted": 2, "stalled": 1}
+        """The worst state of each learner at any shard: "evicted", "quarantined", "stalled", then the rest."""
+        worst = {"evicted": 3, "quarantined": 2, "stalled": 1}
         states: dict[str, str] = {}
         for shard in self.shards:
             for learner in shard.get("learners", []):
                 name, state = str(learner["id"]), str(learner["state"])
+                if state != "evicted" and learner.get("quarantine"):
+                    state = "quarantined"
                 if worst.get(state, 0) >= worst.get(states.get(name, ""), 0):
                     states[name] = state
         return states
@@ -153,7 +155,7 @@ class Snapshot:
         if member.role == "shard":
             return "done" if member.get("done") else "ready" if member.get("ready") else "not ready"
         seen = self.learner_states().get(member.name, "")
-        return seen if seen in ("evicted", "stalled") else str(member.get("state", "up"))
+        return seen if seen in ("evicted", "quarantined", "stalled") else str(member.get("state", "up"))
 
 
 def worker_rate(worker: Member) -> float:

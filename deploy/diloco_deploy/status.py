@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
-from diloco_common.endpoints import Role, dialable, read_address
-from diloco_common.errors import CannotConnect
-from diloco_deploy.live import tables
-from diloco_deploy.polling import fetch_all
-from diloco_deploy.snapshot import Member, Snapshot
+from diloco_common.endpoints import dialable, read_address
+from diloco_common.errors import CannotConnect, ConfigError
+from diloco_deploy.live import legend, line, tables
+from diloco_deploy.own_certificates import OwnCertificates
+from diloco_deploy.polling import IN_PLAINTEXT, Asker, fetch_all
+from diloco_deploy.roll_call import Present, as_snapshot, expected_workers, problems, roll_call
+from diloco_deploy.snapshot import Snapshot
+from diloco_deploy.status_schema import (
+    ClusterRecord,
+    ClusterStatus,
+    ExpectedStatus,
+    MemberStatus,
+    read_record,
+)
 
 ANSWER_WITHIN_S = 1.2
 """Deadline for all processes together. If nobody answers, the command ends within two seconds."""
+WATCH_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Where:
+    """Whom to ask."""
+
+    folder: Path
+    http: Sequence[str] = ()
+    """Addresses to ask instead of those in the folder."""
+
+    def addresses(self) -> dict[str, str]:
+        """Name, or address where no name is known, -> host:port. Raises CannotConnect if there is nobody to ask."""
+        found = {address: address for address in self.http} or addresses_in(self.folder)
+        if not found:
+            raise CannotConnect(
+                f"no cluster is running in {self.folder}; give its --folder or --http host:port, or start one with "
+                "`diloco up`"
+            )
+        return found
+
+    def record(self) -> ClusterRecord | None:
+        """What `diloco up` says of the members."""
+        return None if self.http else read_record(self.folder)
 
 
 def addresses_in(folder: Path) -> dict[str, str]:
@@ -26,57 +60,104 @@ def addresses_in(folder: Path) -> dict[str, str]:
     return {one.name: dialable(one.http) for one in found if one is not None}
 
 
-def look(addresses: Mapping[str, str], timeout_s: float = ANSWER_WITHIN_S) -> Snapshot:
-    """Ask every address once. A process that does not answer becomes a member in state "no answer".
+def look(where: Where, timeout_s: float = ANSWER_WITHIN_S, asker: Asker = IN_PLAINTEXT) -> list[Present]:
+    """Ask every address once: who is there, and who ought to be.
 
     Raises:
         CannotConnect: nobody answered.
     """
-    answers = fetch_all(addresses, timeout_s)
+    addresses = where.addresses()
+    answers = fetch_all(addresses, timeout_s, asker)
     if not answers:
-        where = ", ".join(addresses.values())
-        raise CannotConnect(f"nobody answers at {where}; if no cluster is running, start one with `diloco up`")
-    members = []
-    for name in addresses:
-        status = answers.get(name)
-        known = str(status.get("name") or name) if status else name
-        role: Role = "worker" if (status["role"] if status else known).startswith("worker") else "shard"
-        members.append(Member(known, role, "up" if status else "no answer", status))
-    return Snapshot(tuple(members), doing="running")
+        at = ", ".join(addresses.values())
+        raise CannotConnect(f"nobody answers at {at}; if no cluster is running, start one with `diloco up`")
+    return roll_call(addresses, answers, where.record(), time.time())
 
 
-def as_json(snapshot: Snapshot) -> dict[str, Any]:
-    """The contents of the tables, with all details."""
-    return {
-        "totals": asdict(snapshot.totals()),
-        "versions": {str(fragment): version for fragment, version in snapshot.versions().items()},
-        "members": [
-            {
-                "name": member.name,
-                "role": member.role,
-                "state": snapshot.state_of(member),
-                "answered": member.status is not None,
-                "status": member.status,
-            }
-            for member in snapshot.members
+def cluster_status(present: Sequence[Present]) -> ClusterStatus:
+    """All that is known, typed: what --json prints, and what the page shows."""
+    snapshot = as_snapshot(present)
+    runs = [str(one.status["run"]) for one in present if one.status and one.status.get("run")]
+    shards = sum(one.role == "shard" for one in present)
+    return ClusterStatus(
+        run=runs[0] if runs else None,
+        complete=not any(one.is_missing for one in present),
+        expected=ExpectedStatus(shards=shards or None, workers=expected_workers(present)),
+        problems=problems(present),
+        totals=snapshot.totals(),
+        versions={str(fragment): version for fragment, version in snapshot.versions().items()},
+        members=[
+            MemberStatus(
+                name=one.name, role=one.role, presence=one.presence,
+                state=snapshot.state_of(member) if one.presence == "alive" else one.state or one.presence,
+                since_s=one.since_s, why=one.why, answered=one.answered, restarts=one.restarts,
+                status=dict(one.status) if one.status is not None else None,
+            )
+            for one, member in zip(present, snapshot.members, strict=True)
         ],
-    }
+    )  # fmt: skip
 
 
-def show_status(folder: Path, http: Sequence[str], *, as_text: bool, console: Console) -> int:
-    """The command. `http` lists addresses to ask instead of those in the folder.
+def asker_for(folder: Path, http: Sequence[str], tls: Path | None, bearer_token: str | None) -> Asker:
+    """How to ask the processes of a folder, or those at the addresses `http`. Raises ConfigError, SecretExposed.
 
-    Raises:
-        CannotConnect: nobody answered, or there are no address files.
+    `tls`: folder of an observer's certificate; None: the one that `diloco up` made for itself in the folder, if it did.
     """
-    addresses = {address: address for address in http} or addresses_in(folder)
-    if not addresses:
-        raise CannotConnect(
-            f"no cluster is running in {folder}; give its --folder or --http host:port, or start one with `diloco up`"
-        )
-    snapshot = look(addresses)
-    if as_text:
-        console.print(tables(snapshot, console.width))
+    if http:
+        return Asker(tls, bearer_token)
+    return Asker(tls or OwnCertificates.observer_in(folder))
+
+
+def show_status(where: Where, *, as_json: bool, strict: bool, console: Console, asker: Asker = IN_PLAINTEXT) -> int:
+    """The command, once. The exit code. Raises CannotConnect: nobody answered, or there are no address files."""
+    present = look(where, asker=asker)
+    status = cluster_status(present)
+    if as_json:
+        console.file.write(status.model_dump_json(indent=2) + "\n")
     else:
-        console.file.write(json.dumps(as_json(snapshot), indent=2) + "\n")
-    return 0
+        console.print(page(as_snapshot(present), status, console.width))
+    return status.exit_code(strict=strict)
+
+
+def watch_status(
+    where: Where, *, console: Console, asker: Asker = IN_PLAINTEXT, wait: Callable[[float], None] = time.sleep
+) -> int:
+    """Show it again and again, until Ctrl-C. On no terminal, one line each time. Raises CannotConnect at the first."""
+    present: Sequence[Present] = look(where, asker=asker)
+    if not console.is_terminal:
+        while True:
+            console.file.write(_one_line(present) + "\n")
+            console.file.flush()
+            wait(WATCH_EVERY_S)
+            present = _again(where, asker, present)
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(page(as_snapshot(present), cluster_status(present), console.width), refresh=True)
+            wait(WATCH_EVERY_S)
+            present = _again(where, asker, present)
+
+
+def _again(where: Where, asker: Asker, before: Sequence[Present]) -> Sequence[Present]:
+    """Another look. What was there, while nobody answers."""
+    try:
+        return look(where, asker=asker)
+    except CannotConnect:
+        return before
+
+
+def _one_line(present: Sequence[Present]) -> str:
+    missing = [f"{one.name} {one.as_member().process}" for one in present if one.is_missing]
+    return line(as_snapshot(present), 200) + ("  MISSING " + ", ".join(missing) if missing else "")
+
+
+def page(snapshot: Snapshot, status: ClusterStatus, width: int) -> RenderableType:
+    """The tables, what the words mean, and what is wrong."""
+    parts: list[RenderableType] = [tables(snapshot, width), Text(legend(snapshot), style="dim")]
+    parts += [Text(f"! {problem.words} [{problem.code}]", style="red") for problem in status.problems]
+    return Group(*parts)
+
+
+def check_watch(*, as_json: bool, strict: bool) -> None:
+    """Raises ConfigError: these are for one look."""
+    if as_json or strict:
+        raise ConfigError("--watch goes on until Ctrl-C; leave out --json and --strict, or repeat `diloco status`")

@@ -244,6 +244,17 @@ class Supervisor:
         self._kill(children)
         return killed
 
+    def dismiss(self, name: str) -> None:
+        """Ask a child to end for good (SIGTERM). `look` tells when it has."""
+        child = self._children[name]
+        child.start_again_at = None
+        if child.process is not None:
+            _signal(child.process, signal.SIGTERM)
+
+    def forget(self, name: str) -> None:
+        """A child that has ended was the last process of its name."""
+        self._kill([self._children.pop(name)])
+
     def kill(self) -> None:
         """End every child now."""
         self._kill(self._children.values())

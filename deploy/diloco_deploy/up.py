@@ -7,6 +7,7 @@ Starts shards first, then workers. At the end it evaluates the global model whil
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,18 +16,23 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_common.endpoints import dialable, write_json
+from diloco_common.endpoints import Role, dialable, write_json
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
-from diloco_deploy.children import EVALUATE, Children, Programs
-from diloco_deploy.folder import Files, Outputs
+from diloco_deploy.children import EVALUATE, Children, Programs, names
+from diloco_deploy.folder import Files, Outputs, anchored
 from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.live import Display, display_for
-from diloco_deploy.polling import Poller, fetch_all
+from diloco_deploy.own_certificates import OBSERVER, OwnCertificates, own_certificates
+from diloco_deploy.placing import settle
+from diloco_deploy.polling import Asker, Poller, fetch_all
 from diloco_deploy.report import Report, make_report, summary
+from diloco_deploy.scale import take_wish
+from diloco_deploy.status_schema import ClusterRecord, MemberRecord
 from diloco_deploy.supervisor import Action, Exit, Supervisor
 from diloco_deploy.watch import Watch
+from diloco_deploy.web.beside import PageThread
 
 _TICK_S = 0.1
 _SAMPLE_EVERY_S = 1.0
@@ -52,21 +58,31 @@ def bring_up(
         InUse: another `diloco up` works in the same folder.
     """
     check_cluster(settings)
+    settings = anchored(settings)
     console = console or Console()
     files = Files(settings.cluster.folder, outputs, settings.shard.data_dir)
     with files.owned(), Supervisor(settings.cluster.restart) as supervisor, Interrupts() as interrupts:
+        settle(files)
         is_resumed = files.prepare(settings, fresh=fresh)
         save(settings, files.settings)
+        files.runs("here")
         display = display_for(console)
         if is_resumed:
             display.tell(f"going on with the run in {files.folder} (--fresh begins anew)")
-        poller = Poller()
+        certificates = own_certificates(settings, files.certs)
+        if certificates is not None:
+            display.tell(f"each process has a certificate; more: diloco certs issue learner/ID --folder {files.certs}")
+        poller = Poller(asker=Asker(certificates.of(OBSERVER) if certificates else None))
         poller.start()
+        page = PageThread(files.folder, settings)
         try:
-            run = LocalRun(settings, files, programs or Programs(), supervisor, interrupts, poller, display)
+            display.tell(page.start())
+            children = Children(settings, files, programs or Programs(), certificates)
+            run = LocalRun(settings, files, children, certificates, supervisor, interrupts, poller, display)
             return run.run()
         finally:
             display.close()
+            page.stop()
             poller.stop()
             files.clear_addresses()
 
@@ -108,14 +124,15 @@ class LocalRun:
         self,
         settings: Settings,
         files: Files,
-        programs: Programs,
+        children: Children,
+        certificates: OwnCertificates | None,
         supervisor: Supervisor,
         interrupts: Interrupts,
         poller: Poller,
         display: Display,
     ) -> None:
         self._settings, self._files = settings, files
-        self._children = Children(settings, files, programs)
+        self._children, self._certificates = children, certificates
         self._supervisor, self._interrupts, self._poller, self._display = (
             supervisor,
             interrupts,
@@ -126,12 +143,18 @@ class LocalRun:
         self._watch = Watch(self._started_at)
         self._shards, self._workers = self._children.shards, self._children.workers
         self._ended: set[str] = set()
+        self._leaving: dict[str, float] = {}  # workers that were told to go and have not ended -> when they are killed
         self._lost: set[str] = set()
         self._http: dict[str, str] = {}  # name -> address of /status
         self._asked: dict[str, str] = {}
         self._next_sample = 0.0
         self._has_loss = False
         self._report: Report = {}  # filled when training is over
+        self._record = ClusterRecord(
+            run=settings.run.id, shards=len(self._shards), workers=len(self._workers),
+            fragments=settings.sync.fragments,
+            quorum=1 if settings.sync.quorum == "all" else settings.sync.quorum,
+        )  # fmt: skip
 
     def run(self) -> int:
         try:
@@ -149,7 +172,7 @@ class LocalRun:
         write_json(self._files.report, self._report)
         self._display.close()
         results = {"model": self._files.model, "report": self._files.report, "logs": self._files.logs}
-        print("\n" + summary(self._report, results), flush=True)
+        print("\n" + summary(self._report, results, self._files.folder), flush=True)
         return EXIT_OK
 
     # ------------------------------------------------------------ phases
@@ -157,14 +180,21 @@ class LocalRun:
     def _train(self) -> None:
         self._watch.doing = "starting shards"
         for index, name in enumerate(self._shards):
-            self._watch.expect(name, "shard")
+            self._expect(name, "shard")
             self._supervisor.start(self._children.shard(index))
         self._until(lambda: self._children.shards_are_up)
         self._watch.doing = "starting workers"
         for index, name in enumerate(self._workers):
-            self._watch.expect(name, "worker")
-            self._supervisor.start(self._children.worker(index))
-        self._until(self._training_is_over)
+            self._start_worker(index, name)
+        self._trains(True)
+        try:
+            self._until(self._training_is_over)
+        finally:
+            self._trains(False)
+
+    def _trains(self, training: bool) -> None:
+        self._record.training = training
+        self._record.write(self._files.folder)
 
     def _training_is_over(self) -> bool:
         # Once one worker has ended, the budget is reached. Dead workers need not come back to hear it.
@@ -181,7 +211,7 @@ class LocalRun:
             if isinstance(status, dict):
                 self._watch.heard(name, status, time.monotonic())
         shards = {name: self._http[name] for name in self._shards if name in self._http}
-        for name, status in fetch_all(shards, 2.0).items():
+        for name, status in fetch_all(shards, 2.0, self._poller.asker).items():
             self._watch.heard(name, status, time.monotonic())
 
     def _evaluate(self) -> dict[str, Any]:
@@ -200,7 +230,7 @@ class LocalRun:
 
     def _stop_all(self) -> None:
         # Workers first, so their last pushes still find the shards.
-        self._stop([*self._workers, EVALUATE])
+        self._stop([*self._workers, *self._leaving, EVALUATE])
         self._stop(self._shards)
 
     def _stop(self, names: Sequence[str]) -> None:
@@ -212,7 +242,7 @@ class LocalRun:
     def _interrupted(self) -> int:
         self._display.tell("interrupted: workers and shards are ending; interrupt again to kill them at once")
         wall_s = time.monotonic() - self._started_at
-        self._stop(self._workers)
+        self._stop([*self._workers, *self._leaving])
         if self._interrupts.count < 2:
             self._gather()
         self._stop_all()
@@ -245,7 +275,11 @@ class LocalRun:
         """Supervise the cluster until a condition holds."""
         while True:
             now = time.monotonic()
+            if self._certificates is not None:
+                self._certificates.renew(now)
             self._look_after_children(now)
+            self._kill_who_stays(now)
+            self._look_for_wish()
             self._listen(now)
             self._display.show(self._watch.snapshot(now), now)
             if self._interrupts.count:
@@ -258,6 +292,9 @@ class LocalRun:
         for exit in self._supervisor.look(now):
             self._http.pop(exit.name, None)
             verdict = exit.verdict
+            if exit.name in self._leaving:
+                self._has_left(exit.name)
+                continue
             if verdict.action is Action.FAIL:
                 raise _ChildFailed(exit)
             if verdict.action is Action.ENDED:
@@ -266,16 +303,82 @@ class LocalRun:
                 self._display.tell(f"{exit.name} {verdict.why}")
             if exit.kind != "job":
                 states = {Action.ENDED: "ended", Action.AGAIN: "died", Action.LOST: "lost"}
-                self._watch.process(exit.name, states[verdict.action])
+                self._process_is(exit.name, states[verdict.action], verdict.why)
             if verdict.action is Action.LOST:
                 self._lost.add(exit.name)
                 if self._lost >= set(self._workers):
                     raise _ChildFailed(exit)
         for name in self._supervisor.start_due(now):
             if name in self._workers or name in self._shards:
-                self._watch.expect(name, "shard" if name in self._shards else "worker")
+                self._expect(name, "shard" if name in self._shards else "worker")
             self._display.tell(f"{name} started again")
         self._find_addresses()
+
+    def _look_for_wish(self) -> None:
+        """Carry out what `diloco scale` asks for, once training goes on."""
+        if not self._record.training or self._leaving or (wanted := take_wish(self._files.folder)) is None:
+            return
+        before, after = set(self._workers), set(names("worker", wanted))
+        self._children.scale(wanted)
+        self._workers = self._children.workers
+        for name in sorted(before - after):
+            self._leaving[name] = time.monotonic() + _DRAIN_S
+            if name in self._supervisor.waiting() | self._ended | self._lost:
+                self._has_left(name)
+            else:
+                self._supervisor.dismiss(name)
+        for index, name in enumerate(self._workers):
+            if name not in before:
+                self._start_worker(index, name)
+        self._record.workers = wanted
+        self._settings = self._settings.model_copy(
+            update={"cluster": self._settings.cluster.model_copy(update={"workers": wanted})}
+        )
+        save(self._settings, self._files.settings)  # `diloco resume` begins with as many
+        self._record.write(self._files.folder)
+        self._display.tell(f"workers: {len(before)} -> {wanted}")
+
+    def _kill_who_stays(self, now: float) -> None:
+        """A worker that was told to go has as long as at the end of the run."""
+        for name, until in self._leaving.items():
+            if now > until:
+                self._leaving[name] = float("inf")
+                self._supervisor.signal(name, signal.SIGKILL)
+                self._display.tell(f"{name} did not end by itself and was killed")
+
+    def _start_worker(self, index: int, name: str) -> None:
+        if self._certificates is not None:
+            self._certificates.include(f"learner/{name}")
+            self._certificates.renew(time.monotonic())
+        self._ended.discard(name)
+        self._lost.discard(name)
+        self._expect(name, "worker")
+        self._supervisor.start(self._children.worker(index))
+
+    def _has_left(self, name: str) -> None:
+        """A worker that was told to go is gone."""
+        self._leaving.pop(name, None)
+        self._supervisor.forget(name)
+        self._watch.left(name)
+        self._record.members.pop(name, None)
+        self._record.write(self._files.folder)
+
+    def _expect(self, name: str, role: Role) -> None:
+        """A member has a process from now on, perhaps another one."""
+        self._watch.expect(name, role)
+        old = self._record.members.get(name)
+        self._record.members[name] = MemberRecord(
+            role=role, process="starting", since=time.time(), why=old.why if old else "",
+            restarts=old.restarts + 1 if old else 0,
+        )  # fmt: skip
+        self._record.write(self._files.folder)
+
+    def _process_is(self, name: str, state: str, why: str = "") -> None:
+        """The state of a member's process has changed. Others read the record of it (`diloco status`)."""
+        self._watch.process(name, state)
+        one = self._record.members[name]
+        one.process, one.since, one.why = state, time.time(), why or one.why
+        self._record.write(self._files.folder)
 
     def _find_addresses(self) -> None:
         names = self._supervisor.names() - {EVALUATE}
@@ -283,7 +386,7 @@ class LocalRun:
             if (found := self._supervisor.endpoints(name)) is None:
                 continue
             self._http[name] = dialable(found.http)
-            self._watch.process(name, "up")
+            self._process_is(name, "up")
             self._children.found(name, found)
         if self._http != self._asked:
             self._asked = dict(self._http)

@@ -13,6 +13,8 @@ from diloco_deploy.snapshot import Member, Snapshot, Status
 
 _LOSSES_MAX = 512
 _RATE_OVER_S = 30.0
+_RATE_FROM_S = 4.0
+"""Of a shorter time, the pace is a guess: "4:56:29 left" of a run of a minute."""
 _SAME_EVENT_WITHIN_S = 1.0
 _EVENTS_KEPT_S = 600.0
 
@@ -45,6 +47,10 @@ class Watch:
         past = (*old.past, old.status) if old.status else old.past
         self._members[name] = replace(old, process="starting", status=None, past=past)
 
+    def left(self, name: str) -> None:
+        """A member is not expected any more; what it did still counts."""
+        self._members[name] = replace(self._members[name], process="left")
+
     def process(self, name: str, state: str) -> None:
         """The state of a member's process has changed."""
         self._members[name] = replace(self._members[name], process=state)
@@ -54,7 +60,10 @@ class Watch:
         self._members[name] = replace(self._members[name], status=status)
         self._heard_at[name] = now
         if status.get("role") == "shard":
-            self._progress.append((now, self.snapshot(now).totals().tokens_merged))
+            merged = self.snapshot(now).totals().tokens_merged
+            if merged == 0:  # the time before the first version says nothing of the pace
+                self._progress.clear()
+            self._progress.append((now, merged))
             while now - self._progress[0][0] > _RATE_OVER_S:
                 self._progress.popleft()
         return self._new_events(name, status, now)
@@ -83,7 +92,7 @@ class Watch:
             return None
         (then, before), (last, merged) = self._progress[0], self._progress[-1]
         budget = max((int(shard.get("tokens_budget", 0)) for shard in snapshot.shards), default=0)
-        if budget == 0 or merged <= before or last <= then:
+        if budget == 0 or merged <= before or last - then < _RATE_FROM_S:
             return None
         return max(0, budget - merged) * (last - then) / (merged - before)
 

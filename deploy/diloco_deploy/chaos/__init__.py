@@ -7,6 +7,7 @@ disks.py     disks that can be filled
 links.py     network links that can be cut
 goodput.py   how much work got through, and the longest pause of a living worker
 losses.py    where the rest of the work went
+hostile.py   a hostile learner beside them; harm.py: what it got out of the run
 result.py    the result as numbers and words
 timeline.py  the result as a picture
 command.py   the command, from the fault-free run to the exit code

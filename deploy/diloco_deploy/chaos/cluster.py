@@ -19,8 +19,9 @@ from diloco_deploy.chaos.run import ChaosRun, InjectedFault
 from diloco_deploy.children import Children, Programs
 from diloco_deploy.folder import Files
 from diloco_deploy.interrupts import Interrupts
-from diloco_deploy.supervisor import Supervisor
+from diloco_deploy.supervisor import ChildSpec, Supervisor
 
+HOSTILE_PROGRAM = "diloco_deploy.chaos.hostile"
 _TICK_S = 0.02
 _READY_S = 120.0
 """Seconds for the cluster to come up, until every worker trains."""
@@ -47,13 +48,14 @@ class ChaosCluster:
         tell: Callable[[str], None],
         disks: SmallDisks | None = None,
         links: Links | None = None,
+        hostile: Sequence[str] = (),
     ) -> None:
-        """`disks` and `links` are needed if a plan fills disks or cuts links."""
+        """`disks` and `links` are needed if a plan fills disks or cuts links. `hostile`: names of hostile processes."""
         assert settings.run.history is not None
         self._settings, self._files, self._history = settings, files, settings.run.history
         self._supervisor, self._interrupts, self._tell = supervisor, interrupts, tell
         self._children = Children(settings, files, Programs())
-        self._disks, self._links = disks, links
+        self._disks, self._links, self._hostile = disks, links, hostile
         self._run = ChaosRun()
         self._active: list[tuple[float, Fault, float]] = []  # faults to lift: when, which, and when it began
 
@@ -65,6 +67,8 @@ class ChaosCluster:
         run = self._run
         save(self._settings, self._files.settings)
         self._start()
+        for name in self._hostile:
+            self._supervisor.start(self._hostile_child(name))
         run.began = time.monotonic()
         run.ended = run.began + seconds
         left = list(plan)
@@ -74,6 +78,7 @@ class ChaosCluster:
             self._supervise(now)
             self._wait()
         self._heal(heal_s)
+        self._supervisor.stop(set(self._hostile), 0.0)
         self._supervisor.stop(set(self._children.workers), _DRAIN_S)
         self._supervisor.stop(set(self._children.shards), _DRAIN_S)
         write_json(self._files.folder / "run.json", asdict(run))
@@ -94,6 +99,15 @@ class ChaosCluster:
             self._supervisor.start(self._children.worker(index, self._links.host(index) if self._links else ""))
         while not all(self._grew(name, "stepped") for name in self._children.workers):
             self._until_ready(deadline)
+
+    def _hostile_child(self, name: str) -> ChildSpec:
+        """A hostile process, with a loopback address of its own where workers have them."""
+        number = len(self._children.workers) + self._hostile.index(name)
+        shards = self._children.shard_addresses(self._links.host(number) if self._links else "")
+        arguments = [
+            f"--settings={self._files.settings}", f"--set=worker.shards={shards}", f"--set=worker.learner_id={name}",
+        ]  # fmt: skip
+        return ChildSpec(name, "worker", HOSTILE_PROGRAM, lambda: arguments, self._children.log(name))
 
     def _until_ready(self, deadline: float) -> None:
         self._supervise(time.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class Chaos:
     """The result of an earlier command, whose fault-free run is used; None: run one."""
     compared: bool = True
     """Whether there is a fault-free run. Without one, goodput is unknown."""
+    hostile: int = 0
+    """So many of the workers are hostile. The fault-free run has the others only."""
 
 
 def run_chaos(settings: Settings, chaos: Chaos) -> int:
@@ -76,8 +79,10 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
         from diloco_deploy.chaos.timeline import check_timeline
 
         check_timeline(chaos.timeline)
+    if chaos.hostile:
+        settings = _without(settings, chaos.hostile)
     baseline = _read_baseline(chaos.baseline) if chaos.baseline else None
-    cluster = settings.cluster
+    cluster, hostile = settings.cluster, [f"hostile-{index}" for index in range(chaos.hostile)]
     links = _links()
     if links is not None:
         settings = _within(settings)
@@ -97,10 +102,14 @@ def run_chaos(settings: Settings, chaos: Chaos) -> int:
                 "out --baseline"
             )
         _tell(f"{len(plan)} faults in {chaos.seconds:.0f} s, seed {settings.run.seed}")
-        run, histories = _run(settings, "hurt", plan, chaos.seconds, interrupts, links, disk_full=chaos.disk_full)
+        if hostile:
+            _tell(f"beside {', '.join(hostile)}")
+        run, histories = _run(
+            settings, "hurt", plan, chaos.seconds, interrupts, links, disk_full=chaos.disk_full, hostile=hostile
+        )
     result = make_result(
         histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=chaos.gap_max_s,
-        gapless=settings.sync.on_commit == "carry",
+        gapless=settings.sync.on_commit == "carry", hostile=hostile,
     )  # fmt: skip
     print("\n" + summary(result), flush=True)
     _write(chaos, result, histories, run)
@@ -116,6 +125,7 @@ def _run(
     links: Links | None,
     *,
     disk_full: bool = False,
+    hostile: Sequence[str] = (),
 ) -> tuple[ChaosRun, Histories]:
     """Run one cluster in its own folder. Empties the folder first."""
     folder = settings.cluster.folder / name
@@ -134,7 +144,7 @@ def _run(
         if disk_full:
             shards = names("shard", settings.cluster.shards)
             disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
-        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds, HEAL_S)
+        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links, hostile).run(plan, seconds, HEAL_S)
         files.clear_addresses()
     return run, read_histories(history)
 
@@ -148,11 +158,20 @@ def _links() -> Links | None:
         return None
 
 
+def _without(settings: Settings, hostile: int) -> Settings:
+    """The settings of a cluster of the honest workers alone. Raises ConfigError."""
+    honest = settings.cluster.workers - hostile
+    if honest < 2:
+        raise ConfigError(
+            f"--hostile {hostile} leaves {honest} of {settings.cluster.workers} workers; leave at least 2"
+        )
+    return settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"workers": honest})})
+
+
 def _within(settings: Settings) -> Settings:
     """Settings for a network namespace: shards listen on every address, because nobody else can reach them."""
     shard = settings.shard.model_copy(update={"listen": LISTEN})
-    insecure = settings.security.token_file is None
-    security = settings.security.model_copy(update={"insecure": insecure})
+    security = settings.security.model_copy(update={"insecure": True})
     return settings.model_copy(update={"shard": shard, "security": security})
 
 

@@ -52,7 +52,7 @@ def work_of(histories: Histories, run: ChaosRun) -> Work:
         line["tokens"]
         for process in histories.shard_processes()
         for line in process.of("accepted")
-        if run.began <= line["t"] <= run.ended
+        if run.began <= line["t"] <= run.ended and line["learner"] in histories.learners
     )
     merged = tokens_merged(histories, run).total()
     alive_s = sum(end - begin for process in histories.learner_processes() for begin, end in alive_times(process, run))

@@ -9,6 +9,7 @@ from typing import Any
 from diloco_common.histories import Histories
 from diloco_common.judge import Violation, stood_still, violations
 from diloco_deploy.chaos.goodput import Work, longest_gaps, work_of
+from diloco_deploy.chaos.harm import harm_of, words_of
 from diloco_deploy.chaos.losses import LOSSES, losses
 from diloco_deploy.chaos.plan import LINK, Fault
 from diloco_deploy.chaos.run import ChaosRun
@@ -50,14 +51,16 @@ def make_result(
     seed: int,
     gap_max_s: float,
     gapless: bool = True,
+    hostile: Sequence[str] = (),
 ) -> Result:
     """The whole result, to print and to write. `violations` must be 0. Without a `baseline` there is no goodput.
 
-    `gapless`: whether learners carry (`sync.on_commit`).
+    `gapless`: whether learners carry (`sync.on_commit`). `hostile`: names of the hostile processes. The others are
+    judged, and their work is counted.
     """
     work, gaps = work_of(histories, run), longest_gaps(histories, run)
     found = [
-        *violations(histories, gapless=gapless),
+        *violations(histories, gapless=gapless, claimants=hostile),
         *stood_still(gaps, gap_max_s),
         *(Violation("unplanned", said) for said in run.exits),
     ]
@@ -77,10 +80,13 @@ def make_result(
         "healed_s": run.healed_s,
         "faults_by_kind": dict(Counter(f"{f.kind.value} {_kind(f.target)}" for f in plan)),
         "versions": sum(1 for process in histories.shard_processes() for _ in process.of("announced")),
-        "contributions": len(histories.merges()),
+        "contributions": sum(merge.push is not None for merge in histories.merges()),
         "evictions": sum(
-            line["code"] != "LEFT" for process in histories.shard_processes() for line in process.of("gone")
+            line["code"] != "LEFT" and line["learner"] not in hostile
+            for process in histories.shard_processes()
+            for line in process.of("gone")
         ),
+        "hostile": [harm_of(histories, name) for name in hostile],
         **_tokens(work),
         "lost_s": losses(histories, run, work, baseline) if baseline else None,
         "alive_s": round(work.alive_s, 2),
@@ -98,6 +104,7 @@ def summary(result: Result) -> str:
         f"{result['faults']} faults in {result['seconds']:.0f} s, seed {result['seed']}: {kinds}",
         f"workers dead, starting or frozen {result['dead_share']:.1%} of the time, {result['evictions']} evictions",
         f"{result['versions']} versions announced, {result['contributions']} contributions merged",
+        *words_of(result["hostile"]),
         "",
         *(f"  {result[check]:6}  {words}" for check, words in CHECKS.items()),
         "",

@@ -14,6 +14,7 @@ from typing import Any
 from diloco_common.errors import ConfigError
 from diloco_common.histories import Histories, Process
 from diloco_deploy.chaos.goodput import alive_times
+from diloco_deploy.chaos.harm import lines_of
 from diloco_deploy.chaos.plan import LINK
 from diloco_deploy.chaos.run import ChaosRun, InjectedFault
 
@@ -22,6 +23,7 @@ STARTING = "#fbe3e0"
 AWAY = {"kill": "#f3b8b8", "freeze": "#bfe0f5", "fill": "#f5e2a9", "cut": "#dcc8ee"}
 MARKS = {"kill": ("X", "#c0272d"), "freeze": ("s", "#1b78b4"), "fill": ("D", "#a67c00"), "cut": ("P", "#7b3fb0")}
 """Kind of a fault -> marker and colour."""
+HARM = "#7a1f1f"
 EVICTED, JOINED = "#e07b1a", "#2e8b3d"
 ANNOUNCED = ("announced", "restored")
 LANE, INK, FAINT = "#f5f6f7", "#22272e", "#8b949e"
@@ -47,7 +49,8 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
     from matplotlib import pyplot as plt
 
     shards, workers = sorted(histories.shards), sorted(histories.learners, key=_number)
-    names = [*shards, *workers]
+    hostile = [one["name"] for one in result["hostile"]]
+    names = [*shards, *workers, *hostile]
     height = 2.9 + _ROW_IN * len(names)
     with plt.rc_context({"font.family": "DejaVu Sans", "font.size": 10.5, "svg.fonttype": "none"}):
         figure, (rows, pace) = plt.subplots(
@@ -56,7 +59,8 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
         )  # fmt: skip
         figure.subplots_adjust(left=0.075, right=0.985, top=1 - 1.12 / height, bottom=0.62 / height)
         _title(figure, height, result)
-        place = {name: -row - (0.35 if name in histories.learners else 0.0) for row, name in enumerate(names)}
+        gaps = dict.fromkeys(workers, 0.35) | dict.fromkeys(hostile, 0.7)
+        place = {name: -row - gaps.get(name, 0.0) for row, name in enumerate(names)}
         for name in names:
             rows.barh(place[name], run.ended - run.began, 0.8, color=LANE, zorder=0)
         _shadows(rows, histories, run, place)
@@ -70,6 +74,8 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
             _versions(rows, histories.shards[name], run, place[name], most)
         for name in workers:
             _steps(rows, histories.learners[name], run, place[name])
+        for name in hostile:
+            _harm(rows, histories, name, run, place[name])
         _memberships(rows, histories, run, place)
         _marks(rows, run, place)
         rows.set_yticks([place[name] for name in names], names)
@@ -78,7 +84,7 @@ def draw(histories: Histories, run: ChaosRun, result: dict[str, Any], path: Path
         _bare(rows)
         rows.tick_params(axis="x", length=0)
         _pace(pace, histories, run, result)
-        _key(figure, height, run)
+        _key(figure, height, run, is_hostile=bool(hostile))
         figure.savefig(
             path, dpi=_DPI, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None
         )
@@ -140,6 +146,13 @@ def _steps(axes: Any, processes: Sequence[Process], run: ChaosRun, y: float) -> 
     axes.vlines(at, y - 0.17, y + 0.17, color=STEP, linewidth=_tick(run), alpha=0.8, zorder=2)
 
 
+def _harm(axes: Any, histories: Histories, name: str, run: ChaosRun, y: float) -> None:
+    """A tick per push of a hostile process: upwards if it was accepted, downwards if it was declined."""
+    for what, low, high, colour in (("accepted", 0.0, 0.3, HARM), ("declined", -0.3, 0.0, FAINT)):
+        at = [line["t"] - run.began for line in lines_of(histories, name, what) if run.began <= line["t"] <= run.ended]
+        axes.vlines(at, y + low, y + high, color=colour, linewidth=_tick(run), alpha=0.8, zorder=2)
+
+
 def _tick(run: ChaosRun) -> float:
     """Ticks are thinner where there are more of them."""
     return max(0.5, min(1.3, 60.0 / (run.ended - run.began)))
@@ -191,7 +204,7 @@ def _pace(axes: Any, histories: Histories, run: ChaosRun, result: dict[str, Any]
     width = seconds / bins
     merged, alive = [0.0] * bins, [0.0] * bins
     for merge in histories.merges():
-        if run.began <= merge.at < run.ended:
+        if merge.push is not None and run.began <= merge.at < run.ended:  # not what hostile processes claim
             merged[int((merge.at - run.began) / width)] += merge.tokens / histories.num_fragments / width
     for process in histories.learner_processes():
         for begin, end in alive_times(process, run):
@@ -235,7 +248,7 @@ def _goodput(result: dict[str, Any]) -> str:
     return f"{found:.1%} of fault-free tokens per alive worker-second, " if found is not None else ""
 
 
-def _key(figure: Any, height: float, run: ChaosRun) -> None:
+def _key(figure: Any, height: float, run: ChaosRun, *, is_hostile: bool) -> None:
     """The legend, in one line above the rows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -256,6 +269,7 @@ def _key(figure: Any, height: float, run: ChaosRun) -> None:
         Patch(color=AWAY["freeze"], label="frozen"),
         *([mark(*MARKS["fill"], "disk full", 7)] if "fill" in done else []),
         *([mark(*MARKS["cut"], "link to a shard cut", 8)] if "cut" in done else []),
+        *([mark("|", HARM, "hostile push: up accepted, down declined", 10)] if is_hostile else []),
         mark("v", EVICTED, "evicted", 6),
         mark("^", JOINED, "joined", 6),
         Patch(color="#eceded", label="a shard is away"),

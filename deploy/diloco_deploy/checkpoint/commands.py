@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
@@ -26,97 +28,97 @@ from diloco_server.storage.restoring import place, restore
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run a command and return its exit code. Raises DilocoError."""
-    work = {
-        "take": _take,
-        "list": _list,
-        "verify": _verify,
-        "copy": _copy,
-        "restore": _restore,
-        "export": _export,
-    }[args.action if args.command == "checkpoint" else args.command]
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raises DataError for what the disk does not do."""
     try:
-        return work(args)
+        yield
     except OSError as error:
         raise DataError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
 
 
-def _take(args: argparse.Namespace) -> int:
-    name = args.name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+@_disk_errors()
+def take(folders: Sequence[Path], name: str | None, into: Path | None, *, as_json: bool) -> int:
+    """The exit code, as of the functions below. Raises DilocoError."""
+    name = name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     if not _NAME.fullmatch(name) or name.startswith((".", "version-")):
         raise ConfigError(
             f"--name {name}: give 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with '.' or with version- (shards name "
             "their own checkpoints so)"
         )
     began = time.perf_counter()
-    sources = [path for folder in args.folders for path in data_folders(folder)]
-    target = (args.into or args.folders[0] / FOLDER) / name
-    contents, damage = take_checkpoint(sources, target, whole=sources != args.folders)
+    sources = [path for folder in folders for path in data_folders(folder)]
+    target = (into or folders[0] / FOLDER) / name
+    contents, damage = take_checkpoint(sources, target, whole=sources != list(folders))
     took_s = time.perf_counter() - began
     for line in damage:
         print(f"passed over: {line}", file=sys.stderr)
-    if args.json:
+    if as_json:
         _print_json({"checkpoint": str(target), **_facts(contents), "took_s": round(took_s, 4), "passed_over": damage})
     else:
         print(f"{target}: {_words(contents)}, in {1000 * took_s:.0f} ms")
     return EXIT_OK
 
 
-def _list(args: argparse.Namespace) -> int:
-    found = [entry for folder in args.folders for entry in find_checkpoints(folder)]
-    if args.json:
+@_disk_errors()
+def show_all(folders: Sequence[Path], *, as_json: bool) -> int:
+    found = [entry for folder in folders for entry in find_checkpoints(folder)]
+    if as_json:
         _print_json([entry.as_json() for entry in found])
     else:
         show(found)
     return EXIT_OK
 
 
-def _verify(args: argparse.Namespace) -> int:
+@_disk_errors()
+def verify(checkpoints: Sequence[str], *, as_json: bool) -> int:
     began = time.perf_counter()
-    sources = [open_checkpoint(name) for name in args.checkpoints]
+    sources = [open_checkpoint(name) for name in checkpoints]
     contents = join([(source.where, source.contents) for source in sources])
     damage = [f"{source.where}: {line}" for source in sources for line in find_damage(source.files, source.contents)]
     took_s = time.perf_counter() - began
-    if args.json:
+    if as_json:
         _print_json({**_facts(contents), "damage": damage, "took_s": round(took_s, 4)})
     for line in damage:
         print(f"diloco: {line} [CHECKPOINT_DAMAGED]", file=sys.stderr)
-    if not damage and not args.json:
+    if not damage and not as_json:
         rate = units.size(contents.num_bytes / max(took_s, 1e-9))
         print(f"intact: {_words(contents)}, every byte checked in {took_s:.2f} s ({rate}/s)")
     return EXIT_DATA if damage else EXIT_OK
 
 
-def _copy(args: argparse.Namespace) -> int:
-    source = open_checkpoint(args.checkpoint)
+@_disk_errors()
+def copy(checkpoint: str, url: str) -> int:
+    source = open_checkpoint(checkpoint)
     began = time.perf_counter()
-    copy_checkpoint(source.files, source.contents, args.url)
-    print(f"{args.url}: {_words(source.contents)}, in {time.perf_counter() - began:.2f} s")
+    copy_checkpoint(source.files, source.contents, url)
+    print(f"{url}: {_words(source.contents)}, in {time.perf_counter() - began:.2f} s")
     return EXIT_OK
 
 
-def _restore(args: argparse.Namespace) -> int:
-    if args.shards < 1:
-        raise ConfigError(f"--shards {args.shards}: at least 1")
+@_disk_errors()
+def restore_into(folder: Path, sources: Sequence[str], shards: int) -> int:
+    if shards < 1:
+        raise ConfigError(f"--shards {shards}: at least 1")
     began = time.perf_counter()
-    whole = open_whole(args.sources)
-    manifest = place(whole.contents, args.shards)
-    restore(whole.read(), manifest, args.folder)
-    print(f"{args.folder}: {_words(whole.contents)} on {args.shards} shards, in {time.perf_counter() - began:.2f} s")
-    flags = f"--folder {shlex.quote(str(args.folder))} --shards {args.shards}{_settings_of(whole.contents)}"
+    whole = open_whole(sources)
+    manifest = place(whole.contents, shards)
+    restore(whole.read(), manifest, folder)
+    print(f"{folder}: {_words(whole.contents)} on {shards} shards, in {time.perf_counter() - began:.2f} s")
+    flags = f"--folder {shlex.quote(str(folder))} --shards {shards}{_settings_of(whole.contents)}"
     print(f"go on with: diloco up {flags}")
     return EXIT_OK
 
 
-def _export(args: argparse.Namespace) -> int:
+@_disk_errors()
+def export(sources: Sequence[str], out: Path, dtype: str) -> int:
     began = time.perf_counter()
-    whole = open_whole(args.sources)
-    export_model(whole, args.out, args.dtype)
+    whole = open_whole(sources)
+    export_model(whole, out, dtype)
     took_s = time.perf_counter() - began
-    size = units.size(args.out.stat().st_size)
+    size = units.size(out.stat().st_size)
     parameters = units.count(whole.contents.manifest.num_elements)
-    print(f"{args.out}: {parameters} parameters as {args.dtype}, {size}, in {took_s:.2f} s")
+    print(f"{out}: {parameters} parameters as {dtype}, {size}, in {took_s:.2f} s")
     return EXIT_OK
 
 

@@ -1,0 +1,249 @@
+"""The folder of a run's certificate authority: it makes certificates and signed tokens, and takes them back.
+
+    ca.pem, ca.key        the authority, P-256, ten years
+    token.pub, token.key  Ed25519, for signed tokens; made with the first one
+    issued.jsonl          what was issued, one line each
+    revoked.json          the deny-list: the master copy
+    learner-a/ ...        ca.pem, cert.pem and key.pem of one identity, to be copied to its machine
+
+The folder and the keys in it are for their owner alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from diloco_common.errors import ConfigError
+from diloco_common.identity import Proof, Scope, Subject
+from diloco_common.revocations import REVOKED, write_revocations
+from diloco_common.security import read_private
+from diloco_common.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, serial_text
+from diloco_common.tokens import sign_token
+from diloco_deploy.certs.files import write_private, write_public
+from diloco_deploy.certs.registry import Issued, Registry
+from diloco_deploy.certs.taken import (
+    CA_KEY,
+    TOKEN_KEY,
+    TOKEN_PUBLIC,
+    check_free_for_certificate,
+    check_free_for_token,
+    check_no_authority,
+)
+
+CA_DAYS, CERTIFICATE_DAYS, TOKEN_DAYS = 3650, 90, 30
+CLOCKS_DIFFER = timedelta(hours=1)
+"""A certificate begins so long before it is made: the clocks of other machines may be behind."""
+HERE = ("localhost", "127.0.0.1", "::1")
+"""Every shard's certificate is good for these, too: its health is asked for on its own machine."""
+
+
+class Authority:
+    """The authority of one run."""
+
+    def __init__(
+        self, folder: Path, run_id: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+    ) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self.registry = Registry(folder)
+        self._certificate = certificate
+        self._key = key
+
+    # ------------------------------------------------------------ issue
+
+    def issue(
+        self, subject: Subject, now: datetime, *, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS,
+        into: Path | None = None,
+    ) -> tuple[Path, Issued]:  # fmt: skip
+        """Make a key and a certificate, and write them with ca.pem into a folder. Repeating it renews.
+
+        `hosts`: names and IP addresses under which a shard is dialed. Raises ConfigError.
+        """
+        if bool(hosts) and subject.scope is not Scope.SHARD:
+            raise ConfigError(f"{subject} has no use for --host: only shards are dialed")
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._sign(subject, key.public_key(), _alternative_names(subject, hosts), now, days)
+        into = into or self.folder / str(subject).replace("/", "-")
+        expires = int(certificate.not_valid_after_utc.timestamp())
+        issued = Issued("certificate", subject.uri, serial_text(certificate.serial_number), expires)
+        try:
+            into.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.registry.note(issued)  # first: whatever ends this process, no certificate is about that is not listed
+            # A process that looks in between sees a pair that does not fit, and waits for the other.
+            write_public(into / CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+            write_private(into / KEY, _private_pem(key))
+            write_public(into / CA, self._certificate.public_bytes(Encoding.PEM))
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        return into, issued
+
+    def issue_token(self, subject: Subject, now: datetime, *, days: float = TOKEN_DAYS) -> tuple[str, Issued]:
+        """Sign a token. Shards check it with token.pub (`security.token_key`). Raises ConfigError."""
+        key, expires = self._token_key(), int((now + timedelta(days=days)).timestamp())
+        serial = serial_text(secrets.randbits(128) | 1 << 127)
+        token = sign_token(key, Proof(subject, serial, expires))
+        return token, self.registry.note(Issued("token", subject.uri, serial, expires))
+
+    def check_free(self, into: Path, subject: Subject) -> None:
+        """Whether a certificate may be put into a folder and overwrites nothing of others. Raises ConfigError."""
+        check_free_for_certificate(into, subject, self._certificate.public_bytes(Encoding.PEM))
+
+    def check_free_for_token(self, path: Path, subject: Subject) -> None:
+        """The same for a token. Raises ConfigError, SecretExposed."""
+        check_free_for_token(path, subject, self.folder, self._token_key().public_key())
+
+    def _sign(
+        self,
+        subject: Subject,
+        public: ec.EllipticCurvePublicKey,
+        names: list[x509.GeneralName],
+        now: datetime,
+        days: float,
+    ) -> x509.Certificate:
+        uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if subject.scope in (Scope.SHARD, Scope.LEARNER):
+            uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        authority = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)]))
+            .issuer_name(self._certificate.subject)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCKS_DIFFER)
+            .not_valid_after(now + timedelta(days=days))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_calls=True), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def _token_key(self) -> Ed25519PrivateKey:
+        """Made once. Raises ConfigError, SecretExposed."""
+        path = self.folder / TOKEN_KEY
+        try:
+            if not path.exists():
+                made = Ed25519PrivateKey.generate()
+                public = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+                write_public(self.folder / TOKEN_PUBLIC, public)
+                write_private(path, _private_pem(made))
+            key = load_pem_private_key(read_private(path), None)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}: is not a private key in PEM: {error}") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigError(f"{path}: is not an Ed25519 key")
+        return key
+
+
+def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
+    """Make the authority of a run in a folder, unless there is one already. Returns whether it did.
+
+    Raises ConfigError: the folder cannot be written, or holds the authority of another run, or one whose key is away.
+    """
+    if (folder / CA_KEY).exists():
+        found = open_authority(folder).run_id
+        if found != run_id:
+            raise ConfigError(
+                f"{folder} holds the authority of run {found!r}, not of {run_id!r}; give another --folder"
+            )
+        return False
+    check_no_authority(folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name(
+        [x509.NameAttribute(NameOID.ORGANIZATION_NAME, "diloco"), x509.NameAttribute(NameOID.COMMON_NAME, run_id)]
+    )
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_after(now + timedelta(days=CA_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_calls=False), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        write_public(folder / CA, certificate.public_bytes(Encoding.PEM))
+        write_revocations(folder / REVOKED, [])
+        write_private(folder / CA_KEY, _private_pem(key))  # last: with it, the authority is whole
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    return True
+
+
+def open_authority(folder: Path) -> Authority:
+    """Raises ConfigError, SecretExposed."""
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+        key = load_pem_private_key(read_private(folder / CA_KEY), None)
+    except OSError as error:
+        raise ConfigError(f"{folder} holds no authority ({error.strerror}); `diloco certs init` makes one") from None
+    except ValueError as error:
+        raise ConfigError(f"{folder}: its authority cannot be read: {error}") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise ConfigError(f"{folder}: {CA_KEY} is not the key of {CA}")
+    (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return Authority(folder, str(name.value), certificate, key)
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _alternative_names(subject: Subject, hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Raises ConfigError."""
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject.uri)]
+    if subject.scope is Scope.SHARD:
+        names += [_host_name(host) for host in dict.fromkeys((*hosts, *HERE))]
+    if subject.scope is Scope.LEARNER:
+        names.append(x509.DNSName(LEARNER_HOST))
+    return names
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    """Raises ConfigError."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    labels = host.split(".")
+    if not (0 < len(host) <= 253 and all(label and set(label) <= _DNS_CHARACTERS for label in labels)):
+        raise ConfigError(f"--host {host[:80]!a} is neither a host name nor an IP address; leave out the port")
+    return x509.DNSName(host)
+
+
+_DNS_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+
+
+def _key_usage(*, signs_calls: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=signs_calls, key_cert_sign=not signs_calls, crl_sign=not signs_calls,
+        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip

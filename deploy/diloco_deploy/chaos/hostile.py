@@ -1,0 +1,153 @@
+"""`python -m diloco_deploy.chaos.hostile`: a hostile learner beside the workers of `diloco chaos`, over real gRPC.
+
+`diloco_simulator/hostile.py` is what it does: the same as in simulated schedules, under its own learner id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from diloco_common import protobuf, rpc
+from diloco_common.codec import Chunk
+from diloco_common.command import end_on_sigterm, new_app, run_app
+from diloco_common.errors import DilocoError, Refusal
+from diloco_common.identity import Identity
+from diloco_common.manifest import Fragment, cut
+from diloco_common.messages import JoinAnswer, JoinRequest, PullRequest, PushHeader
+from diloco_common.options import NO_SETTINGS, SettingsOptions, settings_from
+from diloco_common.ports import Unavailable
+from diloco_common.protocol import PROTOCOL
+from diloco_common.settings import Settings
+from diloco_simulator.hostile import HostileLearner
+from diloco_simulator.plot import MANNERS, TACTICS, Plot
+from diloco_worker.credentials import Credentials
+from diloco_worker.grpc_transport import GrpcTransport
+
+CALL_S = 10.0
+ANSWERS = 0.7
+LOOK_S = 0.5
+SAY_EVERY_S = 5.0
+HONEST = 1e-3
+"""About the size of a value of an honest contribution."""
+
+
+class HoldingTransport(GrpcTransport):
+    """`hostile.HostileTransport` over gRPC."""
+
+    def hold_push(self, caller: Identity, *parts: PushHeader | Chunk) -> HeldCall:
+        """A push that never ends."""
+        return HeldCall(self._pushes.dialed()(_Endless(parts), metadata=self._metadata(caller)), reads=False)
+
+    def hold_pull(self, caller: Identity, request: PullRequest) -> HeldCall:
+        """A pull that nobody reads."""
+        message = protobuf.pull_request_to_pb(request)
+        return HeldCall(self._pulls.dialed()(message, metadata=self._metadata(caller)), reads=True)
+
+    def hold_stream(self, caller: Identity) -> HeldCall:
+        """A control stream that nobody reads, and on which nothing is reported."""
+        return HeldCall(self._control.dialed().Attend(metadata=self._metadata(caller)), reads=True)
+
+
+class _Endless:
+    """The messages of a push; after the last of them the caller waits for ever."""
+
+    def __init__(self, parts: Sequence[PushHeader | Chunk]) -> None:
+        self._parts = iter(parts)
+
+    def __aiter__(self) -> _Endless:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while (part := next(self._parts, None)) is None:
+            await asyncio.Event().wait()
+        return protobuf.push_request(part)
+
+
+class HeldCall:
+    """A call that is left open."""
+
+    def __init__(self, call: Any, *, reads: bool) -> None:
+        self._call = call
+        self._reads = reads
+
+    async def receive(self) -> Any:
+        """Wait for what the shard says first. Raises a Refusal or Unavailable."""
+        try:
+            return await (self._call.read() if self._reads else self._call)
+        except grpc.aio.AioRpcError as error:
+            raise (rpc.refusal_of(error) or Unavailable(str(error.code()))) from None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+app = new_app("hostile", "Do harm to a run on this machine, for `diloco chaos`.")
+
+
+@app.default
+def harm(*, options: SettingsOptions = NO_SETTINGS) -> None:
+    """Until it is told to end."""
+    settings = settings_from(options, {})
+    end_on_sigterm()
+    torch.set_num_threads(1)
+    asyncio.run(_live(settings))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_app(app, argv)
+
+
+async def _live(settings: Settings) -> None:
+    """Until it is told to end."""
+    name, credentials = settings.worker.learner_id, Credentials(settings.security.tls, settings.security.token_file)
+    found: dict[int, HoldingTransport] = {}
+    for address in settings.worker.shards:
+        transport = HoldingTransport(address, credentials)
+        answer = await _described(transport, settings.run.id)
+        found[answer.shard_index] = transport
+    chance = random.Random(f"{settings.run.seed} {name}")
+    plot = Plot(
+        settings.run.id, cut(answer.tensors, answer.num_fragments, answer.num_shards), answer.policy.push_encoding,
+        answer.policy.pull_encoding, _honest, lambda: (), TACTICS, MANNERS, ANSWERS, settings.worker.step_min_s, CALL_S,
+    )  # fmt: skip
+    counts = Counter[str]()
+    learner = HostileLearner(name, [found[i] for i in sorted(found)], plot, chance, lambda what: counts.update([what]))
+    harm = asyncio.create_task(learner.run(), name=name)
+    while True:
+        done, _ = await asyncio.wait([harm], timeout=SAY_EVERY_S)
+        print(json.dumps(dict(sorted(counts.items()))), flush=True)
+        for task in done:
+            task.result()  # raises what ended it
+
+
+async def _described(transport: HoldingTransport, run_id: str) -> JoinAnswer:
+    """What a shard says of the run, once it has a model."""
+    while True:
+        try:
+            return await transport.join(Identity(run_id), JoinRequest(PROTOCOL, "", observe=True), CALL_S)
+        except (Refusal, Unavailable) as error:
+            print(_words(error), flush=True)
+            await asyncio.sleep(LOOK_S)
+
+
+def _words(error: DilocoError) -> str:
+    return f"{error} [{error.code}]"
+
+
+def _honest(fragment: Fragment, tokens: int) -> Tensor:
+    return HONEST * torch.randn(fragment.num_elements)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""`diloco doctor`: which checks there are, and how they are told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from diloco_common.command import version
+from diloco_common.errors import plain
+from diloco_common.protocol import PROTOCOL
+from diloco_common.settings import Settings
+from diloco_deploy.doctor import way
+from diloco_deploy.doctor.finding import Finding, State
+from diloco_deploy.doctor.runner import TOTAL_S, Check, Found, run
+
+if TYPE_CHECKING:
+    from diloco_deploy.doctor.disk import Shard
+    from diloco_deploy.doctor.known import Door, Known
+
+MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
+AT_ONCE = 16
+"""Ways to shards that are looked at side by side."""
+
+
+@dataclass(frozen=True)
+class Patient:
+    """Who is looked at."""
+
+    settings: Settings
+    shards: Sequence[str] = ()
+    """Addresses of shards: the way to them is looked at. Empty: it is not."""
+    is_shard: bool = False
+    """Whether this machine is to run the shard of the settings."""
+    params: float | None = None
+    """Parameters of the whole model; None: not known."""
+    step_s: float = 1.0
+    learners: int = 8
+
+
+def doctor(patient: Patient, *, as_json: bool = False) -> int:
+    """Look at everything, and say it as it is found. Exit code 1 if something fails."""
+    began, seen = time.monotonic(), []
+    for found in look(patient):
+        seen.append(found)
+        if not as_json:
+            print("\n".join(_lines(found)), flush=True)
+    count = {state: sum(found.finding.state is state for found in seen) for state in State}
+    seconds = time.monotonic() - began
+    if as_json:
+        rows = [
+            {"check": check.name, "about": check.about, "state": finding.state, "code": finding.code,
+             "what": finding.what, "do": finding.do, "figures": dict(finding.figures)}
+            for check, finding in seen
+        ]  # fmt: skip
+        print(json.dumps({"findings": rows, "counts": count, "seconds": seconds}, indent=2))
+    else:
+        print(f"\n{_summary(count)} ({seconds:.1f} s)")
+    return 1 if count[State.FAILURE] else 0
+
+
+def look(patient: Patient) -> Iterator[Found]:
+    """The findings, as they are made."""
+    # Torch, which the codec needs: two seconds, and many on a busy machine. No check should pay for that.
+    import_module("diloco_deploy.doctor.run_of_shards")
+    ends_at = time.monotonic() + TOTAL_S
+    if patient.shards:
+        yield from _ways(patient, ends_at)
+    checks = _of_machine(patient) if patient.is_shard else [_kernels()]
+    yield from run(checks, time.monotonic, ends_at)
+
+
+def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
+    """All ways side by side; then the link to the first shard that answers, alone, as the others would share it."""
+    from diloco_deploy.doctor.known import Door, Known
+    from diloco_worker.credentials import Credentials
+
+    known, security = Known(), patient.settings.security
+    credentials = Credentials(security.tls, security.token_file)
+    doors = [Door(a, patient.settings.run.id, credentials.tls(), credentials.token()) for a in patient.shards]
+    pool = ThreadPoolExecutor(min(AT_ONCE, len(doors)), "way")
+    try:
+        yield from chain.from_iterable(pool.map(lambda door: list(_walked(door, known, ends_at)), doors))
+    finally:
+        pool.shutdown(wait=False)
+    reached = [door for door in doors if door.address in known.measured]
+    if reached:
+        yield from run(_of_run(patient, reached[0], known), time.monotonic, ends_at)
+
+
+def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
+    """One way."""
+
+    def port() -> Finding:
+        found = way.port(door.address)
+        known.round_trip_s[door.address] = found.figures.get("round_trip_s", 0.0)
+        return found
+
+    def described() -> Sequence[Finding]:
+        from diloco_deploy.doctor import run_of_shards
+
+        return run_of_shards.describe(door, known, PROTOCOL)
+
+    def measured() -> Sequence[Finding]:
+        from diloco_deploy.doctor import run_of_shards
+
+        return run_of_shards.measure(door, known, _ours())
+
+    a = door.address
+    checks = [
+        Check("name", a, 4.0, partial(way.name, a)),
+        Check("port", a, 4.0, port, ("name",)),
+        Check("tls", a, 7.0, partial(way.handshake, a, door.files), ("port",)),
+        Check("run", a, 12.0, described, ("port", "tls")),
+        Check("clock", a, 9.0, measured, ("run",)),
+    ]
+    return run(checks, time.monotonic, ends_at)
+
+
+def _of_run(patient: Patient, door: Door, known: Known) -> list[Check]:
+    from diloco_deploy.doctor import run_of_shards as said
+
+    return [
+        Check("all shards", "", 1.0, partial(said.complete, known)),
+        Check("link", door.address, 9.0, partial(said.link, door, known, patient.step_s, patient.params)),
+    ]
+
+
+def _of_machine(patient: Patient) -> list[Check]:
+    from diloco_deploy.doctor import disk, machine
+    from diloco_deploy.doctor.finding import warning
+
+    settings, shard = patient.settings, _shard(patient)
+    folder = settings.shard.data_dir
+    about = "" if folder is None else str(folder)
+    checks = [
+        Check("files", "", 2.0, partial(machine.files, settings.shard)),
+        Check("memory", "", 2.0, partial(machine.memory, shard)),
+        _kernels(),
+    ]
+    if folder is None:
+        none = warning("NOT_DURABLE", "no data folder is set (shard.data_dir): a restart begins anew")
+        return [Check("disk", "", 1.0, lambda: none), *checks]
+    return [
+        Check("disk speed", about, 10.0, partial(disk.speed, folder, shard, time.monotonic)),
+        Check("disk space", about, 2.0, partial(disk.room, folder, shard)),
+        *checks,
+    ]
+
+
+def _kernels() -> Check:
+    from diloco_deploy.doctor import machine
+
+    return Check("kernels", "", 15.0, machine.kernels)
+
+
+def _shard(patient: Patient) -> Shard | None:
+    from diloco_deploy.doctor.disk import Shard
+
+    if patient.params is None:
+        return None
+    settings = patient.settings
+    sync, count = settings.sync, settings.shard.count
+    outer = settings.outer.optimizer
+    return Shard(
+        params=patient.params / count, fragments=max(1, sync.fragments // count), learners=patient.learners,
+        push=sync.push, pull=sync.pull, outer=outer, every=sync.sync_every, step_s=patient.step_s,
+        checkpoints=settings.checkpoint.keep if settings.checkpoint.every else 0,
+    )  # fmt: skip
+
+
+def _ours() -> str:
+    return version().removeprefix("diloco ").removesuffix(" (not installed)")
+
+
+def _lines(found: Found) -> Iterator[str]:
+    """What a shard has said is in some of the words: it must not steer the terminal."""
+    check, finding = found
+    mark = MARKS[finding.state]
+    code = "" if finding.state in (State.OK, State.SKIPPED) else f" [{finding.code}]"
+    yield f"{mark:<8} {check.name:<11} {plain(finding.what)}{code}"
+    if finding.do:
+        yield f"{'':<20} -> {plain(finding.do)}"
+
+
+def _summary(count: dict[State, int]) -> str:
+    if count[State.FAILURE]:
+        return f"{count[State.FAILURE]} failed, {count[State.WARNING]} warnings; `diloco explain CODE` says more"
+    if count[State.WARNING]:
+        return f"nothing failed, {count[State.WARNING]} warnings; `diloco explain CODE` says more"
+    return "all is well"

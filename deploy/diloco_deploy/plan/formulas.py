@@ -1,0 +1,98 @@
+"""The arithmetic of docs/wan.md and docs/performance.md: pure functions of numbers, each with its source.
+
+N  parameters          H  inner steps between two rounds of a fragment (`sync.sync_every`)
+P  fragments           L  learners          S  shards          t  seconds per inner step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+BITS: Mapping[str, float] = MappingProxyType({
+    "float32": 32.0, "bfloat16": 16.0, "int8": 8.125, "int4": 4.125, "e3m0": 4.125, "topk64_2bit": 0.234375,
+})  # fmt: skip
+"""Bits per parameter of each encoding, with scales and indices (docs/wan.md)."""
+VALUES = ("float32", "bfloat16")
+"""Encodings of pulls that send the values; all others send changes."""
+
+CALLS_PER_S = 640.0
+"""Contributions per second that one core of a shard can serve, each a push and a pull (docs/performance.md, growth)."""
+BYTES_PER_S = 1.65e9
+"""Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
+IDLE_BYTES = 260e6
+"""An idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""
+VERSIONS_KEPT = 2
+"""Of each fragment, on disk (docs/performance.md, keeping versions)."""
+
+
+def rate(params: float, bits: float, every: float, step_s: float) -> float:
+    """Bits per second of one learner in one direction: N bits / (H t) (docs/wan.md)."""
+    return params * bits / (every * step_s)
+
+
+def every_for_rate(params: float, bits: float, bits_per_s: float, step_s: float, share: float) -> int:
+    """The smallest H with which the rate is at most this share of a link: `rate` solved for H."""
+    return max(1, math.ceil(params * bits / (share * bits_per_s * step_s)))
+
+
+def round_trip_of_fragment(
+    params: float, fragments: int, push_bits: float, pull_bits: float, up: float, down: float, round_trip_s: float
+) -> float:
+    """Seconds from the snapshot of a fragment to its new version: N/P bits up, N/P bits down, two round trips."""
+    each = params / fragments
+    return each * push_bits / up + each * pull_bits / down + 2 * round_trip_s
+
+
+def every_for_patience(push_s: float, patience: float, overlap: int, step_s: float) -> int:
+    """The smallest H with which a round waits for a push of `push_s`: max(patience H, tau) t (docs/wan.md)."""
+    return 1 if push_s <= overlap * step_s else math.ceil(push_s / (patience * step_s))
+
+
+def under_way(fragment_s: float, every: int, fragments: int, step_s: float) -> int:
+    """Fragments that are under way at once: their rounds begin H t / P apart (diloco_common/sizes.py)."""
+    return min(fragments, max(1, math.ceil(fragment_s / (every * step_s / fragments))))
+
+
+def calls_rate(learners: int, fragments: int, every: int, step_s: float) -> float:
+    """Contributions per second, of all learners: L P / (H t)."""
+    return learners * fragments / (every * step_s)
+
+
+def bytes_rate(params: float, push_bits: float, pull_bits: float, learners: int, every: int, step_s: float) -> float:
+    """Payload bytes per second that all shards receive and send: L N (push + pull) / 8 / (H t)."""
+    return learners * rate(params, push_bits + pull_bits, every, step_s) / 8
+
+
+def version_bytes(outer: str, pull: str) -> int:
+    """Bytes per parameter of a version on disk: theta, momentum, and the anchor of changes (docs/performance.md)."""
+    momentum = {"adam": 8, "sgd": 4}.get(outer, 4)
+    return 4 + momentum + (0 if pull in VALUES else 2)
+
+
+def shard_memory(params_owned: float, fragments: int, learners: int, push_bits: float, outer: str, pull: str) -> float:
+    """Bytes of a shard at its peak: 260 MB + 8 MB + n (12 + ...) + 8.5 n_fragment + 0.62 MB L + contributions.
+
+    n: parameters that it owns. 12 bytes with Nesterov and bfloat16 pulls; Adam takes 4 more, and changes 2 more. At
+    most one contribution per learner and fragment is open: n L push / 8. Measured by benchmarks/growth.py and
+    benchmarks/shard_memory.py (docs/performance.md).
+    """
+    per_parameter = 12.0 + (version_bytes(outer, pull) - 8)
+    largest = params_owned / max(1, fragments)
+    contributions = learners * params_owned * push_bits / 8
+    return IDLE_BYTES + 8e6 + per_parameter * params_owned + 8.5 * largest + 0.62e6 * learners + contributions
+
+
+def shard_disk(params_owned: float, largest: float, each: int, checkpoints: int) -> float:
+    """Bytes of a data folder: two versions of everything, regular checkpoints, and two files being written.
+
+    `largest`: parameters of its largest fragment; `each`: bytes per parameter of a version (docs/runbook.md,
+    DilocoDiskNearlyFull).
+    """
+    return each * ((VERSIONS_KEPT + checkpoints) * params_owned + 2 * largest)
+
+
+def disk_rate(params_owned: float, each: int, every: int, step_s: float) -> float:
+    """Bytes per second that a shard writes: every fragment once per H steps (docs/performance.md, keeping versions)."""
+    return each * params_owned / (every * step_s)

@@ -1,0 +1,168 @@
+"""A plan in figures: each with its formula and its source. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from diloco_deploy import units
+from diloco_deploy.plan import formulas
+from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate
+from diloco_deploy.plan.formulas import BITS
+
+
+class Figure(NamedTuple):
+    """One line of a plan."""
+
+    name: str
+    value: float
+    unit: str
+    """"bytes", "bytes/s", "bit/s", "s", "" for a number."""
+    formula: str
+    source: str
+
+    @property
+    def shown(self) -> str:
+        match self.unit:
+            case "bytes":
+                return units.size(self.value)
+            case "bytes/s":
+                return f"{units.size(self.value)}/s"
+            case "bit/s":
+                return bit_rate(self.value)
+            case "s":
+                return f"{self.value:.3g} s"
+        return units.count(self.value)
+
+
+def figures(asked: Asked, choice: Choice) -> list[Figure]:
+    """What crosses the links, and what a shard holds, writes and keeps."""
+    return [*_link(asked, choice), *_shard(asked, choice)]
+
+
+def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
+    push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
+    n, every, link = asked.params, choice.every, asked.link
+    wan = "docs/wan.md"
+    fragment_s = formulas.round_trip_of_fragment(n, choice.fragments, push, pull, link.up, link.down, link.round_trip_s)
+    yield Figure(
+        "a learner sends", formulas.rate(n, push, every, asked.step_s), "bit/s", f"N x {push:g} bits / (H t)", wan
+    )
+    yield Figure(
+        "a learner receives", formulas.rate(n, pull, every, asked.step_s), "bit/s", f"N x {pull:g} bits / (H t)", wan
+    )
+    yield Figure(
+        "a fragment, there and back", fragment_s, "s", "N/P x push / up + N/P x pull / down + 2 round trips", wan
+    )
+    yield Figure("a start: the whole model", n * 16 / link.down, "s", "N x 16 bits / down", wan)
+    moved = formulas.bytes_rate(n, push, pull, asked.learners, every, asked.step_s) / choice.shards
+    yield Figure("a shard's link, both ways together", 8 * moved, "bit/s", "L N (push + pull) bits / (H t S)", wan)
+
+
+def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
+    page = "docs/performance.md"
+    owned, held = asked.params / choice.shards, -(-choice.fragments // choice.shards)
+    each = formulas.version_bytes(asked.outer, choice.encodings.pull)
+    memory = formulas.shard_memory(
+        owned, held, asked.learners, BITS[choice.encodings.push], asked.outer, choice.encodings.pull
+    )
+    yield Figure(
+        "memory of a shard, at most", memory, "bytes",
+        "260 MB + 8 MB + n x (12; 16 with Adam; 2 more for changes) + 8.5 n/P' + 0.62 MB L + L n push / 8", page,
+    )  # fmt: skip
+    yield Figure(
+        "disk of a shard", formulas.shard_disk(owned, owned / held, each, 0), "bytes",
+        f"{each} n x 2 versions + 2 files being written", page,
+    )  # fmt: skip
+    yield Figure(
+        "each regular checkpoint", each * owned, "bytes", f"{each} n (checkpoint.keep of them)", "docs/checkpoints.md"
+    )
+    yield Figure(
+        "a shard's disk writes", formulas.disk_rate(owned, each, choice.every, asked.step_s), "bytes/s",
+        f"{each} n / (H t)", page,
+    )  # fmt: skip
+    per_s = formulas.calls_rate(asked.learners, choice.fragments, choice.every, asked.step_s) / choice.shards
+    yield Figure("contributions to a shard, each second", per_s, "", "L P / (H t S); a core serves 640", page)
+
+
+def learner_figures(asked: Asked, choice: Choice) -> list[Figure]:
+    """What the process of a learner holds, without an island. Imports torch."""
+    link, encodings = asked.link, choice.encodings
+    fragment_s = formulas.round_trip_of_fragment(
+        asked.params, choice.fragments, BITS[encodings.push], BITS[encodings.pull], link.up, link.down,
+        link.round_trip_s,
+    )  # fmt: skip
+    waits_s = fragment_s + OVERLAP * asked.step_s
+    under_way = formulas.under_way(waits_s, choice.every, choice.fragments, asked.step_s)
+    return process_figures(asked.params, encodings, choice.fragments, under_way)
+
+
+def process_figures(
+    params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1, training_bytes: float = 16
+) -> list[Figure]:
+    """What one process of a learner holds, by `diloco_common/sizes.py`. Imports torch.
+
+    Args:
+        params: of the whole model.
+        under_way: fragments whose contribution or version is under way at once.
+        ranks: over which the parameters of an island are spread (FSDP2); 1: none.
+        training_bytes: bytes per parameter of the training itself: weights, gradients, two moments of AdamW.
+    """
+    from diloco_common.sizes import Share, learner_bytes
+
+    each = round(params / fragments / ranks)
+    found = learner_bytes(
+        [Share(each, each)] * fragments, push=encodings.push, pull=encodings.pull, under_way=under_way
+    )
+    sizes, held = "diloco_common/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
+    return [
+        Figure(
+            "kept by diloco: anchors, residuals", found.kept, "bytes",
+            f"{found.kept / found.elements:.3g} bytes per parameter held ({held})", sizes,
+        ),
+        Figure(
+            f"for {under_way} fragment{'s' * (under_way > 1)} under way", found.under_way, "bytes",
+            "snapshot 4 + loss 4 + encoded + version + difference 4, of each", sizes,
+        ),
+        Figure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
+        Figure(
+            "the training itself", training_bytes * found.elements, "bytes",
+            f"{training_bytes:g} bytes per parameter (weights, gradients, AdamW), beside activations", "torch",
+        ),
+        Figure("pushed for each version", found.pushed, "bytes", "what it owns, encoded", sizes),
+        Figure("pulled for each version", found.pulled, "bytes", "what it holds, encoded", sizes),
+    ]  # fmt: skip
+
+
+def settings_of(asked: Asked, choice: Choice) -> dict[str, dict[str, str | int]]:
+    """Section -> key -> value: what a run.toml holds."""
+    return {
+        "sync": {
+            "fragments": choice.fragments,
+            "sync_every": choice.every,
+            "push": choice.encodings.push,
+            "pull": choice.encodings.pull,
+        },
+        "shard": {"count": choice.shards},
+        "outer": {"optimizer": asked.outer},
+    }
+
+
+def toml(settings: dict[str, dict[str, str | int]]) -> str:
+    """As a file that --config takes."""
+    lines: list[str] = []
+    for section, values in settings.items():
+        lines += [
+            f"[{section}]",
+            *(f"{k} = {v if isinstance(v, int) else f'{chr(34)}{v}{chr(34)}'}" for k, v in values.items()),
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def lines_of(rows: Sequence[Figure]) -> Iterator[str]:
+    """Aligned, with formula and source."""
+    name = max(len(row.name) for row in rows)
+    value = max(len(row.shown) for row in rows)
+    for row in rows:
+        yield f"  {row.name:<{name}}  {row.shown:>{value}}   {row.formula}  [{row.source}]"

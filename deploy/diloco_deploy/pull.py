@@ -1,0 +1,104 @@
+"""`diloco pull`: writes the global model of a running cluster into a folder that `from_pretrained` reads.
+
+The run holds the trainable parameters, and knows the further names of those that are tied. Everything else comes from a
+folder that the user gives: configuration and tokenizer, and, out of its weights, what the run does not train (frozen
+parameters, buffers). Where that folder is an adapter's, as PEFT writes it, the file is one of an adapter too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco_common.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+"""Endings of files that hold weights, or say which do: these are not copied."""
+
+
+def pull_into(
+    folder: Path, shards: str, config: Path | None, dtype: str, *, run: str, tls: Path | None, token_file: Path | None,
+    wait_s: float,
+) -> int:  # fmt: skip
+    """Pull, write, and say what was written. The exit code. Raises DilocoError.
+
+    `config`: folder of the model that was trained; None: only what the run trains is written.
+    """
+    from diloco_deploy import units
+    from diloco_worker.export import write_model
+    from diloco_worker.global_model import pull_global_model
+    from diloco_worker.whereabouts import addresses_of
+
+    began = time.perf_counter()
+    if config is not None and not config.is_dir():
+        raise DataError(f"--config {config}: no such folder; give the one that holds config.json")
+    addresses = addresses_of(shards)
+    found = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait_s)
+    tensors = {name: _converted(tensor, dtype) for name, tensor in found.tensors.items()}
+    trained = sum(tensor.numel() for tensor in tensors.values())
+    tensors |= {name: tensors[of].clone() for name, of in found.ties.items() if of in tensors}
+    is_adapter = config is not None and (config / "adapter_config.json").exists()
+    if is_adapter:
+        tensors = {adapter_name(name): tensor for name, tensor in tensors.items()}
+    elif config is not None:
+        tensors |= {name: tensor for name, tensor in _weights_in(config) if name not in tensors}
+    out = folder / (ADAPTER if is_adapter else MODEL)
+    write_model(out, tensors)
+    if config is not None:
+        _copy_rest(config, folder)
+    low, high = min(found.versions.values()), max(found.versions.values())
+    versions = f"version {low}" if low == high else f"versions {low} to {high}"
+    size = units.size(out.stat().st_size)
+    print(
+        f"{out}: {units.count(trained)} parameters as {dtype}, {versions} of {len(found.versions)} fragments, "
+        f"{units.count(found.tokens_merged)} tokens merged, {size}, in {time.perf_counter() - began:.2f} s"
+    )
+    return 0
+
+
+def adapter_name(name: str) -> str:
+    """The name that PEFT gives a parameter of an adapter in its file: without that of the adapter, "default"."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".").removesuffix(".default")
+
+
+def _converted(tensor: Tensor, dtype: str) -> Tensor:
+    import torch
+
+    return tensor.to(getattr(torch, dtype))
+
+
+def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """What the safetensors of a model hold, in one file or several. Raises DataError."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / f"{MODEL}.index.json"
+    files = [folder / MODEL] if (folder / MODEL).exists() else []
+    if not files and index.exists():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def _copy_rest(source: Path, target: Path) -> None:
+    """Configuration, tokenizer and the like: all files but weights. Raises DataError."""
+    if source.resolve() == target.resolve():
+        return
+    try:
+        for path in sorted(source.iterdir()):
+            if path.is_file() and not path.name.endswith(WEIGHTS):
+                shutil.copyfile(path, target / path.name)
+    except OSError as error:
+        raise DataError(f"{error.filename or target}: {error.strerror or error}") from None

@@ -1,0 +1,163 @@
+"""The HTTP side of the live page: a small Starlette application over a `Hub`, which has the state.
+
+GET  /            the page, or, for whoever must show a key first, a page that asks for it
+POST /enter       the key; answers with a cookie
+GET  /events      server-sent events; each is the JSON of `Feed.since`
+GET  /learners    one page of learners: sort, descending, find, page
+GET  /static/...  files of the page
+GET  /readyz      for probes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from diloco_common.http import finite
+from diloco_deploy.web.access import Access
+
+STATIC = Path(__file__).parent / "static"
+COOKIE = "diloco_web"
+ENTER_BYTES_MAX = 4096
+ENTER_S, ENTERING_MAX = 2.0, 16
+"""For the key to arrive, and keys that are awaited at once: strangers may send them, and send none."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""Of every answer. The page loads nothing from elsewhere, and nobody puts it into a frame."""
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Hub(Protocol):
+    """Where the application gets what it shows."""
+
+    def stream(self, last_seen: str) -> AsyncIterator[bytes]:
+        """Messages of server-sent events; `last_seen`: the id of the last one that the caller knows, or nothing."""
+
+    def learners(self, *, sort: str, descending: bool, find: str, page: int) -> dict[str, Any]:
+        """Raises ValueError."""
+
+
+def make_app(hub: Hub, access: Access) -> Callable[[Any, Any, Any], Awaitable[None]]:
+    """The ASGI application."""
+    entering = asyncio.Semaphore(ENTERING_MAX)
+
+    def may_look(request: Request) -> bool:
+        certificate = request.scope.get("state", {}).get("certificate")
+        cookie = request.cookies.get(_cookie_name(request), "")
+        return access.may_look(certificate, request.headers.get("authorization", ""), cookie)
+
+    def guarded(answer: Answer) -> Answer:
+        async def guard(request: Request) -> Response:
+            if may_look(request):
+                return await answer(request)
+            return JSONResponse({"error": "open the page first, with the key that the command printed"}, 401)
+
+        return guard
+
+    async def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html") if may_look(request) else FileResponse(STATIC / "enter.html", 401)
+
+    async def enter(request: Request) -> Response:
+        if entering.locked():
+            return JSONResponse({"error": "too many are entering; try again"}, 503, {"connection": "close"})
+        try:
+            async with entering, asyncio.timeout(ENTER_S):
+                body = await _key_in(request)
+        except (TimeoutError, ClientDisconnect):
+            return JSONResponse({"error": "the key did not arrive"}, 408, {"connection": "close"})
+        if len(body) > ENTER_BYTES_MAX:
+            return JSONResponse({"error": "that is no key"}, 413)
+        if not access.is_key(body.decode("utf-8", "replace")):
+            return JSONResponse({"error": "that is not the key"}, 403)
+        answer = Response(status_code=204)
+        name, is_https = _cookie_name(request), request.url.scheme == "https"
+        answer.set_cookie(name, access.session, httponly=True, samesite="strict", secure=is_https)
+        return answer
+
+    async def events(request: Request) -> Response:
+        headers = {"cache-control": "no-store"}
+        stream = hub.stream(request.headers.get("last-event-id", ""))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    async def learners(request: Request) -> Response:
+        asked = request.query_params
+        try:
+            found = hub.learners(
+                sort=asked.get("sort", "attention"), descending=asked.get("descending") == "1",
+                find=asked.get("find", "")[:100], page=int(asked.get("page", 0)),
+            )  # fmt: skip
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        body = json.dumps(finite(found), allow_nan=False, separators=(",", ":"))
+        return Response(body, media_type="application/json")
+
+    async def ready(_: Request) -> Response:
+        return JSONResponse({"ready": True, "reason": "serving"})
+
+    starlette = Starlette(
+        routes=[
+            Route("/", page),
+            Route("/enter", enter, methods=["POST"]),
+            Route("/events", guarded(events)),
+            Route("/learners", guarded(learners)),
+            Route("/readyz", ready),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+    )
+    return _Strict(starlette, access)
+
+
+class _Strict:
+    """Refuses what is meant for another name, and adds `HEADERS` to every answer."""
+
+    def __init__(self, app: Starlette, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        host = next((value.decode("latin-1") for key, value in scope["headers"] if key == b"host"), "")
+
+        async def send_strictly(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                added = [(key.encode(), value.encode()) for key, value in HEADERS.items()]
+                named = {key.lower() for key, _ in message["headers"]}
+                if b"cache-control" not in named:
+                    added.append((b"cache-control", b"no-cache"))
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        if not self._access.answers_to(host):
+            words = "Call this page by its number or as localhost, or have it ask for a key (security.token_file).\n"
+            await PlainTextResponse(words, 421)(scope, receive, send_strictly)
+            return
+        await self._app(scope, receive, send_strictly)
+
+
+async def _key_in(request: Request) -> bytes:
+    """What was sent, or so much of it that it is no key. Raises ClientDisconnect."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > ENTER_BYTES_MAX:
+            break
+    return body
+
+
+def _cookie_name(request: Request) -> str:
+    """With the port: cookies of one host are sent to all its ports, and several pages may be open."""
+    return f"{COOKIE}_{request.url.port or 0}"

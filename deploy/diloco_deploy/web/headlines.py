@@ -1,0 +1,131 @@
+"""Three answers at the top of the page: is it learning, is anybody gone, is anything lost. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco_deploy.web.course import Point, Trend
+
+SPANS_S = (60.0, 600.0, 7200.0)
+"""Where the loss goes is said of the shortest of these spans in which it can be told from its scatter."""
+LEVEL = 0.005
+"""A change below this share of the loss is no change."""
+NOISE = 4.0
+"""Nor is one below so many standard errors: points that follow each other are alike."""
+
+
+def headlines(
+    *, states: Counter[str], answering: int, heard: int, shards_away: Sequence[str], run: Mapping[str, Any],
+    totals: Mapping[str, Any], points: Sequence[Point], trends: Sequence[Trend],
+) -> dict[str, Any]:  # fmt: skip
+    """JSON of the three. Each has a level ("good", "info", "bad"), a title and a sentence.
+
+    `states`: learners by state. `answering`, `heard`: shards that answer, and that ever did. `trends`: of
+    `SPANS_S`, as far as there are any.
+    """
+    if not answering:
+        words = "No shard has answered yet." if not heard else "No shard answers; this is from before."
+        unknown = {"level": "bad", "title": "Not known", "words": words}
+        return {"learning": unknown, "here": _here(states, answering, shards_away, run), "lost": dict(unknown)}
+    return {
+        "learning": _learning(states, run, points, trends),
+        "here": _here(states, answering, shards_away, run),
+        "lost": _lost(totals, shards_away),
+    }
+
+
+def _learning(
+    states: Counter[str], run: Mapping[str, Any], points: Sequence[Point], trends: Sequence[Trend]
+) -> dict[str, str]:
+    loss = next((point.loss for point in reversed(points) if point.loss is not None), None)
+    if run["done"]:
+        return _said("good", "Done", "The token budget is reached.")
+    if not _here_count(states):
+        return _said("bad", "Nobody trains", "No learner holds a lease at a shard that answers.")
+    if loss is None:
+        return _said("info", "No loss yet", "No learner has reported a loss.")
+    if points[-1].loss is None:
+        return _said("info", "No loss now", "None of the learners that are here reports a loss.")
+    if not trends:
+        return _said("info", "Training", "Too early to say where the loss goes.")
+    for trend in trends:
+        if abs(trend.change) > max(LEVEL * abs(loss), NOISE * trend.noise):
+            if trend.change < 0:
+                return _said("good", "Learning", f"The loss fell by {-trend.change:.2g} in the last {_span(trend)}.")
+            return _said("bad", "Loss rises", f"The loss rose by {trend.change:.2g} in the last {_span(trend)}.")
+    return _said("info", "Level", f"The loss does not move beyond its scatter in the last {_span(trends[-1])}.")
+
+
+def _span(trend: Trend) -> str:
+    return f"{trend.over_s:.0f} s" if trend.over_s < 90 else f"{trend.over_s / 60:.0f} min"
+
+
+def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run: Mapping[str, Any]) -> dict[str, str]:
+    here, left = _here_count(states), states["left"]
+    known = states.total() - left
+    unasked = max(0, (run["shards_of_run"] or 0) - answering - len(shards_away))
+    parts = []
+    if shards_away:
+        parts.append(f"{_some(shards_away)} {'does' if len(shards_away) == 1 else 'do'} not answer")
+    if unasked:
+        parts.append(f"{unasked} of the run's shards {'is' if unasked == 1 else 'are'} not asked by this page")
+    parts += [f"learners do not reach shard-{index}" for index in run["unreached"]]
+    if states["unknown"]:
+        parts.append(f"{_learners(states['unknown'])} of whom nothing is known now")
+    for state, words in _WORDS.items():
+        if states[state]:
+            parts.append(f"{_learners(states[state])} {words}")
+    if left:
+        parts.append(f"{left} said goodbye")
+    title = f"{here} of {known} learners, {answering} of {answering + len(shards_away) + unasked} shards"
+    if not parts:
+        return _said("good" if here else "info", title, "Everybody is here." if here else "No learner has come yet.")
+    is_bad = bool(shards_away or run["unreached"] or states["away"] or states["unknown"] or states["quarantined"])
+    is_good = not is_bad and here == known and not unasked and not states["stalled"] and not states["partly"]
+    level = "bad" if is_bad else "good" if is_good else "info"
+    return _said(level, title, "; ".join(parts).capitalize() + "." if not shards_away else "; ".join(parts) + ".")
+
+
+_WORDS = {
+    "away": "away", "awaited": "not here yet", "quarantined": "in quarantine", "stalled": "stalled",
+    "partly": "cut off from a shard",
+}  # fmt: skip
+
+
+def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, str]:
+    lost, refused = totals["versions_lost"], sum(totals["refused"].values())
+    carried = []
+    if totals["late"]:
+        carried.append(f"{totals['late']:,} late")
+    if refused:
+        carried.append(f"{refused:,} refused")
+    fenced = totals["missed"].get("FENCED", 0)
+    if fenced:
+        carried.append(f"{fenced:,} fenced off")
+    if lost:
+        words = "Announced versions that a shard came back without; learners go on from what they hold."
+        return _said("bad", f"{lost:,} {'version' if lost == 1 else 'versions'} lost", words)
+    if shards_away:
+        return _said("info", "Nothing, so far", f"What {_some(shards_away)} kept is not known until it answers.")
+    if not carried:
+        return _said("good", "Nothing lost", "Every announced version is there.")
+    words = "Every announced version is there. Contributions that missed their round: "
+    return _said("good", "Nothing lost", words + ", ".join(carried) + "; learners that live carry that work on.")
+
+
+def _here_count(states: Counter[str]) -> int:
+    return sum(states[state] for state in ("training", "stalled", "quarantined", "partly"))
+
+
+def _learners(count: int) -> str:
+    return f"{count} learner{'' if count == 1 else 's'}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _said(level: str, title: str, words: str) -> dict[str, str]:
+    return {"level": level, "title": title, "words": words}

@@ -1,0 +1,159 @@
+"""One live page: it asks the shards, keeps what they say, and serves it, inside one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from diloco_common.errors import plain
+from diloco_common.http import finite
+from diloco_common.http_listener import HttpListener
+from diloco_common.http_tls import TlsDoor
+from diloco_deploy.web.access import Access
+from diloco_deploy.web.app import make_app
+from diloco_deploy.web.asking import TIMEOUT_S, NoAnswer, ask
+from diloco_deploy.web.credentials import Credentials
+from diloco_deploy.web.feed import Feed
+from diloco_deploy.web.members import Watched
+
+EVERY_S = 1.0
+"""How often a shard is asked, and how often a page hears of it, at most."""
+REST = 9.0
+"""After an answer that took long to take in, rest for so many times as long: a tenth of a core is enough."""
+STREAM_S = 25.0
+"""A stream ends then, and the browser opens the next: connections have a deadline (`http_connections.py`)."""
+_THREADS_MAX = 16
+_RETRY = b"retry: 500\n\n"
+_log = logging.getLogger("diloco.web")
+
+
+class LivePage:
+    """Use inside one event loop: `start`, then `stop`."""
+
+    def __init__(
+        self, listen: str, watched: Watched, credentials: Credentials, *, asks_key: bool, door: TlsDoor | None = None
+    ) -> None:
+        """`asks_key`: for a word that is made here, or the token of the run. `door`: serve over TLS."""
+        self._watched, self._credentials = watched, credentials
+        self._members = watched()
+        self._key = secrets.token_urlsafe(16) if asks_key else None
+        self._scheme = "http" if door is None else "https"
+        self._feed = Feed(time.time())
+        self._life = secrets.token_hex(4)  # numbers of another life of this page mean nothing here
+        self._messages: dict[int, bytes] = {}  # number that a viewer knows -> what it is told, at the present number
+        self._changed = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="diloco-web-ask")
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._telling: asyncio.Task[None] | None = None
+        app = make_app(self, Access(self._key, credentials.token, None if door is None else door.admits))
+        self._listener = HttpListener(listen, app, door)
+
+    async def start(self) -> str:
+        """Listen, begin to ask, and return the address of the page. Raises ConfigError or InUse."""
+        address = await self._listener.start()
+        self._telling = asyncio.create_task(self._tell(), name="web-tell")
+        return f"{self._scheme}://{_shown(address)}/" + ("" if self._key is None else f"#key={self._key}")
+
+    async def stop(self) -> None:
+        """End all streams and stop. Repeating it is fine."""
+        self._ending.set()
+        self._changed.set()
+        for task in (*self._asking.values(), *([self._telling] if self._telling else [])):
+            task.cancel()
+        await self._listener.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ for the application
+
+    async def stream(self, last_seen: str) -> AsyncIterator[bytes]:
+        life, _, number = last_seen.partition(".")
+        seen = int(number) if life == self._life and number.isdecimal() else 0
+        ends_at = time.monotonic() + STREAM_S
+        yield _RETRY
+        while not self._ending.is_set() and time.monotonic() < ends_at:
+            seen, message = self._message(seen)
+            yield message
+            changed = self._changed
+            try:
+                async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
+                    await changed.wait()
+            except TimeoutError:
+                return
+
+    def learners(self, *, sort: str, descending: bool, find: str, page: int) -> dict[str, Any]:
+        return self._feed.learners(sort=sort, descending=descending, find=find, page=page, now=time.time())
+
+    # ------------------------------------------------------------ helpers
+
+    def _message(self, seen: int) -> tuple[int, bytes]:
+        """The newest number, and what is told to whoever knows another one: made once for all viewers."""
+        made = self._messages.get(seen)
+        if made is None:
+            state = self._feed.since(seen, time.time())
+            body = json.dumps(finite(state), allow_nan=False, separators=(",", ":"))
+            made = f"id: {self._life}.{state['seq']}\ndata: {body}\n\n".encode()
+            self._messages[seen] = made
+            self._newest = int(state["seq"])
+        return self._newest, made
+
+    async def _tell(self) -> None:
+        """Begin to ask shards that are new, and wake the viewers, at a steady pace."""
+        has_failed = False
+        while True:
+            began = time.monotonic()
+            try:
+                self._look()
+            except Exception:  # the page goes on with what it has
+                if not has_failed:
+                    _log.exception("the page could not take a look; this is said once")
+                has_failed = True
+            self._messages.clear()
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+            await asyncio.sleep(max(EVERY_S, REST * (time.monotonic() - began)))
+
+    def _look(self) -> None:
+        self._members = self._watched()
+        self._feed.expect(self._members.shards, self._members.learners)
+        for name in self._members.shards:
+            if name not in self._asking:
+                self._asking[name] = asyncio.create_task(self._ask(name), name=f"web-ask-{name}")
+        self._feed.sample(time.time())
+
+    async def _ask(self, name: str) -> None:
+        """Ask one shard again and again. A shard that hangs holds up no other."""
+        loop = asyncio.get_running_loop()
+        while True:
+            address = self._members.shards.get(name)
+            took_s = 0.0
+            if address is None:
+                self._feed.silent(name, self._members.why.get(name) or "it is not running", time.time())
+            else:
+                epoch, after = self._feed.traced(name)
+                try:
+                    said = await loop.run_in_executor(
+                        self._threads, ask, self._credentials.asker(), address, epoch, after, TIMEOUT_S
+                    )
+                    began = time.perf_counter()
+                    self._feed.heard(name, said.status, said.rounds, time.time(), said.asked_at)
+                    took_s = time.perf_counter() - began
+                except NoAnswer as error:
+                    self._feed.silent(name, str(error), time.time())
+                except Exception as error:  # whatever it was: ask again
+                    self._feed.silent(name, f"its answer makes no sense: {plain(repr(error))[:200]}", time.time())
+            await asyncio.sleep(max(EVERY_S, REST * took_s))
+
+
+def _shown(address: str) -> str:
+    """What a browser on this machine can call: every interface has this one."""
+    for every, here in (("0.0.0.0:", "127.0.0.1:"), ("[::]:", "[::1]:")):
+        if address.startswith(every):
+            return here + address.removeprefix(every)
+    return address

@@ -1,0 +1,117 @@
+// Learners: all of them at a glance, and a page of rows at a time, so that thousands cost no more than fifty.
+
+import { $, make, say } from "./dom.js";
+import { clock, count, loss, seconds } from "./format.js";
+import { pill } from "./shards.js";
+
+const EVERY_MS = 2000;
+const LEVELS = { training: "good", left: "info", stalled: "warn", partly: "warn", quarantined: "bad", away: "bad", awaited: "warn", unknown: "info" };
+const NAMES = { t: "training", s: "stalled", q: "quarantined", p: "cut off from a shard", a: "away", l: "left", w: "not here yet", u: "not known" };
+const WHY = {
+  LATE: "late", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away", QUARANTINED: "in quarantine",
+  STALLED: "stalled", NOT_FINITE: "not finite", NORM_TOO_LARGE: "too long",
+};
+const asked = { sort: "attention", descending: false, page: 0, find: "" };
+let lastAt = -EVERY_MS;
+let glance = null;
+let version = 0;
+
+export function listenForLearners() {
+  for (const head of document.querySelectorAll("#learners th[data-sort]")) {
+    head.querySelector("button").addEventListener("click", () => {
+      asked.descending = asked.sort === head.dataset.sort ? !asked.descending : false;
+      asked.sort = head.dataset.sort;
+      asked.page = 0;
+      askAnew();
+    });
+  }
+  $("find").addEventListener("input", () => {
+    asked.find = $("find").value;
+    asked.page = 0;
+    askAnew();
+  });
+  $("before").addEventListener("click", () => turn(-1));
+  $("next").addEventListener("click", () => turn(1));
+}
+
+function turn(pages) {
+  asked.page += pages;
+  askAnew();
+}
+
+export function showLearners(state) {
+  showGlance(state.last);
+  if (performance.now() - lastAt >= EVERY_MS) askAnew();
+}
+
+async function askAnew() {
+  lastAt = performance.now();
+  version += 1;
+  const mine = version;
+  const query = new URLSearchParams({ ...asked, descending: asked.descending ? "1" : "0" });
+  let found;
+  try {
+    const answer = await fetch(`/learners?${query}`);
+    if (!answer.ok) return;
+    found = await answer.json();
+  } catch {
+    return; // the page's server is away; the head of the page says so
+  }
+  if (mine !== version) return;
+  asked.page = found.page;
+  $("learners").querySelector("tbody").replaceChildren(...found.rows.map((row) => rowOf(row, found.now)));
+  const from = found.page * 50;
+  const forgotten = found.forgotten ? `, ${found.forgotten} more were away too long and are forgotten` : "";
+  say($("pages"), found.total ? `${from + 1} to ${from + found.rows.length} of ${found.total}${forgotten}` : "nobody");
+  $("before").disabled = found.page === 0;
+  $("next").disabled = found.page >= found.pages - 1;
+  for (const head of document.querySelectorAll("#learners th[data-sort]")) {
+    const sorted = head.dataset.sort === asked.sort;
+    if (sorted) head.setAttribute("aria-sort", asked.descending ? "descending" : "ascending");
+    else head.removeAttribute("aria-sort");
+  }
+}
+
+function rowOf(row, now) {
+  const gone = row.state === "away" || row.state === "left" || row.state === "unknown";
+  const since = row.state === "partly" ? `away at ${row.away_at.join(", ")}`
+    : row.state === "awaited" ? "" : gone ? `${row.state === "away" ? "since" : "heard"} ${clock(row.heard_at)}, ${seconds(now - row.heard_at)} ago` : "";
+  return make(
+    "tr",
+    { "data-state": gone ? "away" : "here" },
+    make("th", { scope: "row", text: row.id }),
+    make("td", {}, pill(LEVELS[row.state], row.state === "partly" ? "cut off" : row.state === "unknown" ? "not known" : row.state === "awaited" ? "not here yet" : row.state),
+      make("span", { class: "quiet", text: since })),
+    make("td", { class: "number wide", text: row.heard_at ? count(row.step) : "–" }),
+    make("td", { class: "number", text: gone ? "–" : count(row.tokens_per_s || null) }),
+    make("td", { class: "number", text: loss(row.loss) }),
+    make("td", { class: "number wide", text: row.staleness === null ? "–" : String(row.staleness) }),
+    make("td", { class: "fate" }, ...fateOf(row)),
+  );
+}
+
+function fateOf(row) {
+  if (!row.asked) return [make("span", { class: "quiet", text: "not asked yet" })];
+  const missed = Object.entries(row.missed);
+  const numMissed = missed.reduce((sum, [, n]) => sum + n, 0);
+  const bar = make("span", { class: "fates", "aria-hidden": "true" });
+  for (const [kind, n] of [["merged", row.merged], ["missed", numMissed]]) {
+    const part = make("i", { class: kind });
+    part.style.width = `${(100 * Math.min(n, row.asked)) / row.asked}%`;
+    bar.append(part);
+  }
+  const why = missed.map(([code, n]) => `${n} ${WHY[code] ?? code.toLowerCase().replaceAll("_", " ")}`).join(", ");
+  return [bar, make("span", { text: `${count(row.merged)} of ${count(row.asked)} merged` }),
+    make("span", { class: "quiet", text: why })];
+}
+
+function showGlance({ glance: letters, totals }) {
+  if (letters === glance) return;
+  glance = letters;
+  const box = $("glance");
+  const words = Object.entries(totals.learners).map(([state, n]) => `${n} ${state}`);
+  box.setAttribute("aria-label", words.length ? `Learners: ${words.join(", ")}` : "No learner yet");
+  box.dataset.many = letters.length > 400 ? "yes" : "no";
+  const dots = [...letters].map((letter) => make("i", { "data-state": letter, title: NAMES[letter] }));
+  box.replaceChildren(...dots);
+}
