@@ -4,6 +4,9 @@ The processes, channels, options, messages, chunk sizes and checksums are those 
 no arithmetic, no rounds, no state. A learner pulls a fragment as soon as it has pushed it. If a real round takes
 longer, the difference is our own cost.
 
+Two ways to make and read the messages take turns: frames by hand, as the product does, are the floor; generated classes
+are what anybody would write first.
+
     python benchmarks/bare_wire.py                          # 100 M parameters, int8 up, bfloat16 down
     python benchmarks/bare_wire.py --push int4 --pull int8
 """
@@ -16,24 +19,28 @@ import multiprocessing
 import os
 import resource
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-import google_crc32c
 import grpc
 
-from diloco_common import rpc
+from diloco_common import protobuf, rpc
 from diloco_common.allocator import tune_allocator
-from diloco_common.codec.payload import CHUNK_ELEMENTS, num_payload_bytes
+from diloco_common.codec import Chunk, crc32c
+from diloco_common.codec.frames import frame_of, framed
+from diloco_common.codec.payload import num_payload_bytes, usual_chunk_elements
 from diloco_common.protocol import PUSHES_AT_ONCE
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 
 WARM_UP = 2
+BY_HAND, GENERATED = "frames by hand", "generated classes"
+SERVICES = {BY_HAND: rpc.SERVICE, GENERATED: "generated"}
+"""Which service of a shard takes and gives messages of this kind."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +54,24 @@ class WireSpec:
     push: str
     pull: str
 
-    def chunks_up(self) -> list[bytes]:
+    def chunks_up(self) -> list[Chunk]:
         return self._chunks(self.push)
 
-    def chunks_down(self) -> list[bytes]:
+    def chunks_down(self) -> list[Chunk]:
         return self._chunks(self.pull)
 
     def gigabytes(self) -> float:
         one_learner = sum(map(len, [*self.chunks_up(), *self.chunks_down()])) * self.fragments
         return self.learners * one_learner / 1e9
 
-    def _chunks(self, encoding: str) -> list[bytes]:
-        """A fragment's chunks. Chunks of equal size are the same object."""
-        whole, rest = divmod(self.parameters // self.fragments, CHUNK_ELEMENTS)
-        chunk, last = (os.urandom(num_payload_bytes(encoding, n)) for n in (CHUNK_ELEMENTS, rest))
-        return [chunk] * whole + [last] * bool(rest)
+    def _chunks(self, encoding: str) -> list[Chunk]:
+        """A fragment's chunks, each in its frame. Chunks of equal size are the same object."""
+        size = usual_chunk_elements(encoding)
+        whole, rest = divmod(self.parameters // self.fragments, size)
+        filled = [os.urandom(num_payload_bytes(encoding, n)) for n in (size, rest)]
+        chunk, last = (framed(data, crc32c(data)) for data in filled)
+        chunks: list[Chunk] = [chunk] * whole + [last] * bool(rest)
+        return chunks
 
     def fragments_of(self, shard: int) -> int:
         return len(range(shard, self.fragments, self.shards))
@@ -77,10 +87,10 @@ class BareWire:
         for _ in range(WARM_UP):
             self.round()
 
-    def round(self) -> tuple[float, float]:
-        """Take one round. Returns its seconds, and the CPU seconds of all processes together."""
+    def round(self, messages: str = BY_HAND) -> tuple[float, float]:
+        """Take one round with such messages. Returns its seconds, and the CPU seconds of all processes together."""
         cpu_before, began = self._cpu_s(), time.perf_counter()
-        _ask(self._learners, "round")
+        _ask(self._learners, messages)
         seconds = time.perf_counter() - began
         return seconds, self._cpu_s() - cpu_before
 
@@ -104,7 +114,7 @@ def _ask(pipes: list[Connection], what: str) -> list[float]:
     return [pipe.recv() for pipe in pipes]
 
 
-async def _answer(pipe: Connection, take_round: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+async def _answer(pipe: Connection, take_round: Callable[[str], Coroutine[Any, Any, None]] | None = None) -> None:
     """Follow the commands from the pipe until its other end is closed."""
     loop = asyncio.get_running_loop()
     while True:
@@ -112,8 +122,8 @@ async def _answer(pipe: Connection, take_round: Callable[[], Coroutine[Any, Any,
             what = await loop.run_in_executor(None, pipe.recv)
         except EOFError:
             return
-        if what == "round" and take_round is not None:
-            await take_round()
+        if what in SERVICES and take_round is not None:
+            await take_round(what)
         used = resource.getrusage(resource.RUSAGE_SELF)
         pipe.send(used.ru_utime + used.ru_stime)
 
@@ -121,33 +131,72 @@ async def _answer(pipe: Connection, take_round: Callable[[], Coroutine[Any, Any,
 # ------------------------------------------------------------ a shard
 
 
-class _Shard(pb_grpc.ParameterServerServicer):
+class _Shard:
     """Takes all pushes, holds them until the round is over, and gives every learner the same bytes."""
 
     def __init__(self, spec: WireSpec) -> None:
         self._down = spec.chunks_down()
         self._held_max = spec.learners * spec.fragments // spec.shards
-        self._held: list[list[bytes]] = []
+        self._held: list[list[Chunk]] = []
 
-    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Any) -> pb.PushResponse:
-        crc32c, chunks = 0, []
-        async for part in requests:
-            crc32c = google_crc32c.extend(crc32c, part.chunk)
-            chunks.append(part.chunk)
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
+        generated = {
+            "Push": grpc.stream_unary_rpc_method_handler(self.push_generated, pb.PushRequest.FromString),
+            "Pull": grpc.unary_stream_rpc_method_handler(
+                self.pull_generated, response_serializer=pb.PullResponse.SerializeToString
+            ),
+        }
+        by_hand = {
+            "Push": grpc.stream_unary_rpc_method_handler(self.push),
+            "Pull": grpc.unary_stream_rpc_method_handler(self.pull),
+        }
+        return [
+            grpc.method_handlers_generic_handler(SERVICES[GENERATED], generated),
+            grpc.method_handlers_generic_handler(SERVICES[BY_HAND], by_hand),
+        ]
+
+    async def push(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        self._hold([_checked(protobuf.push_part(request)) async for request in requests])
+        return b""
+
+    async def pull(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for chunk in self._down:
+            yield frame_of(chunk)
+
+    async def push_generated(self, requests: AsyncIterator[pb.PushRequest], context: Any) -> bytes:
+        self._hold([_checked(request.chunk) async for request in requests])
+        return b""
+
+    async def pull_generated(self, request: bytes, context: Any) -> AsyncIterator[pb.PullResponse]:
+        for data in self._bytes_down:
+            yield pb.PullResponse(chunk=data, crc32c=0)
+
+    @cached_property
+    def _bytes_down(self) -> list[bytes]:
+        """The chunks as the generated classes take them. As above, those of equal size are the same object."""
+        return _as_bytes(self._down)
+
+    def _hold(self, chunks: list[Chunk]) -> None:
         if len(self._held) >= self._held_max:
             self._held.clear()
         self._held.append(chunks)
-        return pb.PushResponse()
 
-    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
-        for chunk in self._down:
-            yield pb.PullResponse(chunk=chunk)
+
+def _checked(chunk: Any) -> Chunk:
+    """Takes the checksum of a chunk, and compares it with nothing."""
+    crc32c(chunk)
+    return chunk  # type: ignore[no-any-return]
+
+
+def _as_bytes(chunks: Iterable[Chunk]) -> list[bytes]:
+    copies: dict[int, bytes] = {}
+    return [copies.setdefault(id(chunk), bytes(chunk)) for chunk in chunks]
 
 
 def _run_shard(pipe: Connection, spec: WireSpec) -> None:
     async def serve() -> None:
         server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        pb_grpc.add_ParameterServerServicer_to_server(_Shard(spec), server)
+        server.add_generic_rpc_handlers(_Shard(spec).handlers())
         pipe.send(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
         await _answer(pipe)
@@ -162,25 +211,25 @@ def _run_shard(pipe: Connection, spec: WireSpec) -> None:
 def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
     async def learn() -> None:
         up = spec.chunks_up()
+        bytes_up = _as_bytes(up)
         bulk = [[_dial(port) for _ in ("push", "pull")] for port in ports]
         pushing = [asyncio.Semaphore(PUSHES_AT_ONCE) for _ in ports]
         pulling = [asyncio.Semaphore(1) for _ in ports]
 
-        async def requests() -> AsyncIterator[pb.PushRequest]:
-            for chunk in up:
-                yield pb.PushRequest(chunk=chunk)
-
-        async def sync(shard: int) -> None:
+        async def sync(shard: int, messages: str) -> None:
             """Push a fragment, then pull it. Several pushes run at once, but only one pull."""
+            push, pull = (_calls(channel, messages) for channel in bulk[shard])
             async with pushing[shard]:
-                await bulk[shard][0].Push(requests())
+                if messages == BY_HAND:
+                    await push.push(frame_of(chunk) for chunk in up)
+                else:
+                    await push.push(pb.PushRequest(chunk=data, crc32c=0) for data in bytes_up)
             async with pulling[shard]:
-                crc32c = 0
-                async for part in bulk[shard][1].Pull(pb.PullRequest()):
-                    crc32c = google_crc32c.extend(crc32c, part.chunk)
+                async for message in pull.pull(b""):
+                    _checked(protobuf.pull_part(message) if messages == BY_HAND else message.chunk)
 
-        async def take_round() -> None:
-            await asyncio.gather(*(sync(i) for i in range(spec.shards) for _ in range(spec.fragments_of(i))))
+        async def take_round(messages: str) -> None:
+            await asyncio.gather(*(sync(i, messages) for i in range(spec.shards) for _ in range(spec.fragments_of(i))))
 
         await _answer(pipe, take_round)
 
@@ -188,8 +237,27 @@ def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
     asyncio.run(learn())
 
 
-def _dial(port: int) -> pb_grpc.ParameterServerStub:
-    return pb_grpc.ParameterServerStub(grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.BULK_CHANNEL_OPTIONS))
+def _dial(port: int) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.BULK_CHANNEL_OPTIONS)
+
+
+class _Calls(NamedTuple):
+    push: Callable[..., Any]
+    pull: Callable[..., Any]
+
+
+def _calls(channel: grpc.aio.Channel, messages: str) -> _Calls:
+    service = SERVICES[messages]
+    serialize, parse = (None, None) if messages == BY_HAND else (_serialize, pb.PullResponse.FromString)
+    return _Calls(
+        channel.stream_unary(f"/{service}/Push", request_serializer=serialize),
+        channel.unary_stream(f"/{service}/Pull", response_deserializer=parse),
+    )
+
+
+def _serialize(message: pb.PushRequest) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def main() -> None:
@@ -205,10 +273,13 @@ def main() -> None:
     spec = WireSpec(args.learners, args.shards, args.fragments, int(args.params), args.push, args.pull)
     with ExitStack() as stack:
         wire = BareWire(spec, stack)
-        rounds = [wire.round() for _ in range(args.rounds)]
-    seconds, cpu_s = median(s for s, _ in rounds), median(cpu for _, cpu in rounds)
+        rounds = [{messages: wire.round(messages) for messages in SERVICES} for _ in range(args.rounds)]
     moved = spec.gigabytes()
-    print(f"{moved:.2f} GB: {seconds:.2f} s, {cpu_s:.2f} CPU seconds, {cpu_s / moved:.2f} per GB")
+    for messages in SERVICES:
+        seconds, cpu_s = (median(r[messages][i] for r in rounds) for i in (0, 1))
+        print(f"{messages:<18} {moved:.2f} GB: {seconds:.2f} s, {cpu_s:.2f} CPU seconds, {cpu_s / moved:.2f} per GB")
+    ratios = [median(r[BY_HAND][i] / r[GENERATED][i] for r in rounds) for i in (0, 1)]
+    print(f"by hand takes {ratios[0]:.2f} of the seconds and {ratios[1]:.2f} of the CPU seconds (neighbouring rounds)")
 
 
 if __name__ == "__main__":

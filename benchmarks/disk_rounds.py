@@ -57,7 +57,7 @@ class DiskRun:
         self._pipes: list[Connection] = []
         tensors = tensors_of(int(args.params))
         for rank in range(args.learners):
-            spec = LearnerSpec(rank, args.learners, (self.shard.address,), tensors, args.fragments, "")
+            spec = LearnerSpec(rank, args.learners, (self.shard.address,), tensors, "")
             ours, theirs = context.Pipe()
             process = context.Process(target=run_learner, args=(spec, args.step_s, theirs), daemon=True)
             process.start()

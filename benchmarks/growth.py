@@ -1,6 +1,6 @@
 """The cost of a shard as learners, fragments and parameters grow, the law behind it, and the effect of more shards.
 
-    python benchmarks/growth.py                                # all sweeps: about six minutes
+    python benchmarks/growth.py                                # all sweeps: about eight minutes
     python benchmarks/growth.py --only learners,fragments --json growth.json
     python benchmarks/growth.py --draw growth.json             # docs/growth.png again, without measuring
 
@@ -11,6 +11,9 @@ as bfloat16. The kernel (/proc/PID) gives the CPU seconds and memory of a shard.
     CPU seconds = a per version + b per contribution + c per million parameters + d per MB received or sent
     memory      = idle shard + contributions of open rounds
                   + bytes per parameter + bytes per parameter of one fragment + bytes per learner + a constant
+
+The law says what one core serves: so many contributions per second where they are small, so many bytes where they are
+large. `cores` is how busy the busiest shard was: its event loop is one thread, so near 1 it is saturated.
 
 Exits with 1 if a shard of a large model took more than 12 bytes per parameter, not counting its idle memory and the
 contributions. Needs Linux, and about 3 GiB.
@@ -88,6 +91,21 @@ class Cost:
         return self.learners * self.fragments
 
     @property
+    def contributions_per_core_s(self) -> float:
+        """Contributions, each with its pull, that one core serves in a second: by the CPU time of all shards."""
+        return self.contributions / sum(self.shard_cpu_s)
+
+    @property
+    def bytes_per_core_s(self) -> float:
+        """Bytes received and sent that one core serves in a second."""
+        return self.moved_bytes / sum(self.shard_cpu_s)
+
+    @property
+    def cores(self) -> float:
+        """Cores that the busiest shard kept busy during the rounds: near 1, it is what the others wait for."""
+        return max(self.shard_cpu_s) / self.seconds
+
+    @property
     def own_bytes(self) -> int:
         """Peak memory of the first shard, without its idle memory and the contributions."""
         return self.peak_bytes[0] - self.idle_bytes[0] - self.open_bytes[0]
@@ -95,10 +113,11 @@ class Cost:
 
 # "mixed" varies several numbers at once, so the law can tell bytes from contributions and from parameters.
 SWEEPS = {
-    "learners": [Case(n, 8, 1_000_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)],
+    "learners": [Case(n, 8, 1_000_000) for n in (1, 4, 8, 16, 32, 64, 128, 256)],
     "fragments": [Case(4, n, 8_000_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)],
     "parameters": [Case(4, 24, int(n * 1e6)) for n in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)],
-    "shards": [Case(n, 8, 1_000_000, shards) for n in (16, 64, 128) for shards in (2, 4)],
+    "shards": [Case(n, 8, 1_000_000, shards) for n in (16, 64, 256) for shards in (2, 4, 8)],
+    "bytes": [Case(n, 8, 8_000_000) for n in (8, 32, 64)],
     "mixed": [Case(32, 8, 4_000_000), Case(16, 8, 8_000_000), Case(2, 128, 16_000_000), Case(1, 8, 32_000_000)],
 }
 
@@ -217,7 +236,8 @@ class _Load:
 
 HEAD = (
     f"{'learners':>8} {'fragments':>9} {'M params':>8} {'shards':>6} {'s/round':>8} {'shard CPU s':>11} {'law':>7} "
-    f"{'ms/contribution':>15} {'us/report':>9} {'peak MB':>8} {'open MB':>8}"
+    f"{'ms/contribution':>15} {'us/report':>9} {'per core: pushes/s':>18} {'MB/s':>6} {'cores':>5} {'peak MB':>8} "
+    f"{'open MB':>8}"
 )
 
 
@@ -229,7 +249,8 @@ def line_of(cost: Cost, law: CpuLaw | None = None) -> str:
     size, peak, most = cost.parameters / 1e6, max(cost.peak_bytes) / 1e6, max(cost.open_bytes) / 1e6
     return (
         f"{cost.learners:>8} {cost.fragments:>9} {size:>8.2f} {cost.shards:>6} {cost.seconds:>8.3f} {cpu:>11.3f} "
-        f"{expected} {each:>15.2f} {1e6 * cost.report_cpu_s:>9.0f} {peak:>8.0f} {most:>8.1f}"
+        f"{expected} {each:>15.2f} {1e6 * cost.report_cpu_s:>9.0f} {cost.contributions_per_core_s:>18.0f} "
+        f"{cost.bytes_per_core_s / 1e6:>6.0f} {cost.cores:>5.2f} {peak:>8.0f} {most:>8.1f}"
     )
 
 
@@ -244,8 +265,10 @@ def report(costs: Sequence[Cost]) -> tuple[CpuLaw, MemoryLaw]:
     return cpu, memory
 
 
-def save(costs: Sequence[Cost], cpu: CpuLaw, memory: MemoryLaw, path: Path) -> None:
-    found = {"cpu_law": asdict(cpu), "memory_law": asdict(memory), "costs": [asdict(cost) for cost in costs]}
+def save(costs: Sequence[Cost], path: Path) -> None:
+    single = [cost for cost in costs if cost.shards == 1]
+    laws = {"cpu_law": asdict(fit_cpu(single)), "memory_law": asdict(fit_memory(single))} if single else {}
+    found = {**laws, "costs": [asdict(cost) for cost in costs]}
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 
@@ -253,15 +276,20 @@ def load(path: Path) -> list[Cost]:
     return [Cost(**cost) for cost in json.loads(path.read_text())["costs"]]
 
 
-async def sweeps(args: argparse.Namespace) -> list[Cost]:
-    """Measure case by case, in one event loop, because gRPC cannot change it."""
-    costs = []
+async def sweeps(args: argparse.Namespace, costs: list[Cost]) -> None:
+    """Measure case by case, in one event loop, because gRPC cannot change it. Adds to the costs, and saves them."""
+    measured = {(c.sweep, c.learners, c.fragments, c.parameters, c.shards) for c in costs}
     print(HEAD)
     for sweep in args.only:
         for case in SWEEPS[sweep][: max(1, round(args.largest * len(SWEEPS[sweep])))]:
+            cut_in = cut(tensors_of(case.parameters), case.fragments, case.shards)
+            if (sweep, case.learners, len(cut_in.fragments), cut_in.num_elements, case.shards) in measured:
+                continue
             costs.append(await measure(sweep, case, args.rounds, args.seconds))
             print(line_of(costs[-1]), flush=True)
-    return costs
+            costs.sort(key=lambda cost: list(SWEEPS).index(cost.sweep))
+            if args.json:
+                save(costs, args.json)
 
 
 def main() -> int:
@@ -271,6 +299,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of more rounds, where those take less")
     parser.add_argument("--largest", type=float, default=1.0, help="share of each sweep's cases, smallest first")
     parser.add_argument("--json", type=Path, help="write the figures to this file, beside those of other sweeps there")
+    parser.add_argument("--resume", action="store_true", help="measure only the cases that are not in --json yet")
     parser.add_argument("--draw", type=Path, help="measure nothing: draw the figures of this file")
     parser.add_argument("--plot", type=Path, default=DOCS / "growth.png")
     args = parser.parse_args()
@@ -281,13 +310,12 @@ def main() -> int:
     if args.draw:
         costs = load(args.draw)
     else:
-        kept = load(args.json) if args.json is not None and args.json.exists() else []
-        costs = [cost for cost in kept if cost.sweep not in args.only] + asyncio.run(sweeps(args))
-        costs.sort(key=lambda cost: list(SWEEPS).index(cost.sweep))
+        costs = load(args.json) if args.json is not None and args.json.exists() else []
+        if not args.resume:
+            costs = [cost for cost in costs if cost.sweep not in args.only]
+        asyncio.run(sweeps(args, costs))
     cpu, memory = report(costs)
-    if args.json:
-        save(costs, cpu, memory, args.json)
-    if {cost.sweep for cost in costs} == set(SWEEPS):
+    if {cost.sweep for cost in costs} >= set(growth_plot.DRAWN):
         growth_plot.draw(costs, cpu, memory, args.plot)
     large = [c for c in costs if c.sweep == "parameters" and c.parameters >= LARGE]
     return 0 if all(c.own_bytes / c.parameters < BYTES_PER_PARAMETER_MAX for c in large) else 1

@@ -53,6 +53,21 @@ class CpuLaw:
             + self.per_byte_s * cost.moved_bytes
         )
 
+    @property
+    def contributions_per_s(self) -> float:
+        """Contributions, each with its pull, that one core serves where they are so small that only calls cost."""
+        return 1 / max(self.per_contribution_s, 1e-9)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes that one core receives and sends where contributions are so large that only bytes cost."""
+        return 1 / max(self.per_byte_s, 1e-15)
+
+    @property
+    def even_bytes(self) -> float:
+        """Bytes of a contribution with its pull from which on the bytes cost more than the calls."""
+        return self.per_contribution_s / max(self.per_byte_s, 1e-15)
+
     def words(self) -> str:
         return (
             "CPU of a shard, per round of all its fragments: linear in everything.\n"
@@ -60,6 +75,9 @@ class CpuLaw:
             f"  {1e9 * self.per_byte_s:6.2f} s    per GB received or sent\n"
             f"  {1e9 * self.per_parameter_s:6.2f} s    per 1000 M parameters, however many contribute\n"
             f"  {1000 * self.per_version_s:6.2f} ms   per version\n"
+            f"  So one core serves at most {self.contributions_per_s:.0f} contributions per second, pushed and pulled,"
+            f" and at most\n  {self.bytes_per_s / 1e6:.0f} MB per second;"
+            f" from {self.even_bytes / 1e6:.1f} MB per contribution on, the bytes cost more than the calls.\n"
             f"  The cases are {self.typical:.0%} from this in the median, {self.worst:.0%} at most."
         )
 

@@ -1,4 +1,4 @@
-"""Draws docs/growth.png: the costs of growth.py in four panels, with measured points over the fitted law."""
+"""Draws docs/growth.png: the costs of growth.py in six panels, with measured points over the fitted law."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from growth_law import CpuLaw, MemoryLaw
 if TYPE_CHECKING:
     from growth import Cost
 
-BLUE, ORANGE, GREEN, GREY = "#1f6fb4", "#e07b1a", "#2c9150", "#777777"
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f6fb4", "#e07b1a", "#2c9150", "#7d4cb2", "#777777"
+SHARDS = {2: ORANGE, 4: GREEN, 8: PURPLE}
+"""Numbers of shards that are drawn, and their colours."""
+MANY = 8
+DRAWN = ("learners", "fragments", "parameters", "shards")
+"""The sweeps that the picture needs; others are points of its last panel."""
 PROMISED_BYTES = 12
 """Bytes per parameter, without the memory of an idle shard and the contributions of its open rounds."""
 
@@ -23,15 +28,17 @@ def draw(costs: Sequence[Cost], cpu: CpuLaw, memory: MemoryLaw, path: Path) -> N
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    swept = {name: [c for c in costs if c.sweep == name] for name in ("learners", "fragments", "parameters", "shards")}
-    figure, ((top_left, top_right), (bottom_left, bottom_right)) = plt.subplots(
-        2, 2, figsize=(11, 8), layout="constrained"
+    swept = {name: [c for c in costs if c.sweep == name] for name in DRAWN}
+    figure, ((top_left, top_right), (bottom_left, bottom_right), (calls, moved)) = plt.subplots(
+        3, 2, figsize=(11, 12), layout="constrained"
     )
     _panel(top_left, "Learners: CPU grows in proportion, shards divide it", "CPU seconds of a shard, per round")
     top_left.set_xlabel(f"learners  ({_millions(swept['learners'][0]):.0f} M parameters, 8 fragments)")
     labels = _cpu(top_left, swept["learners"], cpu, lambda c: c.learners, f"one shard: {_contribution(cpu)}")
-    for count, colour in ((2, ORANGE), (4, GREEN)):
+    for count, colour in SHARDS.items():
         points = [c for c in swept["shards"] if c.shards == count]
+        if not points:
+            continue
         top_left.plot([c.learners for c in points], [max(c.shard_cpu_s) for c in points], marker="s", color=colour)
         labels.append((f"each of {count} shards", colour))
     _key(top_left, labels)
@@ -48,6 +55,23 @@ def draw(costs: Sequence[Cost], cpu: CpuLaw, memory: MemoryLaw, path: Path) -> N
     _panel(bottom_right, "Memory: bounded by the model", "peak resident memory of the shard, MB")
     bottom_right.set_xlabel("million parameters  (4 learners, 24 fragments)")
     _memory(bottom_right, swept["parameters"], memory)
+
+    _panel(calls, "One core: how many contributions it serves", "contributions per second and core")
+    calls.set_xlabel(f"learners  ({_millions(swept['learners'][0]):.0f} M parameters, 8 fragments)")
+    labels = [("each a push and a pull; one shard", BLUE)]
+    calls.plot(*_served(swept["learners"]), marker="o", color=BLUE)
+    for count, colour in SHARDS.items():
+        points = [c for c in swept["shards"] if c.shards == count]
+        if points:
+            calls.plot(*_served(points), marker="s", color=colour)
+            labels.append((f"{count} shards, per core of all", colour))
+    calls.set_yscale("linear")
+    calls.set_ylim(bottom=0)
+    _key(calls, labels)
+
+    _panel(moved, "One core: how many bytes it serves", "MB per second and core")
+    moved.set_xlabel("MB received and sent per contribution")
+    _bytes(moved, [c for c in costs if c.shards == 1], cpu)
 
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
@@ -78,6 +102,29 @@ def _memory(axes: Any, sweep: Sequence[Cost], law: MemoryLaw) -> None:
     ])  # fmt: skip
     axes.annotate("idle shard", (xs[-1], sweep[-1].idle_bytes[0] / 1e6), xytext=(0, -14), textcoords="offset points",
                   ha="right", color=GREY, fontsize=9)  # fmt: skip
+
+
+def _served(sweep: Sequence[Cost]) -> tuple[list[int], list[float]]:
+    return [c.learners for c in sweep], [c.contributions_per_core_s for c in sweep]
+
+
+def _bytes(axes: Any, costs: Sequence[Cost], law: CpuLaw) -> None:
+    """Plot bytes per second against the size of a contribution: the law without versions and merging bounds it."""
+    sizes = sorted(c.moved_bytes / c.contributions for c in costs)
+    bound = [size / (law.per_contribution_s + law.per_byte_s * size) for size in sizes]
+    axes.plot([size / 1e6 for size in sizes], [rate / 1e6 for rate in bound], color=BLUE, linewidth=1)
+    for cost in costs:
+        many = cost.learners >= MANY
+        axes.plot(
+            cost.moved_bytes / cost.contributions / 1e6, cost.bytes_per_core_s / 1e6, "o",
+            color=BLUE if many else GREY, markersize=6 if many else 4,
+        )  # fmt: skip
+    axes.axvline(law.even_bytes / 1e6, ymax=0.75, color=GREY, linestyle="--", linewidth=1)  # below the labels
+    _key(axes, [
+        (f"points: measured, {MANY} learners and more", BLUE),
+        ("fewer learners, who share the merge among fewer contributions", GREY),
+        ("line: calls and bytes alone; dashes: they cost the same", GREY),
+    ])  # fmt: skip
 
 
 def _panel(axes: Any, title: str, ylabel: str) -> None:

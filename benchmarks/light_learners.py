@@ -30,7 +30,7 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.identity import Identity
 from diloco_common.manifest import Fragment, Manifest, TensorSpec
-from diloco_common.messages import Collect, Committed, Evicted, Progress, PushHeader
+from diloco_common.messages import Collect, Committed, Evicted, Progress, PullHeader, PushHeader
 from diloco_common.protocol import PROTOCOL, PUSHES_AT_ONCE
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
@@ -158,10 +158,10 @@ class LightLearner:
             grpc.aio.insecure_channel(shard.address, options=options)
             for options in (rpc.CHANNEL_OPTIONS, rpc.BULK_CHANNEL_OPTIONS, rpc.BULK_CHANNEL_OPTIONS)
         ]
-        self._control, self._push_stub, self._pull_stub = (
-            pb_grpc.ParameterServerStub(channel)  # type: ignore[no-untyped-call]
-            for channel in self._channels
-        )
+        control, pushes, pulls = self._channels
+        self._control = pb_grpc.ParameterServerStub(control)  # type: ignore[no-untyped-call]
+        self._call_push = pushes.stream_unary(f"/{rpc.SERVICE}/Push", response_deserializer=pb.PushResponse.FromString)
+        self._call_pull = pulls.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)
         self._collects: asyncio.Queue[Collect] = asyncio.Queue()
         self._announced: dict[int, int] = {}
         self._pulled: dict[int, int] = {}
@@ -249,7 +249,7 @@ class LightLearner:
         while True:
             try:
                 requests = protobuf.push_requests(header, payload)
-                answer = await self._push_stub.Push(requests, metadata=self._metadata, timeout=CALL_S)
+                answer = await self._call_push(requests, metadata=self._metadata, timeout=CALL_S)
                 break
             except grpc.aio.AioRpcError as error:
                 refusal = rpc.refusal_of(error)
@@ -288,10 +288,11 @@ class LightLearner:
                     await self._pull(fragment_id)
 
     async def _pull(self, fragment_id: int) -> None:
-        call = self._pull_stub.Pull(pb.PullRequest(fragment_id=fragment_id), metadata=self._metadata, timeout=CALL_S)
-        version = (await call.read()).header.version
+        call = self._call_pull(pb.PullRequest(fragment_id=fragment_id), metadata=self._metadata, timeout=CALL_S)
+        header = protobuf.pull_part(await call.read())
+        assert isinstance(header, PullHeader)
         while (part := await call.read()) is not rpc.EOF:
-            self.bytes_pulled += len(part.chunk)
+            self.bytes_pulled += len(protobuf.pull_part(part))
         async with self._pulled_more:
-            self._pulled[fragment_id] = version
+            self._pulled[fragment_id] = header.version
             self._pulled_more.notify_all()

@@ -23,7 +23,7 @@ from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import OuterSettings
 from diloco_server.core import arithmetic
 from diloco_server.core.merge import piece_norms
-from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.outer_rules import make_outer_optimizer
 from diloco_server.core.round import Contribution
 
 TENSORS, ROWS, COLUMNS = 8, 2048, 1024

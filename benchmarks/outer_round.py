@@ -2,6 +2,7 @@
 
     python benchmarks/outer_round.py                                  # 100 M parameters, 4 learners, 2 shards
     python benchmarks/outer_round.py --push int4 --pull int8
+    python benchmarks/outer_round.py --tls                            # what mutual TLS costs: each round twice
     python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3 --json out.json
 
 Real shard and learner processes on loopback. In a round, every learner snapshots, encodes and pushes all fragments, the
@@ -20,10 +21,12 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,6 +38,9 @@ import torch
 from bare_wire import BareWire, WireSpec
 from ceilings import Memory, loopback_bytes_per_s
 from diloco_common.allocator import tune_allocator
+from diloco_common.identity import subject_of
+from diloco_common.manifest import TensorSpec
+from diloco_deploy.certs.authority import make_authority, open_authority
 from light_learners import ShardProcess, running_shard, tensors_of
 from merge_kernel import measure_merge
 from outer_round_learner import LearnerSpec, run_learner
@@ -100,11 +106,16 @@ class Usage:
     """CPU seconds and bytes of all processes, summed over the rounds of `during_round`."""
 
     def __init__(self, learners: Learners, shards: Sequence[ShardProcess]) -> None:
-        self._learners, self._shards = learners, shards
+        self.learners, self._shards = learners, shards
         self.rounds = 0
         self.learner_cpu_s = self.shard_cpu_s = 0.0
         self.bytes_up = self.bytes_down = 0
         self.phases: dict[str, float] = {}
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all processes together."""
+        return self.learner_cpu_s + self.shard_cpu_s
 
     def during_round(self) -> float:
         """Take a round, and return its seconds."""
@@ -113,10 +124,10 @@ class Usage:
 
         def look() -> None:
             shards_before.extend((compute_seconds(s), s.cpu_s())[::-1] for s in self._shards)
-            before.extend(self._learners.usage())
+            before.extend(self.learners.usage())
 
-        seconds = self._learners.timed("round", look)
-        after, shards_after = self._learners.usage(), [(s.cpu_s(), compute_seconds(s)) for s in self._shards]
+        seconds = self.learners.timed("round", look)
+        after, shards_after = self.learners.usage(), [(s.cpu_s(), compute_seconds(s)) for s in self._shards]
         self.rounds += 1
         for a, b in zip(after, before, strict=True):
             self.learner_cpu_s += a["cpu_s"] - b["cpu_s"]
@@ -133,6 +144,29 @@ class Usage:
             self.phases[phase] = self.phases.get(phase, 0.0) + seconds - before.get(phase, 0.0)
 
 
+def usage_over_tls(
+    args: argparse.Namespace, settings: Sequence[str], tensors: Sequence[TensorSpec], stack: ExitStack
+) -> Usage:
+    """The same cluster once more, with certificates. Its rounds are taken in turn with those in plaintext."""
+    folder, now = Path(stack.enter_context(tempfile.TemporaryDirectory())), datetime.now(UTC)
+    make_authority(folder, "local", now)
+    authority = open_authority(folder)
+
+    def issued(who: str) -> Path:
+        return authority.issue(subject_of("local", who), now)[0]
+
+    shards = [
+        stack.enter_context(running_shard(*settings, f"shard.index={i}", f"security.tls={issued(f'shard/{i}')}"))
+        for i in range(args.shards)
+    ]
+    addresses = tuple(shard.address for shard in shards)
+    specs = [
+        LearnerSpec(i, args.learners, addresses, tuple(tensors), "", issued(f"learner/learner-{i}"))
+        for i in range(args.learners)
+    ]
+    return Usage(Learners(specs, stack), shards)
+
+
 def compute_seconds(shard: ShardProcess) -> dict[str, float]:
     """CPU seconds of the shard's compute thread by phase, from its metrics."""
     with urllib.request.urlopen(f"http://{shard.http}/metrics", timeout=60) as answer:
@@ -145,10 +179,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything. Returns the figures for `--json`."""
     tensors = tensors_of(int(args.params))
     parameters = sum(t.num_elements for t in tensors)
+    # A round is one inner step, so that all fragments are due at once. Shards do not believe steps that follow too fast
+    # upon a report (`diloco_server/core/pace.py`), so there are no heartbeats: each would have the next step wait for
+    # another one.
     settings = [
-        f"sync.fragments={args.fragments}", f"sync.sync_every={args.fragments}", "sync.quorum=all",
+        f"sync.fragments={args.fragments}", "sync.sync_every=1", "sync.quorum=all",
         f"sync.push={args.push}", f"sync.pull={args.pull}", f"shard.count={args.shards}",
-        "lease.lease_s=300", "lease.heartbeat_s=1", "guard.norm_factor=1e9",
+        "lease.lease_s=900", "lease.heartbeat_s=300", "guard.norm_factor=1e9",
     ]  # fmt: skip
     with ExitStack() as stack:
         shards = [stack.enter_context(running_shard(*settings, f"shard.index={i}")) for i in range(args.shards)]
@@ -156,16 +193,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         gloo = "" if args.no_gloo else f"127.0.0.1:{free_port()}"
         addresses = tuple(shard.address for shard in shards)
         learners = Learners(
-            [LearnerSpec(i, args.learners, addresses, tensors, args.fragments, gloo) for i in range(args.learners)],
+            [LearnerSpec(i, args.learners, addresses, tensors, gloo) for i in range(args.learners)],
             stack,
         )
         usage = Usage(learners, shards)
         memory = Memory()
         ours_s, gloo_s, bare_s, bare_cpu_s, memory_bps, loopback_bps = [], [], [], [], [], []
         learners.timed("round")
+        encrypted = usage_over_tls(args, settings, tensors, stack) if args.tls else None
+        tls_s: list[float] = []
         bare = BareWire(WireSpec(args.learners, args.shards, args.fragments, parameters, args.push, args.pull), stack)
         for i in range(1 - WARM_UP, args.rounds):
             seconds = usage.during_round() if i >= 0 else learners.timed("round")
+            if encrypted is not None:
+                tls_s.append(encrypted.during_round() if i >= 0 else encrypted.learners.timed("round"))
             peer_s = 0.0 if args.no_gloo else learners.timed("gloo")
             if i >= 0:
                 ours_s.append(seconds)
@@ -178,7 +219,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
             say(f"{which}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
         rss = [shard.rss_bytes("VmHWM") for shard in shards]
-        learner_rss = [u["rss_bytes"] for u in learners.usage()]
+        ended = learners.usage()
+    tls_s = tls_s[-args.rounds :]
     merge = measure_merge(args.learners, args.push, args.pull)
     per = parameters * args.learners * args.rounds
     phases = {phase: seconds / args.rounds for phase, seconds in usage.phases.items()}
@@ -191,6 +233,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": ours_s, "seconds_median": median(ours_s), "gloo_seconds": gloo_s,
         "gloo_seconds_median": median(gloo_s) or None,
         "ratio_to_gloo": None if args.no_gloo else median(o / g for o, g in zip(ours_s, gloo_s, strict=True)),
+        "tls_seconds": tls_s,
+        "ratio_of_tls": median(t / o for t, o in zip(tls_s, ours_s, strict=True)) if tls_s else None,
+        "cpu_ratio_of_tls": encrypted.cpu_s / usage.cpu_s if encrypted is not None else None,
         "bare_grpc_seconds": bare_s, "bare_grpc_seconds_median": median(bare_s),
         "bare_grpc_cpu_seconds": median(bare_cpu_s),
         "ratio_to_bare_grpc": median(o / b for o, b in zip(ours_s, bare_s, strict=True)),
@@ -198,7 +243,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "share_of_data_parallel_per_step": (bytes_up + bytes_down) / args.fragments / (2 * FP32_BYTES),
         "learner_cpu_seconds": usage.learner_cpu_s / args.rounds / args.learners,
         "shard_cpu_seconds": usage.shard_cpu_s / args.rounds / args.shards,
-        "learner_rss_bytes": learner_rss, "shard_rss_bytes": rss, "shard_idle_rss_bytes": idle,
+        "learner_rss_bytes": [u["rss_bytes"] for u in ended],
+        "learner_bytes_per_param": max(u["own_bytes"] for u in ended) / parameters,
+        "shard_rss_bytes": rss, "shard_idle_rss_bytes": idle,
         "shard_contribution_bytes": contributions,
         "shard_bytes_per_param": max(
             (peak - rest - held) * args.shards / parameters
@@ -239,6 +286,10 @@ def show(r: dict[str, Any]) -> None:
         f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}",
     )
     line(f"a round          {spread(r['seconds'])}")
+    if r["ratio_of_tls"] is not None:
+        line(f"over mutual TLS  {spread(r['tls_seconds'])}")
+        line(f"ratio            {r['ratio_of_tls']:.2f}  (median of the ratios of neighbouring rounds);")
+        line(f"                 in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")
     if r["ratio_to_gloo"] is not None:
         line(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
         line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
@@ -252,7 +303,8 @@ def show(r: dict[str, Any]) -> None:
         f"peak RSS         {learner_mb:.0f} MB a learner, {shard_mb:.0f} MB",
         f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
     )
-    line("                 it owns, without open contributions and idle memory")
+    line("                 it owns, without open contributions and idle memory;")
+    line(f"                 a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark")
     line(
         f"ceilings         copying memory {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written),",
         f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s",
@@ -298,6 +350,7 @@ def main() -> int:
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-gloo", action="store_true", help="without the peer: saves its memory and time")
+    parser.add_argument("--tls", action="store_true", help="each round over mutual TLS, too: twice the memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
     tune_allocator()

@@ -1,9 +1,9 @@
 """One learner process of outer_round.py. Its model does not train. It obeys these commands from a pipe:
 
-"round"  change the parameters, say "ready"; at "go" take H steps, and take part until every fragment has its next
+"round"  change the parameters, say "ready"; at "go" take an inner step, and take part until every fragment has its next
          version; say "done"
 "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
-"usage"  also before "go": say CPU seconds, peak RSS, CPU seconds by phase, bytes in both directions
+"usage"  also before "go": say CPU seconds, memory, CPU seconds by phase, bytes in both directions
 "end"    leave
 """
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from diloco_common.manifest import TensorSpec
 STEP_TOKENS = 1000
 CHANGE = 1e-3
 ROUND_S = 300.0
-POLL_S = 0.005
+POLL_S = 0.2
+"""`poll` returns sooner where something arrives."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class LearnerSpec:
     learners: int
     shards: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
-    steps: int
-    """H: inner steps of a round."""
     gloo_address: str
     """host:port of Gloo's rendezvous; empty: no all-reduce."""
+    tls: Path | None = None
+    """Folder of its certificate; None: plaintext."""
 
 
 class Weights(nn.Module):
@@ -65,27 +67,53 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
         dist.init_process_group(
             "gloo", init_method=f"tcp://{spec.gloo_address}", rank=spec.rank, world_size=spec.learners
         )
+        dist.all_reduce(reduced)  # its buffers are not ours
+    memory = OwnMemory()
     learner = diloco_worker.join(
-        spec.shards, model, learner_id=f"learner-{spec.rank}", mean_merge=mean_merge, wait_s=ROUND_S
-    )
+        spec.shards, model, learner_id=f"learner-{spec.rank}", tls=spec.tls, mean_merge=mean_merge, wait_s=ROUND_S,
+        island="alone",  # the process group is for all-reduce, beside which a round is measured
+    )  # fmt: skip
     with learner:
         pipe.send("joined")
         noise = torch.Generator().manual_seed(spec.rank)
         while (command := pipe.recv()) != "end":
             if command == "usage":
-                pipe.send(usage(learner))
+                pipe.send(usage(learner) | {"own_bytes": memory.most})
                 continue
             if command == "round":
                 change(model, noise)
             pipe.send("ready")
             while pipe.recv() != "go":
                 pipe.send(usage(learner))
+            memory.begin()
             if command == "round":
-                take_round(learner, spec.steps)
+                take_round(learner)
+                memory.end()
             elif reduced is not None:
                 dist.all_reduce(reduced)
                 reduced.div_(spec.learners)
             pipe.send("done")
+
+
+class OwnMemory:
+    """The most that the process holds in some spans of time, beyond what it held before: model, benchmark, all else."""
+
+    def __init__(self) -> None:
+        self._before = self._rss("VmRSS")
+        self.most = 0
+
+    def begin(self) -> None:
+        """From here on."""
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+
+    def end(self) -> None:
+        """Up to here."""
+        self.most = max(self.most, self._rss("VmHWM") - self._before)
+
+    @staticmethod
+    def _rss(field: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(field + ":")[1].split()[0]) * 1024
 
 
 @torch.no_grad()
@@ -99,13 +127,12 @@ def change(model: Weights, noise: torch.Generator) -> None:
             part.add_(pattern[: part.numel()])
 
 
-def take_round(learner: diloco_worker.Learner, steps: int) -> None:
-    """Take H inner steps without a pause, then take part until every fragment has its next version."""
+def take_round(learner: diloco_worker.Learner) -> None:
+    """Take the one inner step of a round, then take part until every fragment has its next version."""
     assert learner.core is not None
     fragments = learner.core.fragments.values()
     target = 1 + min(f.version for f in fragments)
-    for _ in range(steps):
-        learner.step(STEP_TOKENS)
+    learner.step(STEP_TOKENS)
     deadline = time.monotonic() + ROUND_S
     while any(f.version < target for f in fragments):
         if time.monotonic() > deadline:

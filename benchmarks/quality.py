@@ -5,7 +5,7 @@
     python benchmarks/quality.py --page          # only rebuild
 
 benchmarks/results/quality.jsonl keeps the results, one run per line with all of its settings. No run is repeated. A run
-is deterministic and takes one core for 10 to 170 s. `lockstep.py` drives the production cores, and `references.py`
+is deterministic and takes one core for 10 to 170 s. The lab drives the production cores (`diloco_lab.lockstep`) and
 holds the references. The model is small on purpose, so dozens of runs fit in an hour.
 """
 
@@ -13,23 +13,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from diloco_common.allocator import tune_allocator
+from diloco_lab import protocol_page, runner
+from diloco_lab.arms import Conditions
+from diloco_lab.lockstep import LockstepRun, Outcome
+from diloco_lab.protocol import carried_out, load_protocol
+from diloco_lab.references import classic_diloco, data_parallel
+from diloco_lab.tasks import BuiltIn
 from diloco_worker.builtin.data import load_corpus
 from diloco_worker.builtin.evaluation import evaluate
-from diloco_worker.builtin.gpt import GPT, build_gpt
-from lockstep import LockstepRun, Outcome
 from quality_page import PAGE, PLOT, all_specs, draw, rebuild
 from quality_spec import Spec, describe
-from references import classic_diloco, data_parallel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quality.jsonl"
+PROTOCOL = ROOT / "benchmarks" / "quality_protocol.toml"
+PROTOCOL_RESULTS = ROOT / "benchmarks" / "results" / "quality_protocol.jsonl"
 EVALUATION_TOKENS = 131_072
 CURVE_TOKENS = 16_384
 CURVE_POINTS = 12
@@ -38,27 +46,28 @@ CURVE_POINTS = 12
 def run(spec: Spec) -> dict[str, object]:
     """Train, and evaluate the global model: nats per byte on held-out text."""
     torch.set_num_threads(1)
+    tune_allocator()
     settings = spec.settings()
     corpus = load_corpus("stdlib", settings.data.held_out)
+    task = BuiltIn(settings, corpus=corpus)
     curve: list[tuple[float, float]] = []
 
-    def watch(progress: float, model: Callable[[], GPT]) -> None:
+    def watch(progress: float, model: Callable[[], nn.Module]) -> None:
         if progress >= (len(curve) + 1) / CURVE_POINTS - 1e-9 and progress < 1:
             loss = evaluate(model(), corpus.held_out, spec.context, max_tokens=CURVE_TOKENS)
             curve.append((round(progress, 4), round(loss, 4)))
 
     began = time.perf_counter()
-    first = evaluate(build_gpt(settings.model, spec.seed), corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
+    first = evaluate(task.model(), corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
     if spec.method == "decoupled":
         shards = min(2, spec.fragments)
-        lockstep = LockstepRun(
-            settings, corpus, learners=spec.learners, shards=shards, speeds=spec.speeds, noise=spec.noise
-        )
+        conditions = Conditions(learners=spec.learners, shards=shards, speeds=spec.speeds, noise=spec.noise)
+        lockstep = LockstepRun(settings, task, conditions)
         outcome = lockstep.run(lambda progress: watch(progress, lockstep.global_model))
         model = lockstep.global_model()
     else:
         reference = {"classic": classic_diloco, "data-parallel": data_parallel}[spec.method]
-        model = reference(settings, corpus, spec.learners, lambda progress, model: watch(progress, lambda: model))
+        model = reference(settings, task, spec.learners, lambda progress, model: watch(progress, lambda: model))
         outcome = Outcome(tokens_trained=spec.tokens)
     final = evaluate(model, corpus.held_out, spec.context, max_tokens=EVALUATION_TOKENS)
     return {
@@ -86,6 +95,17 @@ def run_missing(specs: Sequence[Spec], results: dict[Spec, dict[str, object]]) -
         print(f"[{i}/{len(missing)}] {result['eval_loss_final']} {result['wall_s']} s {describe(spec)}", flush=True)
 
 
+def show_protocol(page: str) -> str:
+    """The page with what the protocol has found so far."""
+    protocol, lines = load_protocol(PROTOCOL), runner.load(PROTOCOL_RESULTS)
+    cells, report = carried_out(protocol, lines)
+    text = protocol_page.page(cells, report) if report else "No seed is reported yet."
+    shown = f"{text.strip()}\n\nAll trials:\n\n{protocol_page.trials(protocol, lines)}"
+    return re.sub(
+        r"(<!-- protocol -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{shown}\n\n{m[2]}", page, flags=re.DOTALL
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run what is missing of docs/quality.md, and rebuild it.")
     parser.add_argument("--list", action="store_true", help="say what would run")
@@ -98,7 +118,7 @@ def main() -> None:
         return
     if not args.page:
         run_missing(missing, results)
-    PAGE.write_text(rebuild(PAGE.read_text(), results))
+    PAGE.write_text(show_protocol(rebuild(PAGE.read_text(), results)))
     draw(results, PLOT)
     print(f"{PAGE.relative_to(ROOT)} and {PLOT.relative_to(ROOT)} show {len(results)} runs")
 

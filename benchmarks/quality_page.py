@@ -5,14 +5,15 @@ Each table is between `<!-- table: NAME -->` and `<!-- end -->` in the page. The
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, Literal
 
-from diloco_common.codec import CHUNK_ELEMENTS, num_payload_bytes
+from diloco_common.codec import CHUNK_ELEMENTS_MAX, num_payload_bytes
 from quality_spec import Spec
 
 Results = Mapping[Spec, Mapping[str, Any]]
@@ -80,6 +81,61 @@ class Table:
         return fmean(results[replace(spec, seed=seed)][name] for seed in self.seeds)
 
 
+@dataclass(frozen=True)
+class Paired:
+    """Two settings with the same seeds. The gap is taken per seed, so what a seed does to both falls out."""
+
+    head: str
+    rows: Sequence[tuple[str, Spec, Spec, int]]
+    """Label, both settings, and how many seeds, counted from 0."""
+
+    def specs(self) -> list[Spec]:
+        return [replace(s, seed=seed) for _, *both, n in self.rows for seed in range(n) for s in both]
+
+    def render(self, results: Results) -> str:
+        lines = [f"| {self.head} |", "| --- |" + " ---: |" * self.head.count("|")]
+        for label, first, second, n in self.rows:
+            a, b = ([results[replace(s, seed=i)]["eval_loss_final"] for i in range(n)] for s in (first, second))
+            gaps = [100 * (y / x - 1) for x, y in zip(a, b, strict=True)]
+            half = T_95[n] * stdev(gaps) / math.sqrt(n)
+            gap = f"{fmean(gaps):+.2f} % ± {half:.2f}"
+            lines.append(f"| {label} | {n} | {fmean(a):.3f} | {fmean(b):.3f} | {gap} |")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """A row of `Seeds`."""
+
+    label: str
+    spec: Spec
+    seeds: int
+    """Counted from 0."""
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Losses seed by seed."""
+
+    head: str
+    rows: Sequence[Optimizers]
+
+    def specs(self) -> list[Spec]:
+        return [replace(row.spec, seed=seed) for row in self.rows for seed in range(row.seeds)]
+
+    def render(self, results: Results) -> str:
+        most = max(row.seeds for row in self.rows)
+        lines = [f"| {self.head} |", "| --- |" + " ---: |" * self.head.count("|")]
+        for row in self.rows:
+            losses = [f"{results[replace(row.spec, seed=seed)]['eval_loss_final']:.3f}" for seed in range(row.seeds)]
+            lines.append(f"| {' | '.join([row.label, *losses, *[''] * (most - row.seeds)])} |")
+        return "\n".join(lines)
+
+
+T_95 = {3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}
+"""Of Student's distribution: half a 95 % interval of so many pairs, in standard errors."""
+
+
 def all_specs() -> list[Spec]:
     """Every run that the page shows, once."""
     return list(dict.fromkeys(spec for table in TABLES.values() for spec in table.specs()))
@@ -141,7 +197,7 @@ def _study(label: str, **changes: Any) -> Row:
 
 def _bytes(push: str, pull: str) -> Row:
     """A row for two encodings, with their bytes per parameter of a large fragment, up plus down."""
-    size = sum(num_payload_bytes(encoding, CHUNK_ELEMENTS) for encoding in (push, pull)) / CHUNK_ELEMENTS
+    size = sum(num_payload_bytes(encoding, CHUNK_ELEMENTS_MAX) for encoding in (push, pull)) / CHUNK_ELEMENTS_MAX
     return Row(f"{push} | {pull} | {size:.2f}", [replace(CHOSEN, push=push, pull=pull)])
 
 
@@ -149,7 +205,25 @@ def _lengths(label: str, spec: Spec, *more: Spec) -> Row:
     return Row(label, [*(replace(spec, tokens=tokens) for tokens in (SHORT, MIDDLE, LONG)), *more])
 
 
-TABLES = {
+def _muon(label: str, second: bool = False, **changes: Any) -> Optimizers:
+    base = replace(CHOSEN, optimizer="muon", merge="mean", schedule="linear", lr_final=0.0)
+    return Optimizers(label, replace(base, **changes), 2 if second else 1)
+
+
+TABLES: Mapping[str, Table | Paired | Seeds] = {
+    "muon": Seeds(
+        "optimizer | rate of matrices | rate of embedding and head | schedule | merge | seed 0 | seed 1",
+        [
+            _muon("AdamW | 2e-3 | 2e-3 | linear to zero | RDA", True, optimizer="adamw", merge="rda"),
+            _muon("Muon | 3e-3 | 2e-3 | linear to zero | mean", muon_lr=3e-3),
+            _muon("Muon | 5e-3 | 2e-3 | linear to zero | mean", True),
+            _muon("Muon | 8e-3 | 2e-3 | linear to zero | mean", muon_lr=8e-3),
+            _muon("Muon | 5e-3 | 2e-3 | linear to zero | RDA", merge="rda"),
+            _muon("Muon | 5e-3 | 2e-3 | cosine to a tenth | mean", schedule="cosine", lr_final=0.1),
+            _muon("Muon (the default) | 5e-3 | 4e-3 | linear to zero | mean", inner_lr=4e-3),
+            _muon("Muon | 5e-3 | 8e-3 | linear to zero | mean", inner_lr=8e-3),
+        ],
+    ),
     "classic": Table(
         "outer rate | momentum | float32 classic DiLoCo | ours | above",
         [
@@ -237,6 +311,13 @@ TABLES = {
         ],
         seeds=(0, 1, 2),
         above="first row",
+    ),
+    "pull": Paired(
+        "versions | seeds | bfloat16 down | int8 down | gap, 95 % interval",
+        [
+            ("40", CHOSEN, replace(CHOSEN, pull="int8"), 10),
+            ("80", replace(CHOSEN, tokens=LONG), replace(CHOSEN, tokens=LONG, pull="int8"), 5),
+        ],
     ),
     "topk": Table(
         "versions | outer rate | momentum | int8 up, bfloat16 down | topk64_2bit up, int4 down | above",

@@ -17,6 +17,11 @@ class Spec:
     tokens: int = 491_520
     seed: int = 0
     inner_lr: float = 2e-3
+    """Of AdamW: of all parameters, or with Muon of embedding and head."""
+    optimizer: str = "adamw"
+    muon_lr: float = 5e-3
+    schedule: str = "cosine"
+    lr_final: float = 0.1
     sync_every: int = 24
     fragments: int = 24
     quorum: int | str = 1
@@ -46,7 +51,10 @@ class Spec:
             }),
             outer=OuterSettings(optimizer="nesterov", lr=self.outer_lr, momentum=self.momentum),
             model=ModelSettings(layers=self.layers, heads=self.width // 32, width=self.width, context=self.context),
-            train=TrainSettings(batch=self.batch, lr=self.inner_lr),
+            train=TrainSettings.model_validate({
+                "batch": self.batch, "optimizer": self.optimizer, "lr": self.inner_lr, "muon_lr": self.muon_lr,
+                "schedule": self.schedule, "lr_final": self.lr_final,
+            }),
         )  # fmt: skip
 
 

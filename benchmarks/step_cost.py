@@ -22,7 +22,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ import diloco_worker
 from diloco_common.allocator import tune_allocator
 from diloco_common.manifest import TensorSpec
 from light_learners import running_shard, tensors_of
-from outer_round_learner import Weights, usage
+from outer_round_learner import OwnMemory, Weights, usage
 
 STEP_S = 0.1
 SLEEP_S = 0.095
@@ -98,7 +97,7 @@ class Loop:
         self._flat = [parameter.detach().view(-1) for parameter in self.model.parameters()]
         self._number = 0
         size = sum(flat.numel() for flat in self._flat) // FRAGMENTS
-        self._pairs = [(torch.zeros(size), torch.zeros(size)) for _ in range(4)]
+        self._pairs = [(torch.ones(size), torch.ones(size)) for _ in range(4)]  # touched, unlike zeros
 
     def step(self) -> None:
         """A step without `learner.step`."""
@@ -123,14 +122,17 @@ def run_loop(spec: LoopSpec, pipe: Connection) -> None:
     tune_allocator()  # as diloco-worker does
     torch.set_num_threads(1)
     loop = Loop(spec.tensors, spec.rank)
+    memory = OwnMemory()
     mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.mean_merge}
     learner = diloco_worker.join(
         spec.shards, loop.model, learner_id=f"learner-{spec.rank}", mean_merge=mean_merge, wait_s=WAIT_S
     )
     with learner:
         reach_second_versions(loop, learner)
+        memory.begin()
         measured = measure_blocks(loop, learner, spec.blocks)
-    measured["rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory.end()
+    measured["own_bytes"] = memory.most
     pipe.send(measured)
 
 
@@ -196,6 +198,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything. Returns the figures for `--json`."""
     load_before = os.getloadavg()[0]
     tensors = tensors_of(int(args.params))
+    parameters = sum(t.num_elements for t in tensors)
     settings = [f"shard.count={args.shards}", f"sync.push={args.push}", f"sync.pull={args.pull}"]
     with ExitStack() as stack:
         shards = [stack.enter_context(running_shard(*settings, f"shard.index={i}")) for i in range(args.shards)]
@@ -223,7 +226,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "p99": percentile(inside, 99), "max": inside[-1],
     }  # fmt: skip
     return {
-        "parameters": sum(t.num_elements for t in tensors), "learners": args.learners, "shards": args.shards,
+        "parameters": parameters, "learners": args.learners, "shards": args.shards,
         "push": args.push, "pull": args.pull, "steps": len(inside), "step_seconds": STEP_S,
         "step_cost_seconds": cost, "step_cost_percent": {name: 100 * s / STEP_S for name, s in cost.items()},
         "step_cost_cpu_seconds": {"median": median(inside_cpu), "p99": percentile(inside_cpu, 99)},
@@ -232,7 +235,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "loop_seconds_without": {"median": median(without_s), "mean": fmean(without_s)},
         "versions_applied_per_step": totals.pop("applied"), "contributions_merged_per_step": totals.pop("merged"),
         "learner_cpu_seconds_per_step": totals.pop("cpu"), "phases_cpu_seconds_per_step": totals,
-        "learner_rss_bytes": [f["rss_bytes"] for f in found],
+        "learner_bytes_per_param": max(f["own_bytes"] for f in found) / parameters,
         "load_before": load_before, "load_after": os.getloadavg()[0],
     }  # fmt: skip
 
@@ -273,8 +276,8 @@ def show(r: dict[str, Any]) -> None:
     )
     print("CPU time per step     " + ", ".join(f"{p} {1000 * s:.1f} ms" for p, s in phases.items())
           + f"; all of the process {1000 * r['learner_cpu_seconds_per_step']:.1f} ms")  # fmt: skip
-    print(f"peak RSS              {max(r['learner_rss_bytes']) / 1e6:.0f} MB, {4 * r['parameters'] / 1e6:.0f} MB of it "
-          "the parameters")  # fmt: skip
+    print(f"memory                {r['learner_bytes_per_param']:.1f} bytes per parameter at most, "
+          "beyond model, idle process and benchmark")  # fmt: skip
     print(f"load of the machine   {r['load_before']:.1f} before, {r['load_after']:.1f} after, "
           f"on {os.cpu_count()} cores")  # fmt: skip
 
