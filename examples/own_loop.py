@@ -1,4 +1,4 @@
-"""Your own model in your own loop. The four marked lines join a run.
+"""Your own model in your own loop. The six marked lines join a run, and leave it.
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=200_000
 python examples/own_loop.py 127.0.0.1:50051          # as many as you like, from anywhere
@@ -22,21 +22,21 @@ def spirals(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Ten
 
 
 def main(shards: str) -> None:
-    generator = torch.Generator()  # every learner draws its own data
-    generator.seed()
     model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with diloco_worker.join(shards, model, run="spirals") as learner:  # 2
-        while not learner.done:  # 3
+        generator = torch.Generator().manual_seed(learner.seed)  # 3: every learner draws its own data
+        while not learner.done:  # 4
             points, label = spirals(256, generator)
             loss = nn.functional.cross_entropy(model(points), label)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            learner.step(tokens=len(points), loss=loss)  # 4
+            learner.step(tokens=len(points), loss=loss)  # 5
+        learner.finish()  # 6: the model now holds the values of the run, the same in all learners
 
-    points, label = spirals(4096, generator)
+    points, label = spirals(4096, torch.Generator().manual_seed(0))
     accuracy = (model(points).argmax(1) == label).float().mean()
     print(f"{learner.learner_id}: {100 * accuracy:.1f} % of held-out points on the right spiral")
 
