@@ -1,5 +1,5 @@
 # Everything a person does with this repository. `make demo` and `make test` need nothing but Linux and
-# Python 3.11 or newer: they make .venv and install the pinned set into it, once.
+# Python 3.11 to 3.14: they make .venv and install the locked set into it, once.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -11,8 +11,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTO_INSTALLED := $(PROTO_VENV)/.installed
-TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
-GRPCIO_TOOLS := grpcio-tools==1.71.2
+TOOLS_VENV := .venv-tools
+TOOLS_INSTALLED := $(TOOLS_VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
+WHEELS_VENV := .venv-wheels
+WHEELS_INSTALLED := $(WHEELS_VENV)/.installed
 SOURCES := protos/diloco_protos common server worker simulator deploy tests tools benchmarks examples
 
 # Overridable: make demo DEMO="--workers 4 --tokens 4_000_000"; make test TESTS="tests/unit -k round"
@@ -24,29 +28,32 @@ TESTS ?=
 PARALLEL ?= -n logical --dist loadgroup --no-loadscope-reorder
 # The interpreter that .venv is made with; without it, the first of these that is new enough.
 PYTHON ?=
-PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
+PYTHONS := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
+# Where builds of torch are looked for, and nothing else is: PyTorch's index of CPU builds, for example.
+export TORCH_INDEX ?=
 
-# In CI, where nobody watches a progress bar, pip is quiet.
-PIP := -m pip --disable-pip-version-check install $(if $(CI),--quiet)
+# Every wheel by its hash (requirements/). In CI, where nobody watches a progress bar, pip is quiet.
+INSTALL := tools/install.py $(if $(CI),--quiet)
+LOCKED := tools/install.py $(wildcard requirements/*.txt)
 
 .PHONY: help
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: install
-install: $(INSTALLED) ## Make .venv and install the pinned set (the other targets do it by themselves)
+install: $(INSTALLED) ## Make .venv and install the locked set (the other targets do it by themselves)
 
-# torch first and alone: pinned, it is taken from wherever pip is told to look (PIP_EXTRA_INDEX_URL for a CPU build),
-# and nothing that is installed afterwards exchanges it.
-$(INSTALLED): pyproject.toml constraints.txt
+# `pip check` at the end: what is listed is complete, also for the build of torch that was found.
+$(INSTALLED): pyproject.toml $(LOCKED)
 	@for python in $(PYTHONS); do \
-	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$python; break; fi; \
+	  if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; then found=$$python; break; fi; \
 	done; \
-	if [ -z "$$found" ]; then echo "make: no Python 3.11 or newer among: $(PYTHONS). Name one: make PYTHON=/path/to/python3" >&2; exit 2; fi; \
+	if [ -z "$$found" ]; then echo "make: no Python from 3.11 to 3.14 among: $(PYTHONS). Name one: make PYTHON=/path/to/python3" >&2; exit 2; fi; \
 	echo "$$found -m venv $(VENV)"; \
 	"$$found" -m venv $(VENV) || { echo "make: could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
-	$(BIN)/python $(PIP) -c constraints.txt $(TORCH)
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(INSTALL) torch run dev
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip --disable-pip-version-check check >/dev/null
 	@touch $@
 
 .PHONY: demo
@@ -64,6 +71,18 @@ e2e-compose: $(INSTALLED) ## Follow docs/deploy.md on real containers (needs a D
 	  || { echo "make: NOT RUN: docs/deploy.md was not followed on real containers, see above" >&2; exit $(if $(CI),0,2); }; \
 	$(BIN)/python -m pytest -m compose -s tests/e2e/test_compose.py && mkdir -p .cache && touch .cache/e2e-compose.ran
 
+.PHONY: e2e-slurm e2e-ray
+e2e-slurm: $(INSTALLED) ## Run our jobs on a real Slurm on four machines in namespaces (needs root, and Slurm or apt; two minutes)
+	@source tests/launchers/get_slurm.sh; get_slurm \
+	  || { echo "make: NOT RUN: deploy/slurm was not tried on a real Slurm, see above" >&2; exit $(if $(CI),0,2); }; \
+	$(BIN)/python -m pytest -m slurm tests/launchers/test_slurm.py && mkdir -p .cache && touch .cache/e2e-slurm.ran
+
+# Ray is not in the locked set: 240 MB.
+e2e-ray: $(INSTALLED) ## Run `diloco up --on ray` on a real Ray cluster of four nodes (needs .venv/bin/pip install ray; minutes)
+	@$(BIN)/python -c 'import ray' 2>/dev/null \
+	  || { echo "make: NOT RUN: diloco up --on ray was not tried, as Ray is not installed in $(VENV)" >&2; exit $(if $(CI),0,2); }; \
+	$(BIN)/python -m pytest -m ray tests/launchers/test_ray.py && mkdir -p .cache && touch .cache/e2e-ray.ran
+
 SIMULATE ?= --schedules 10000 --jobs 2
 
 .PHONY: simulate mutants
@@ -73,14 +92,25 @@ simulate: $(INSTALLED) ## Run 10 000 random schedules of 3 shards and 5 learners
 mutants: $(INSTALLED) ## Break one guard at a time: the simulation has to find each
 	$(BIN)/python -m pytest -q tests/simulation/test_simulation_mutants.py
 
+ATTACK ?= --json runs/attack/result.json
+FUZZ ?= --messages 100000 --seed 1
+
+.PHONY: attack fuzz
+attack: $(INSTALLED) ## Do the 18 attacks to a real shard beside honest learners, and say what each costs (ten minutes)
+	@mkdir -p runs/attack
+	OMP_NUM_THREADS=1 $(BIN)/python tests/attacks/measure.py $(ATTACK)
+
+fuzz: $(INSTALLED) ## Offer 100,000 wrong messages, requests, files and settings; each has to be refused by its code
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
+
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill and freeze the processes of a cluster for a minute; nothing may be lost
 	$(BIN)/diloco chaos $(CHAOS)
 
 .PHONY: check
-check: check-format check-types check-proto check-metrics check-layers check-wheel ## Check style, types, protocol, metrics, layers and wheel
+check: check-format check-types check-proto check-metrics check-layers check-wheel check-images docs audit ## Check style, types, protocol, metrics, layers, wheel, pages and packages
 
-.PHONY: check-format check-types check-proto check-metrics check-layers check-wheel
+.PHONY: check-format check-types check-proto check-metrics check-layers check-wheel check-images audit
 check-format: $(INSTALLED)
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
@@ -103,15 +133,77 @@ check-layers: $(INSTALLED)
 check-wheel: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/artifacts/test_packaging.py
 
+check-images: $(INSTALLED)
+	@$(BIN)/python tools/images.py >&2
+
+audit: $(TOOLS_INSTALLED) ## Ask for known vulnerabilities of every package in requirements/
+	$(BIN)/python tools/audit.py $(TOOLS_VENV)/bin/pip-audit
+
 # The oldest supported generator, on its own: generated code refuses runtimes older than its generator.
-$(PROTO_INSTALLED): Makefile $(INSTALLED)
+$(PROTO_INSTALLED): requirements/proto.txt $(INSTALLED)
 	$(BIN)/python -m venv $(PROTO_VENV)
-	$(PROTO_VENV)/bin/python $(PIP) $(GRPCIO_TOOLS) setuptools
+	$(PROTO_VENV)/bin/python $(INSTALL) proto
 	@touch $@
 
 .PHONY: proto
 proto: $(PROTO_INSTALLED) ## Generate the protocol's code again
 	$(PROTO_VENV)/bin/python tools/protos.py
+
+# Tools that look at this repository from outside, each pinned by hash like the rest.
+$(TOOLS_INSTALLED): requirements/tools.txt $(INSTALLED)
+	$(BIN)/python -m venv $(TOOLS_VENV)
+	$(TOOLS_VENV)/bin/python $(INSTALL) tools
+	@touch $@
+
+# The site of docs/. It reads our sources and imports none, so it needs no torch. A link that leads nowhere ends it; with
+# --quiet it would not, since what is not said is not counted either.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
+$(DOCS_INSTALLED): requirements/docs.txt $(INSTALLED)
+	$(BIN)/python -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python $(INSTALL) docs
+	@touch $@
+
+.PHONY: docs docs-serve
+docs: $(DOCS_INSTALLED) ## Build the pages as a site that needs no network: build/site/index.html
+	$(MKDOCS) build
+docs-serve: $(DOCS_INSTALLED) ## Serve the pages on http://127.0.0.1:8000 while you write them
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8000
+
+# A C compiler for other machines; 90 MB.
+$(WHEELS_INSTALLED): requirements/wheels.txt $(INSTALLED)
+	$(BIN)/python -m venv $(WHEELS_VENV)
+	$(WHEELS_VENV)/bin/python $(INSTALL) wheels
+	@touch $@
+
+.PHONY: wheels
+wheels: $(WHEELS_INSTALLED) ## Build the sources and the wheels, with kernels for x86_64 and aarch64, into dist/, and try them
+	$(BIN)/python tools/wheels.py --zig $(WHEELS_VENV)/bin/python
+	$(BIN)/python -m pytest -q tests/artifacts/test_wheels.py
+
+.PHONY: try-install
+try-install: $(INSTALLED) ## Install wheel and sources into empty environments of each Python here, and train (minutes)
+	$(BIN)/python tools/try_install.py
+
+.PHONY: lock
+lock: $(TOOLS_INSTALLED) ## Write requirements/ again; with newer versions: make lock LOCK=--upgrade
+	$(BIN)/python tools/lock.py --uv $(TOOLS_VENV)/bin/uv $(LOCK)
+
+.PHONY: pin-images
+pin-images: $(INSTALLED) ## Name the images of others by the digest that they have today (needs a Docker engine and a registry)
+	$(BIN)/python tools/images.py --pin
+
+IMAGES ?= decoupled-diloco/server:dev decoupled-diloco/worker:dev
+
+.PHONY: sbom
+sbom: $(WHEELS_INSTALLED) ## Build the wheels; write what they and the images are made of (CycloneDX) into dist/
+	rm -f dist/*.whl dist/*.cdx.json && $(BIN)/python tools/wheels.py --zig $(WHEELS_VENV)/bin/python >/dev/null
+	for wheel in dist/*.whl; do $(BIN)/python tools/sbom.py wheel "$$wheel" >"$$wheel.cdx.json" || exit; done
+	@for image in $(IMAGES); do \
+	  if docker image inspect "$$image" >/dev/null 2>&1; then \
+	    $(BIN)/python tools/sbom.py image "$$image" >"dist/$$(echo "$$image" | tr / - | tr : _).cdx.json" || exit; \
+	  else echo "make: NOT WRITTEN: there is no image $$image here (docker-compose build)" >&2; fi; \
+	done
+	@ls dist
 
 # Minutes, not hours: the runs of docs/quality.md take an hour and are started by hand (benchmarks/quality.py).
 BENCHMARKS := benchmarks/outer_round.py benchmarks/merge_kernel.py benchmarks/step_cost.py benchmarks/shard_memory.py \
@@ -120,6 +212,11 @@ BENCHMARKS := benchmarks/outer_round.py benchmarks/merge_kernel.py benchmarks/st
 .PHONY: bench
 bench: $(INSTALLED) ## Run the benchmarks of a round, a merge, a step, a shard, a straggler, a disk (docs/performance.md)
 	@missed=0; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" || missed=1; done; exit $$missed
+
+.PHONY: quality
+quality: $(INSTALLED) ## Run what is missing of docs/quality.md, and rebuild it: hours on two cores, may be stopped at any time
+	$(BIN)/diloco lab protocol benchmarks/quality_protocol.toml --jobs 2 --out benchmarks/results/quality_protocol.jsonl
+	$(BIN)/python benchmarks/quality.py
 
 # With a compose file the cluster runs in containers, and `down` ends it; without one it runs in the foreground.
 COMPOSE_FILE := $(firstword $(wildcard docker-compose.yml compose.yaml))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_common.codec import Payload, decode_payload, encode_payload
+from diloco_common.codec import Chunk, Payload, crc32c, decode_payload, encode_payload
 from diloco_common.manifest import Piece
 from diloco_common.settings import Settings
+from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.core.merge import merge as merged_slices
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.round import Contribution
@@ -23,6 +24,11 @@ def make_settings(**sections: dict[str, Any]) -> Settings:
         "lease": {"lease_s": 6.0, "heartbeat_s": 1.0},
     }
     return Settings.model_validate({key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections})
+
+
+def chunk_request(chunk: Chunk) -> pb.PushRequest:
+    """The message of a chunk, as a caller makes it that has only the generated classes."""
+    return pb.PushRequest(chunk=bytes(chunk), crc32c=crc32c(chunk))
 
 
 def random_values(num_elements: int, seed: int) -> Tensor:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from certificates import Certificates
 from diloco_common.metrics import ShardMetrics, WorkerMetrics
+from diloco_common.tls import TlsFiles, read_folder
 
 
 def busy_shard() -> ShardMetrics:
     m = ShardMetrics()
     m.itself.ready(True)
     m.itself.epoch(2)
+    m.certificates.follow(certificate)
     m.itself.call_refused("NOT_JOINED")
     m.learners.joined()
     m.learners.evicted("LEASE_EXPIRED")
@@ -17,6 +24,8 @@ def busy_shard() -> ShardMetrics:
     m.learners.silent("worker-1", 0.5)
     m.learners.state("worker-1", "stalled")
     m.learners.contributions("worker-1", asked=5, contributed=4, merged=3)
+    m.learners.quarantined("worker-1", is_so=True)
+    m.learners.put_in_quarantine()
     m.itself.settings({"sync.quorum": 2})
     m.contributions.tokens(accepted=900, merged=800, late=30, refused=20, fenced=10)
     m.contributions.accepted(staleness=1)
@@ -40,8 +49,16 @@ def busy_shard() -> ShardMetrics:
     return m
 
 
+@cache
+def certificate() -> TlsFiles:
+    """Of somebody, for ninety days."""
+    with tempfile.TemporaryDirectory() as folder:
+        return read_folder(Certificates(Path(folder)).issue("learner/worker-1", days=90.0))
+
+
 def busy_worker(now: float = 0.0) -> WorkerMetrics:
     m = WorkerMetrics(clock=lambda: now)
+    m.certificates.follow(certificate)
     m.training.begun("worker-1")
     m.training.stepped(tokens=1024, seconds=0.25, loss=2.5)
     m.training.stalled(0.0002)

@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from diloco_common.codec import Payload, encode_payload
+from diloco_common.codec import Anchor, Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_common.settings import Settings, ShardSettings
+from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.effects import Fact, Tell
 from diloco_server.core.membership import Member
 from diloco_server.driver import Job
-from diloco_server.lockstep import LockstepShard, run_to_end
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
@@ -90,7 +90,7 @@ class LockstepLearner:
     held: bool = False
     """Whether its pushes stay in the outbox."""
     encoded: dict[int, tuple[Contribution, Payload]] = field(default_factory=dict)
-    versions: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    versions: dict[int, tuple[int, Anchor]] = field(default_factory=dict)
     """Fragment -> version and values pulled last."""
     pulled: Counter[str] = field(default_factory=Counter)
     """Pulls by the encoding that came."""
@@ -197,8 +197,7 @@ class Lockstep:
         had, anchor = learner.versions.get(fragment_id, (None, None))
         change = shell.shard.change_since(fragment_id, shell.shard.epoch, had)
         payload, base = (payload, None) if change is None else (change, anchor)
-        values = torch.empty(payload.header.num_elements)
-        decode_version(payload, base, values)
+        values, _ = decode_version(payload, base)
         learner.versions[fragment_id] = version, values
         learner.pulled[payload.header.encoding] += 1
         merged = shell.shard.fragments[fragment_id].status(learner.learner_id).merged_version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -66,5 +67,5 @@ def environment(build: str, pod: Resource) -> dict[str, str]:
         if resource["kind"] == "ConfigMap" and resource["metadata"]["name"] in names:
             variables |= resource["data"]
     for variable in container["env"]:
-        variables[variable["name"]] = variable.get("value", "0").replace("$(INDEX)", "0")
+        variables[variable["name"]] = re.sub(r"\$\(\w+\)", "0", variable.get("value", "0"))
     return {name: value for name, value in variables.items() if name.startswith("DILOCO_")}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diloco_common.logs import Log
-from diloco_common.messages import JoinAnswer, LearnerPolicy, Pulse
+from diloco_common.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
 from diloco_worker.boundary import Start
@@ -91,7 +91,8 @@ class Posted:
 
 def joined(epoch: int, policy: LearnerPolicy, *, generation: int = 1, num_fragments: int = 1) -> JoinAnswer:
     """The answer of the only shard of a run."""
-    return JoinAnswer(generation, epoch, 1.0, 0, 1, num_fragments, "digest", policy, (), Pulse(0, 0))
+    fragments = tuple(FragmentStatus(i, True, 0, 0, epoch) for i in range(num_fragments))
+    return JoinAnswer(generation, epoch, 1.0, 0, 1, num_fragments, "digest", policy, fragments, Pulse(0, 0))
 
 
 class Parts:

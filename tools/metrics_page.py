@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from diloco_common.metrics.certificates import Certificates
 from diloco_common.metrics.contributions import Contributions
 from diloco_common.metrics.learners import Learners
 from diloco_common.metrics.registry import Declare, Totals
@@ -82,6 +83,7 @@ def main() -> int:
         + section("Shards: storage", Storage)
         + section("Workers: training", Training)
         + section("Workers: exchange", Exchange, time.monotonic)
+        + section("Both: certificates", Certificates)
     )
     return written(TARGET, text, __doc__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,17 +11,24 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
+from diloco_common.http import check_http_is_meant
+from diloco_common.security import exposure
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
+from diloco_server.access import check_consent
 from manifests import FOLDER, ROOT, built, containers, environment, on_top_of, one, pods
 
 OVERLAYS = [f"overlays/{folder.name}" for folder in sorted((FOLDER / "overlays").iterdir())]
 BUILDS = ["base", *OVERLAYS]
+WITH_TOKEN = [build for build in BUILDS if build != "overlays/mtls"]
 VERSIONS = ["1.29", "1.33", kubernetes_validate.latest_version()]
 """The oldest that has what we use, one between, and the newest."""
-OF_OPERATORS = {"PodMonitor", "PrometheusRule", "JobSet"}
-"""Kinds that Kubernetes itself does not know."""
+OF_OPERATORS = {
+    path.stem: Draft202012Validator(json.loads(path.read_text())) for path in (ROOT / "tests/data/crds").glob("*.json")
+}
+"""Kinds that Kubernetes itself does not know, and what their operators take."""
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -29,6 +37,24 @@ def test_the_api_of_kubernetes_takes_every_resource(build: str, version: str) ->
     for resource in built(build):
         if resource["kind"] not in OF_OPERATORS:
             kubernetes_validate.validate(resource, version, strict=True)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_operators_take_every_resource_of_theirs(build: str) -> None:
+    known = {"v1", "apps/v1", "batch/v1", "policy/v1", "networking.k8s.io/v1"}
+    for resource in built(build):
+        assert (resource["kind"] in OF_OPERATORS) is (resource["apiVersion"] not in known), resource["kind"]
+        if (schema := OF_OPERATORS.get(resource["kind"])) is not None:
+            schema.validate(resource)
+
+
+@pytest.mark.parametrize("kind", sorted(OF_OPERATORS))
+@pytest.mark.parametrize("change", [{"specs": {}}, {"spec": {"no": "such field"}}, {"spec": []}], ids=str)
+def test_a_slip_of_the_pen_is_refused(kind: str, change: dict[str, object]) -> None:
+    (resource, *_) = [r for build in BUILDS for r in built(build) if r["kind"] == kind]
+    spec = change.get("spec")
+    changed = {**resource, **change, **({"spec": {**resource["spec"], **spec}} if isinstance(spec, dict) else {})}
+    assert not OF_OPERATORS[kind].is_valid(changed)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -45,8 +71,21 @@ def test_shards_are_as_many_everywhere(build: str) -> None:
 def test_every_variable_is_a_setting_and_both_sides_are_of_one_run(build: str) -> None:
     settings: list[Settings] = [load(None, environment(build, pod)).settings for pod in pods(build)]
     assert len({s.run.id for s in settings}) == 1
-    assert {str(s.security.token_file) for s in settings} == {"/run/diloco/token"}
     assert {s.worker.learner_id for s in settings} == {"", "worker-0"}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_shards_and_workers_start_with_these_settings(build: str) -> None:
+    """What other machines reach is protected, or said to be open."""
+    for pod in pods(build):
+        settings = load(None, environment(build, pod)).settings
+        security = settings.security
+        assert (str(security.token_file) == "/run/diloco/token") is (build in WITH_TOKEN)
+        assert (security.tls is None) is (build in WITH_TOKEN)
+        check_http_is_meant(
+            "http", settings.worker.http if settings.worker.learner_id else settings.shard.http, security
+        )
+        check_consent(settings)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -60,6 +99,19 @@ def test_pods_have_no_rights(build: str) -> None:
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
         }  # fmt: skip
         assert "memory" in container["resources"]["limits"]
+        scratch = [volume["emptyDir"] for volume in pod["spec"]["volumes"] if "emptyDir" in volume]
+        assert all("sizeLimit" in each for each in scratch)
+
+
+@pytest.mark.parametrize("build", WITH_TOKEN)
+def test_the_secret_is_mounted_as_a_process_takes_it(build: str) -> None:
+    """The kubelet makes it root's, and of the group fsGroup."""
+    for pod in pods(build):
+        user = pod["spec"]["securityContext"]
+        (mode,) = [volume["secret"]["defaultMode"] for volume in pod["spec"]["volumes"] if "secret" in volume]
+        groups = {user["runAsGroup"], user["fsGroup"]}
+        assert exposure(mode, 0, user["fsGroup"], user["runAsUser"], groups) is None
+        assert mode & 0o040, "user 10001 is not root, and reads it as a member of the group"
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -87,7 +139,7 @@ def test_http_is_open_to_prometheus_alone_and_only_where_there_is_one() -> None:
         )
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", WITH_TOKEN)
 def test_a_shard_is_asked_for_its_health_where_it_listens(build: str) -> None:
     (container,) = one(build, "StatefulSet")["spec"]["template"]["spec"]["containers"]
     assert one(build, "Service")["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"]

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from diloco_common.revocations import read_revocations
 from diloco_common.settings_loader import load
+from diloco_common.tls import read_folder
 from manifests import ROOT, built, pods
 from pages import followed
 from programs import kubectl
@@ -59,7 +61,10 @@ def follow(tmp_path: Path):
 
 
 def test_every_block_is_followed_below() -> None:
-    assert list(BLOCKS) == ["kubernetes", "slurm", "systemd, a shard", "systemd, a worker"]
+    assert list(BLOCKS) == [
+        "kubernetes, with certificates", "kubernetes", "slurm", "systemd, the authority", "systemd, a shard",
+        "systemd, a worker",
+    ]  # fmt: skip
 
 
 def test_pods_of_the_demo_find_the_namespace_and_the_token_that_were_made_before(follow) -> None:
@@ -73,15 +78,25 @@ def test_pods_of_the_demo_find_the_namespace_and_the_token_that_were_made_before
         assert mounted == {secret["metadata"]["name"]}
 
 
+def test_with_certificates_the_overlay_alone_is_applied(follow) -> None:
+    applied = [each for each in yaml.safe_load_all(follow("kubernetes, with certificates", KUBECTL=kubectl())) if each]
+    assert applied == built("overlays/mtls")
+
+
 def test_slurm_gets_the_shards_and_the_workers(follow) -> None:
     assert follow("slurm").splitlines() == ["deploy/slurm/shards.sbatch", "deploy/slurm/workers.sbatch"]
 
 
 def test_units_are_where_systemd_looks_and_what_they_read_is_valid(follow, tmp_path: Path) -> None:
     etc = tmp_path / "etc"
+    follow("systemd, the authority")
     assert "diloco-shard@.service" in follow("systemd, a shard")
     assert "diloco-worker@.service" in follow("systemd, a worker")
-    assert len((etc / "diloco/token").read_text().strip()) >= 32
+    for name in ("shard-0", "certs/shard-1", "certs/learner-paris-1"):
+        assert str(read_folder(etc / "diloco" / name, needs_pair=True).subject) == name.rpartition("/")[2].replace(
+            "-", "/", 1
+        )
+    assert read_revocations(etc / "diloco/revoked.json") == []
     said = dict(line.split("=") for file in etc.glob("diloco/*.env") for line in file.read_text().splitlines())
     settings = load(None, said).settings
     assert settings.shard.count == len(settings.worker.shards) == 2

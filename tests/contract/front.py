@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -12,9 +13,10 @@ from in_process import InProcessShard
 
 from diloco_common import rpc
 from diloco_common.errors import LeaseExpired
+from diloco_common.identity import Identity
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_server.servicer import ParameterServer
+from diloco_server.callers import Callers
+from diloco_server.servicer import Messages, ParameterServer
 
 
 class Front(ParameterServer):
@@ -22,7 +24,7 @@ class Front(ParameterServer):
 
     def __init__(self, shard: InProcessShard) -> None:
         host = shard.server.host
-        super().__init__(shard.server.service, shard.settings.run.id, None, host.telemetry.call_refused)
+        super().__init__(shard.server.service, shard.settings.run.id, Callers(time.time), host.telemetry.call_refused)
         self.loop = shard.loop
         self.address = ""
         self.frozen = False
@@ -41,38 +43,41 @@ class Front(ParameterServer):
         """When Join was called, seconds."""
         self.attends: list[float] = []
 
-    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
-        self.joins.append(time.monotonic())
-        if self.refuse_join:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody is there")
-        return await super().Join(request, context)
+    @asynccontextmanager
+    async def admitted(self, context: Any, *calls: str, answers_many: bool) -> AsyncIterator[Identity]:
+        await self._fail_before(calls[0], context)
+        async with super().admitted(context, *calls, answers_many=answers_many) as caller:
+            yield caller
+        if calls[0] == "Push" and self.acks_to_lose > 0:
+            self.acks_to_lose -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer got lost")
 
-    async def Attend(self, requests: AsyncIterator[pb.Progress], context: Any) -> AsyncIterator[pb.Directive]:
-        self.attends.append(time.monotonic())
-        if self.cut_attend:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off")
-        if self.refuse_attend:
-            await rpc.refuse(context, LeaseExpired("the lease is over; join again"))
-        async for directive in super().Attend(self._heard(requests), context):
+    async def _fail_before(self, call: str, context: Any) -> None:
+        if call == "Join":
+            self.joins.append(time.monotonic())
+            if self.refuse_join:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody is there")
+        if call == "Attend":
+            self.attends.append(time.monotonic())
+            if self.cut_attend:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off")
+            if self.refuse_attend:
+                await rpc.refuse(context, LeaseExpired("the lease is over; join again"))
+
+    async def Attend(self, caller: Identity, requests: Messages, context: Any) -> AsyncGenerator[pb.Directive, None]:
+        async for directive in super().Attend(caller, self._heard(requests), context):
             while self.frozen:  # noqa: ASYNC110 - a switch
                 await asyncio.sleep(0.01)
             yield directive
 
-    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Any) -> pb.PushResponse:
-        answer = await super().Push(requests, context)
-        if self.acks_to_lose > 0:
-            self.acks_to_lose -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the answer got lost")
-        return answer
-
-    async def _heard(self, requests: AsyncIterator[pb.Progress]) -> AsyncIterator[pb.Progress]:
+    async def _heard(self, requests: Messages) -> Messages:
         async for request in requests:
             if not self.deaf:
                 yield request
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        pb_grpc.add_ParameterServerServicer_to_server(self, self._server)
+        self._server.add_generic_rpc_handlers((self.handler(),))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
 

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 import torch
 
+from builders import chunk_request
 from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.identity import Identity
@@ -23,6 +25,7 @@ from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_common.messages import Progress, PushHeader
 from diloco_common.protocol import PROTOCOL
 from diloco_common.settings import Settings
+from diloco_common.tls import read_folder
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_server.server import ShardServer
@@ -242,13 +245,16 @@ class Attendance:
 class Caller:
     """Speaks for one learner, as exactly or as wrongly as it is told."""
 
-    def __init__(self, shard: InProcessShard, identity: Identity, token: str | None = None) -> None:
+    def __init__(
+        self, shard: InProcessShard, identity: Identity, token: str | None = None, tls: Path | None = None
+    ) -> None:
+        files = None if tls is None else read_folder(tls)
         self.shard = shard
         self.loop = shard.loop
         self.identity = identity
         self.token = token
         self.manifest: Manifest = cut(TENSORS, shard.settings.sync.fragments, shard.settings.shard.count)
-        self.channel = self.loop.look(lambda: grpc.aio.insecure_channel(shard.address, options=rpc.CHANNEL_OPTIONS))
+        self.channel = self.loop.look(lambda: rpc.channel(shard.address, files, rpc.CHANNEL_OPTIONS))
         self.stub = pb_grpc.ParameterServerStub(self.channel)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -280,7 +286,7 @@ class Caller:
         return self.push_messages(
             [
                 pb.PushRequest(header=protobuf.push_header_to_pb(header)),
-                *(pb.PushRequest(chunk=c) for c in payload.chunks),
+                *(chunk_request(c) for c in payload.chunks),
             ]
         )
 

@@ -46,3 +46,26 @@ def test_chunks_come_from_the_heap_and_stay_there_after_they_are_freed():
     assert (default, chunk) == (1, 0), "one mapping of its own before, none after"
     assert kept, "freed memory waits for the next chunk"
     assert huge == 1, "tensors larger than the threshold still go back to the kernel"
+
+
+HOLES = """
+import ctypes, json, mmap
+from pathlib import Path
+from diloco_common.allocator import MIB, give_back, tune_allocator
+
+tune_allocator()
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+chunks = [bytes(2 * MIB + i) for i in range(40)]
+filled = resident()
+del chunks[::2]
+freed = resident()
+give_back()
+print(json.dumps([filled - freed, freed - resident()]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="libc is not a recent glibc")
+def test_holes_between_chunks_are_given_back_when_they_are_said_to_be_of_no_use():
+    out = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True).stdout
+    by_itself, given_back = json.loads(out)
+    assert by_itself < 10 * 2**20 < 30 * 2**20 < given_back, "20 of 40 chunks of 2 MiB were freed"

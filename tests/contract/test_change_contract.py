@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from front import Front
-from in_process import NUM_ELEMENTS, Caller, InProcessShard, contribution, refusal, settings_with
+from in_process import Caller, InProcessShard, contribution, refusal, settings_with
 from torch import Tensor
 
 from diloco_common import protobuf
-from diloco_common.codec import Payload, decode_payload
+from diloco_common.codec import Anchor, Chunk, Payload, decode_payload
 from diloco_common.codec.change import decode_version
-from diloco_common.messages import Collect, Committed
+from diloco_common.identity import Identity
+from diloco_common.messages import Collect, Committed, PullHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.global_model import pull_global_model
 from waiting import until
@@ -45,9 +46,9 @@ def decoded(payload: Payload) -> Tensor:
 
 
 def values_of(header: pb.PullHeader, chunks: list[bytes], base: Tensor | None = None) -> Tensor:
-    values = torch.empty(NUM_ELEMENTS)
-    decode_version(Payload(protobuf.payload_from_pb(header.payload), tuple(chunks)), base, values)
-    return values
+    payload = Payload(protobuf.payload_from_pb(header.payload), tuple(chunks))
+    values, _ = decode_version(payload, None if base is None else Anchor.of(base.bfloat16()))
+    return values.float32()
 
 
 @pytest.fixture
@@ -133,16 +134,16 @@ class Watched(Front):
         self.lies = 0
         """Changes that will be sent as if they began at another version."""
 
-    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
+    async def Pull(self, caller: Identity, requests: Any, context: Any) -> AsyncIterator[PullHeader | Chunk]:
         while self.holds:  # noqa: ASYNC110 - a switch
             await asyncio.sleep(0.01)
-        async for response in super().Pull(request, context):
-            if response.WhichOneof("part") == "header" and response.header.HasField("payload"):
-                self.came.append(response.header.payload.encoding)
-                if self.lies and response.header.HasField("base_version"):
+        async for part in super().Pull(caller, requests, context):
+            if isinstance(part, PullHeader) and part.payload is not None:
+                self.came.append(part.payload.encoding)
+                if self.lies and part.base_version is not None:
                     self.lies -= 1
-                    response.header.base_version += 5
-            yield response
+                    part = replace(part, base_version=part.base_version + 5)
+            yield part
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ Anchors = dict[tuple[int, int], bytes]
 def note_anchors(training: Any, seen: Anchors) -> None:
     """Fragment, version -> bytes of the anchor."""
     for i, fragment in training.learner.core.fragments.items():
-        seen[i, fragment.version] = fragment.tensors.anchor.numpy().tobytes()
+        seen[i, fragment.version] = fragment.tensors.anchor.float32().numpy().tobytes()
 
 
 def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
@@ -178,7 +179,7 @@ def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
     if any(fragments[i].version != version for i, (version, _) in latest.items()):
         return False
     for i, (_, payload) in latest.items():
-        assert fragments[i].tensors.anchor.numpy().tobytes() == decoded(payload).numpy().tobytes()
+        assert fragments[i].tensors.anchor.float32().numpy().tobytes() == decoded(payload).numpy().tobytes()
     return True
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from diloco_common.codec import native
+from diloco_common.codec import library, native
 from diloco_common.codec.registry import get_codec
 
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if native.kernels() is None:
-        pytest.skip("this machine has no C compiler, or DILOCO_NATIVE=0")
+    found = native.find()
+    if isinstance(found, str):
+        assert not found.startswith("the C compiler failed"), found
+        pytest.skip(found)
 
 
 def encoded() -> torch.Tensor:
@@ -52,6 +55,7 @@ def test_without_them_torch_does_it(
         monkeypatch.setenv(name, value)
     assert native.kernels() is None
     assert why in native.find()
+    assert native.origin() == "torch"
     assert encoded().numel() == 7
     assert not list(tmp_path.rglob("*.so"))
 
@@ -65,34 +69,44 @@ def test_they_are_compiled_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CC", "no-such-compiler")
     again = native.kernels()
     assert again is not None
-    assert again.path == first.path
-    assert list(tmp_path.rglob("*.so")) == [first.path]
+    assert again.found == first.found
+    assert native.origin() == "compiled"
+    assert list(tmp_path.rglob("*.so")) == [first.found.path]
 
 
 @pytest.mark.usefixtures("_asked_anew")
 def test_a_portable_library_beside_the_source_needs_no_compiler_and_no_cache(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "installed" / native.SOURCE.name
-    source.parent.mkdir()
-    source.write_bytes(native.SOURCE.read_bytes())
-    monkeypatch.setattr(native, "SOURCE", source)
-    portable = native.compile_portable()
+    sources = tmp_path / "installed"
+    shutil.copytree(library.SOURCES, sources)
+    monkeypatch.setattr(library, "SOURCES", sources)
+    portable = library.prebuild()
     if portable is None:
         pytest.skip("this machine's CPU is older than the portable instruction set")
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = native.kernels()
     assert found is not None
-    assert found.path == portable
+    assert found.found == library.Library(portable, "prebuilt")
     assert encoded().numel() == 7
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.usefixtures("_asked_anew")
 def test_a_portable_library_is_left_alone_by_a_cpu_that_lacks_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_cpu", lambda: "flags : fpu sse2")
-    assert native.compile_portable() is None
+    monkeypatch.setattr(library, "_cpu", lambda: "flags : fpu sse2")
+    assert library.prebuild() is None
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one for another libc, or on a file system that forbids programs."""
+    broken = tmp_path / "kernels.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(library, "_prebuilt", lambda: library.Library(broken, "prebuilt"))
+    assert "cannot be loaded" in native.find()
+    assert encoded().numel() == 7
 
 
 @pytest.mark.usefixtures("_asked_anew")
@@ -111,6 +125,6 @@ def test_what_others_can_write_to_is_not_loaded(writable: str, tmp_path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = native.kernels()
     assert found is not None
-    (found.path if writable == "file" else found.path.parent).chmod(0o777)
+    (found.found.path if writable == "file" else found.found.path.parent).chmod(0o777)
     native.find.cache_clear()
     assert "another user can write to" in native.find()

@@ -17,6 +17,7 @@ import pytest
         ["chaos", "--every", "x"],
         ["status", "--http", "127.0.0.1:1"],
         ["--version"],
+        ["explain", "LATE"],
         ["checkpoint", "--help"],
         ["restore", "--help"],
     ],

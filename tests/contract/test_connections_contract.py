@@ -13,6 +13,7 @@ from in_process import TENSORS, InProcessShard, settings_with
 
 from diloco_common import protobuf, rpc
 from diloco_common.messages import Committed, Pulse
+from diloco_common.protocol import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 
@@ -39,7 +40,7 @@ def plain_headers(*pairs: tuple[bytes, bytes]) -> bytes:
 def join_by_hand(learner_id: bytes) -> bytes:
     """The bytes of one Join call."""
     request = pb.JoinRequest(
-        protocol=1, process_id="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES
+        protocol=PROTOCOL, process_id="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES
     ).SerializeToString()
     headers = plain_headers(
         (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/diloco.v1.ParameterServer/Join"),
@@ -83,6 +84,14 @@ def test_a_join_written_by_hand_is_understood(serve):
     shard = serve()
     answer_to(shard, join_by_hand(b"by-hand"))
     assert shard.member_state("by-hand") == "alive"
+
+
+def test_connections_that_say_nothing_do_not_stay(serve):
+    """Each takes one of `shard.max_connections`: with 10 s for a handshake, few hosts kept everybody out."""
+    with connect(serve()) as connection:
+        connection.settimeout(8)
+        while connection.recv(65536):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,12 @@ import psutil
 import pytest
 
 from diloco_common.settings import Settings
-from diloco_common.settings_loader import load
+from diloco_common.settings_loader import load, load_saved
 from diloco_deploy.children import Programs
+from diloco_deploy.cli import main
 from diloco_deploy.folder import Outputs
+from diloco_deploy.scale import take_wish, wish_file
+from diloco_deploy.status_schema import ClusterRecord, read_record
 from diloco_deploy.supervisor import DEATHS_MAX, ChildSpec, Supervisor
 from diloco_deploy.up import bring_up
 from waiting import until
@@ -29,12 +32,14 @@ PROGRAMS = Programs("fake_server", "fake_worker")
 COMMAND = """
 import sys
 from pathlib import Path
+import diloco_deploy.up
 from diloco_common.command import run_command
 from diloco_common.settings_loader import load
 from diloco_deploy.folder import Outputs
 from diloco_deploy.children import Programs
 from diloco_deploy.up import bring_up
-settings = load(None, {}, sys.argv[1:]).settings
+diloco_deploy.up._DRAIN_S = float(sys.argv[1])
+settings = load(None, {}, sys.argv[2:]).settings
 programs = Programs("fake_server", "fake_worker")
 sys.exit(run_command(lambda: bring_up(settings, Outputs(), programs), name="diloco"))
 """
@@ -53,11 +58,11 @@ def settings_for(folder: Path, *overrides: str) -> Settings:
 class Command:
     """`diloco up` as a process of its own."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, drain_s: float = 20.0) -> None:
         self.folder = folder
         cluster = [f"cluster.folder={folder}", "cluster.shards=2", "cluster.workers=2"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *cluster, *overrides],
+            [sys.executable, "-c", COMMAND, str(drain_s), *cluster, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -78,8 +83,8 @@ class Command:
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     started: list[Command] = []
 
-    def start(*overrides: str) -> Command:
-        started.append(Command(tmp_path / "run", *overrides))
+    def start(*overrides: str, drain_s: float = 20.0) -> Command:
+        started.append(Command(tmp_path / "run", *overrides, drain_s=drain_s))
         return started[-1]
 
     yield start
@@ -232,6 +237,108 @@ def test_a_killed_shard_comes_back_on_the_same_ports(
 
     after = until(again, "the next start", 30.0)
     assert (after["grpc"], after["http"]) == (before["grpc"], before["http"])
+
+
+def test_workers_come_and_go_while_it_runs_and_who_was_told_to_leave_is_no_end(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "waits")
+    up = command()
+    up.children()
+    until(lambda: (found := read_record(up.folder)) and found.members["worker-1"].process == "up", "the record")
+    third = up.folder / "run" / "worker-2.json"
+
+    assert main(["scale", "--workers", "3", "--folder", str(up.folder)]) == 0
+    until(third.exists, "the third worker")
+    assert main(["scale", "--workers", "1", "--folder", str(up.folder)]) == 0
+
+    def members() -> set[str]:
+        found = read_record(up.folder)
+        return set(found.members) if found is not None else set()
+
+    until(lambda: members() == {"shard-0", "shard-1", "worker-0"}, "the end of the others")
+    assert up.process.poll() is None, "training goes on"
+    assert load_saved(up.folder / "settings.json").settings.cluster.workers == 1
+    assert "2 -> 3 workers (1 start)" in capsys.readouterr().out
+
+
+def all_train(up: Command) -> None:
+    """Wait until both workers are up."""
+    up.children()
+    until(lambda: (found := read_record(up.folder)) and found.members["worker-1"].process == "up", "the record")
+
+
+def test_a_worker_that_does_not_leave_is_killed_and_the_number_can_change_again(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "deaf")
+    up = command(drain_s=0.5)
+    all_train(up)
+    for workers in (1, 2):
+        assert main(["scale", "--workers", str(workers), "--folder", str(up.folder)]) == 0
+
+
+def test_a_worker_that_was_still_leaving_is_waited_for_at_the_end(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "deaf")
+    up = command()
+    all_train(up)
+    assert main(["scale", "--workers", "1", "--folder", str(up.folder)]) == 0
+    up.process.send_signal(signal.SIGINT)
+    until(lambda: (found := read_record(up.folder)) and not found.training, "the end of training")
+    up.process.send_signal(signal.SIGINT)
+    _, said = up.end()
+    assert "worker-1 did not end by itself" in said
+
+
+def test_a_cluster_that_does_not_train_refuses_another_number_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    ClusterRecord(run="r", shards=2, workers=2, fragments=4).write(tmp_path)
+    assert main(["scale", "--workers", "3", "--folder", str(tmp_path)]) != 0
+    assert "not training yet, or no more" in capsys.readouterr().err
+    assert take_wish(tmp_path) is None
+
+
+def test_a_wish_that_is_written_while_another_is_read_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish_file(tmp_path).parent.mkdir()
+    wish_file(tmp_path).write_text('{"workers": 3}')
+    read = Path.read_text
+
+    def read_slowly(path: Path, encoding: str | None = None) -> str:
+        found = read(path, encoding)
+        wish_file(tmp_path).write_text('{"workers": 4}')
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", read_slowly)
+        assert take_wish(tmp_path) == 3
+    assert take_wish(tmp_path) == 4
+    assert take_wish(tmp_path) is None
+
+
+def test_the_record_names_a_killed_worker_and_how_often_it_was_started(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "waits")
+    up = command()
+    children = up.children()
+    until(lambda: (found := read_record(up.folder)) and found.members["worker-1"].process == "up", "the record")
+    children[3].kill()
+
+    def again() -> bool:
+        found = read_record(up.folder)
+        return found is not None and found.members["worker-1"].restarts == 1
+
+    until(again, "the next start", 30.0)
+    known = read_record(up.folder)
+    assert known is not None
+    assert known.members["worker-1"].why == "died (signal 9)"
+    assert (known.shards, known.workers) == (2, 2)
 
 
 def test_a_death_that_was_asked_for_is_no_exit_and_lasts_as_long_as_asked(tmp_path: Path) -> None:

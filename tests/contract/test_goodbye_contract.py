@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from torch import nn
+from training import state_of
 
 import diloco_worker
 from diloco_common.errors import CannotConnect
+from diloco_common.identity import Identity
 from diloco_server import server
 from diloco_server.servicer import ParameterServer
 from diloco_worker.network_thread import SETTLE_S
@@ -19,8 +21,8 @@ from diloco_worker.network_thread import SETTLE_S
 class LateGoodbye(ParameterServer):
     """Ends the control stream of a learner that leaves, and answers it a while later."""
 
-    async def Leave(self, request: Any, context: Any) -> Any:
-        answer = await super().Leave(request, context)
+    async def Leave(self, caller: Identity, requests: Any, context: Any) -> Any:
+        answer = await super().Leave(caller, requests, context)
         for stream in list(self._service._host.streams):
             stream.end()
         await asyncio.sleep(0.3)
@@ -43,6 +45,6 @@ def test_a_learner_does_not_wait_for_seeds_on_hold(serve) -> None:
     began = time.monotonic()
 
     with pytest.raises(CannotConnect, match="fragments are not there yet"):
-        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=0.1, resumed=True)
+        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=0.1, state=state_of("a"))
 
     assert time.monotonic() - began < SETTLE_S

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
+from diloco_common import http, http_connections
 from diloco_common.errors import ConfigError, InUse
-from diloco_common.http import HttpServer
+from diloco_common.http import HttpServer, check_http_is_meant
+from diloco_common.http_listener import HttpListener
+from diloco_common.settings import SecuritySettings
+from diloco_deploy.polling import Asker, fetch_status
+from waiting import until_async
 
 
 class Process:
@@ -28,9 +35,14 @@ class Process:
         self.status: Callable[[], dict[str, Any]] = lambda: {"version": 7}
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def serving(self, token: str | None = None, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
         server = HttpServer(
-            "127.0.0.1:0", registry=self.registry, status=lambda: self.status(), ready=lambda: self.is_ready
+            "127.0.0.1:0",
+            registry=self.registry,
+            status=lambda: self.status(),
+            ready=lambda: self.is_ready,
+            bearer_token=token,
+            **more,
         )
         address = await server.start()
         try:
@@ -188,3 +200,285 @@ def test_signals_stay_with_the_process_that_hosts_the_server(process):
             assert (await browser.get("/healthz")).status_code == 200
 
     run(scenario())
+
+
+# ---------------------------------------------------------------- who may see what
+
+
+SHOWN = {"epoch": 7, "learners": [{"id": "ann", "generation": 3}], "version": 2}
+OPEN = {"learners": [{"id": "ann"}], "version": 2}
+TOKEN = "a-token-of-16-or-more"
+
+
+@pytest.mark.parametrize(
+    ("from_here", "token", "sent", "answer"),
+    [
+        (True, None, None, SHOWN),
+        (True, TOKEN, None, SHOWN),
+        (False, None, None, OPEN),
+        (False, TOKEN, None, OPEN),
+        (False, TOKEN, f"Bearer {TOKEN}", SHOWN),
+        (False, TOKEN, "Bearer another", OPEN),
+        (False, TOKEN, f"Bearer {TOKEN}\u00e9", OPEN),
+        (False, None, "Bearer None", OPEN),
+    ],
+)
+def test_generations_and_epochs_are_for_callers_of_this_machine_and_those_with_the_token(
+    process, monkeypatch, from_here, token, sent, answer
+):
+    monkeypatch.setattr(http, "is_loopback", lambda _: from_here)
+
+    async def scenario():
+        process.status = lambda: SHOWN
+        async with process.serving(token) as browser:
+            headers = {} if sent is None else {"authorization": sent.encode("latin-1")}
+            assert (await browser.get("/status", headers=headers)).json() == answer
+            assert (await browser.get("/metrics")).status_code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("from_here", "sent", "code"),
+    [(True, "nothing", 200), (False, "nothing", 403), (False, TOKEN, 200), (False, "another", 403)],
+)
+def test_further_pages_are_for_callers_of_this_machine_and_those_with_the_token(
+    process, monkeypatch, from_here, sent, code
+):
+    monkeypatch.setattr(http, "is_loopback", lambda _: from_here)
+
+    async def scenario():
+        pages = {"/rounds": lambda asked: {"after": int(asked["after"])}}
+        async with process.serving(TOKEN, pages=pages) as browser:
+            headers = {"authorization": f"Bearer {sent}"}
+            answer = await browser.get("/rounds?after=7", headers=headers)
+            assert answer.status_code == code
+            if code == 200:
+                assert answer.json() == {"after": 7}
+                assert (await browser.get("/rounds?after=x", headers=headers)).status_code == 400
+
+    run(scenario())
+
+
+def test_diloco_status_sends_the_token_that_it_was_given(process, monkeypatch):
+    monkeypatch.setattr(http, "is_loopback", lambda _: False)
+
+    async def scenario():
+        process.status = lambda: {"role": "shard", **SHOWN}
+        async with process.serving(TOKEN) as browser:
+            address = f"{browser.base_url.host}:{browser.base_url.port}"
+            assert await asyncio.to_thread(fetch_status, address, 20.0) == {"role": "shard", **OPEN}
+            assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) == {
+                "role": "shard",
+                **SHOWN,
+            }
+
+    run(scenario())
+
+
+def test_the_token_follows_no_redirect(process):
+    came = []
+
+    async def elsewhere(scope: Any, _: Any, send: Any) -> None:
+        came.append(scope["path"])
+        headers = [(b"location", b"/stolen"), (b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 302, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def scenario():
+        server = HttpListener("127.0.0.1:0", elsewhere)
+        address = await server.start()
+        try:
+            assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) is None
+        finally:
+            await server.stop()
+
+    run(scenario())
+    assert came == ["/status"]
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [
+        ("localhost:1", SHOWN),
+        ("127.0.0.1", SHOWN),
+        ("[::1]:1", SHOWN),
+        ("evil.example", OPEN),
+        ("evil.example:1", OPEN),
+    ],
+)
+def test_a_name_that_somebody_leads_to_this_machine_shows_no_more_than_to_strangers(process, host, answer):
+    async def scenario():
+        process.status = lambda: SHOWN
+        async with process.serving(TOKEN, pages={"/rounds": lambda _: {}}) as browser:
+            assert (await browser.get("/status", headers={"host": host})).json() == answer
+            rounds = await browser.get("/rounds", headers={"host": host})
+            assert rounds.status_code == (200 if answer is SHOWN else 403)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("address", "security", "refused"),
+    [
+        ("127.0.0.1:0", {}, False),
+        ("[::1]:0", {}, False),
+        ("0.0.0.0:0", {}, True),
+        ("10.0.0.7:8080", {}, True),
+        ("0.0.0.0:0", {"insecure": True}, False),
+        ("0.0.0.0:0", {"token_file": "token"}, False),
+        ("0.0.0.0:0", {"token_key": "token.pub"}, False),
+        ("0.0.0.0:0", {"tls": "certs/shard-0"}, False),
+    ],
+)
+def test_an_address_that_others_reach_must_be_meant(address, security, refused):
+    settings = SecuritySettings.model_validate(security)
+    if not refused:
+        check_http_is_meant("worker.http", address, settings)
+        return
+    with pytest.raises(ConfigError, match=r"worker\.http = .* is reachable from other machines.*security\.token_file"):
+        check_http_is_meant("worker.http", address, settings)
+
+
+# ---------------------------------------------------------------- a crowd
+
+
+async def say(browser: httpx.AsyncClient, text: bytes = b"") -> asyncio.StreamReader:
+    """A connection that begins to say something."""
+    reader, writer = await asyncio.open_connection(browser.base_url.host, browser.base_url.port)
+    writer.write(text)
+    await writer.drain()
+    held.append(writer)
+    return reader
+
+
+held: list[asyncio.StreamWriter] = []
+HALF = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
+
+
+@pytest.fixture(autouse=True)
+def nothing_held() -> Iterator[None]:
+    held.clear()
+    yield
+    held.clear()
+
+
+@pytest.mark.parametrize("text", [b"", HALF, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + HALF])
+def test_a_header_that_does_not_end_is_cut_off(process, monkeypatch, text):
+    monkeypatch.setattr(http_connections, "HEADER_S", 0.1)
+
+    async def scenario():
+        async with process.serving() as browser:
+            reader = await say(browser, text)
+            with suppress(ConnectionError):
+                await reader.read()  # to its end
+            assert (await browser.get("/healthz")).status_code == 200
+
+    run(scenario())
+
+
+def test_a_header_that_drips_is_cut_off_all_the_same(process, monkeypatch):
+    monkeypatch.setattr(http_connections, "HEADER_S", 0.1)
+
+    async def scenario():
+        async with process.serving() as browser:
+            reader = await say(browser, HALF)
+
+            async def drip() -> None:
+                while True:
+                    held[0].write(b"a")
+                    await asyncio.sleep(0.01)
+
+            dripping = asyncio.create_task(drip())
+            with suppress(ConnectionError):
+                await reader.read()
+            dripping.cancel()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("text", [b"", HALF])
+def test_idle_connections_keep_nobody_out(process, monkeypatch, written, text):
+    monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(http_connections, "HEADER_S", 60.0)
+
+    async def scenario():
+        async with process.serving() as browser:
+            readers = [await say(browser, text) for _ in range(100)]
+            for _ in range(3):
+                assert (await browser.get("/healthz", headers={"connection": "close"})).status_code == 200
+            ended = [asyncio.create_task(reader.read()) for reader in readers]
+            await until_async(lambda: sum(task.done() for task in ended) >= 92, "all but eight to be closed")
+
+    run(scenario())
+    assert "Traceback" not in written.getvalue()
+
+
+def test_an_answer_that_nobody_takes_is_cut_off(process, monkeypatch):
+    monkeypatch.setattr(http_connections, "ANSWER_S", 0.1)
+
+    async def scenario():
+        process.status = lambda: {"long": "x" * 30_000_000}
+        async with process.serving() as browser:
+            await say(browser, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+
+            def is_held() -> bool:
+                of_server = (
+                    c for c in psutil.Process().net_connections("tcp") if c.laddr.port == browser.base_url.port
+                )
+                return any(c.status == psutil.CONN_ESTABLISHED for c in of_server)
+
+            await until_async(is_held, "the connection")
+            await until_async(lambda: not is_held(), "the server to give it up")
+
+    run(scenario())
+
+
+def test_asking_again_and_again_does_not_make_the_answer_again_and_again(process):
+    async def scenario():
+        made: list[int] = []
+
+        def slow() -> dict[str, Any]:
+            until_s = time.perf_counter() + 0.05
+            while time.perf_counter() < until_s:
+                pass
+            made.append(1)
+            return {"made": len(made)}
+
+        process.status = slow
+        async with process.serving() as browser:
+            began = time.perf_counter()
+            for _ in range(50):
+                await browser.get("/status")
+            took_s = time.perf_counter() - began
+        assert len(made) <= 1 + took_s / 0.5, "a tenth of the time goes into it, at most"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("accept", ["application/openmetrics-text;version=nonsense", "text/plain;version=\u00e9", ""])
+def test_metrics_are_served_whatever_sort_of_text_is_asked_for(process, accept):
+    async def scenario():
+        async with process.serving() as browser:
+            answer = await browser.get("/metrics", headers={"accept": accept.encode("latin-1")})
+        assert answer.status_code == 200
+        assert "diloco_test_answer 42" in answer.text
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/status", "/nothing"])
+def test_a_request_whose_body_is_garbage_has_one_answer_and_no_traceback(process, path, caplog):
+    """Its header is right, so an answer to that is under way when the rest is found to be none."""
+
+    async def scenario():
+        async with process.serving() as browser:
+            reader, writer = await asyncio.open_connection(browser.base_url.host, browser.base_url.port)
+            writer.write(f"PUT {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n".encode())
+            answer = await reader.read()
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.count(b"HTTP/1.1") == 1
+
+    run(scenario())
+    assert "Traceback" not in caplog.text

@@ -10,7 +10,7 @@ import pytest
 import torch
 from in_process import InProcessShard, settings_with
 from torch import nn
-from training import Training, tiny_model
+from training import Training, state_of, tiny_model
 
 import diloco_worker
 from diloco_common.errors import (
@@ -27,6 +27,7 @@ from diloco_common.errors import (
 )
 from diloco_worker.core.dialing import FIRST_S, GROWTH
 from diloco_worker.learner import AWAY_S
+from secret_files import secret_file
 from waiting import until
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
@@ -241,7 +242,7 @@ def test_a_resumed_learner_trains_on_without_a_shard_that_is_away_and_its_work_a
     first.learner.close()
     between.refuse_join = True
 
-    resumed = train(addresses, "resumed", seed=1, resumed=True)
+    resumed = train(addresses, "resumed", seed=1, state=state_of("resumed"))
     assert [f.is_adopted for f in resumed.learner.core.fragments.values()] == [True, False]
     versions = [shard.version(i) for i, shard in enumerate(shards)]
     resumed.until(lambda: shards[0].version() > versions[0] + 3, "versions with the shard that is there")
@@ -257,7 +258,9 @@ def test_a_resumed_learner_lets_a_new_one_begin_a_run_of_which_nothing_is_left(s
     """Not some fragments of the one and some of the other."""
     shard = serve(settings_with(sync=exact(fragments=4, sync_every=1000)))
     joined: list[Training] = []
-    waiting = threading.Thread(target=lambda: joined.append(train(shard.address, "resumed", seed=1, resumed=True)))
+    waiting = threading.Thread(
+        target=lambda: joined.append(train(shard.address, "resumed", seed=1, state=state_of("resumed")))
+    )
     waiting.start()
     until(lambda: shard.core.membership.get("resumed") is not None, "the resumed learner has a lease")
 
@@ -273,7 +276,7 @@ def test_a_resumed_learner_lets_a_new_one_begin_a_run_of_which_nothing_is_left(s
 def test_a_resumed_learner_to_whom_nobody_comes_begins_with_what_it_has(serve, train, monkeypatch):
     monkeypatch.setattr("diloco_worker.boundary.SEED_HOLD_S", 0.2)
     shard = serve(settings_with())
-    train(shard.address, "resumed", seed=1, resumed=True)
+    train(shard.address, "resumed", seed=1, state=state_of("resumed"))
     assert shard.version() == 0
 
 
@@ -282,7 +285,9 @@ def test_without_any_shard_nobody_begins_to_train(serve, front, resumed):
     between = front(serve(settings_with()))
     between.refuse_join = True
     with pytest.raises(CannotConnect, match=f"no answer from {between.address}"):
-        diloco_worker.join(between.address, tiny_model(), learner_id="a", wait_s=1.5 * AWAY_S, resumed=resumed)
+        diloco_worker.join(
+            between.address, tiny_model(), learner_id="a", wait_s=1.5 * AWAY_S, state=state_of("a") if resumed else None
+        )
 
 
 def test_the_second_process_with_a_learner_id_fences_off_the_first(serve, train):
@@ -426,8 +431,7 @@ def test_a_learner_id_that_is_not_plain_is_refused_before_dialing(learner_id):
 
 
 def test_a_wrong_token_is_told_at_once(serve, tmp_path):
-    file = tmp_path / "token"
-    file.write_text("0123456789abcdef")
+    file = secret_file(tmp_path / "token", "0123456789abcdef")
     shard = serve(settings_with(security={"token_file": file}))
 
     with pytest.raises(Unauthenticated, match=r"security\.token_file"):

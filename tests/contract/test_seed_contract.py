@@ -8,6 +8,7 @@ import grpc
 import torch
 from in_process import CHUNK_ELEMENTS, Caller, InProcessShard, refusal, settings_with
 
+from builders import chunk_request
 from diloco_common import protobuf, rpc
 from diloco_common.codec import encode_payload
 from diloco_common.errors import Busy
@@ -35,7 +36,7 @@ def seed_of(caller: Caller, fragment_id: int) -> tuple[PushHeader, list[pb.PushR
     payload = encode_payload(torch.ones(num_elements), "float32", chunk_elements=CHUNK_ELEMENTS)
     header = caller.header(payload, fragment_id=fragment_id, round=0, tokens=0, steps=0)
     first = pb.PushRequest(header=protobuf.push_header_to_pb(header))
-    return header, [first, *(pb.PushRequest(chunk=chunk) for chunk in payload.chunks)]
+    return header, [first, *(chunk_request(chunk) for chunk in payload.chunks)]
 
 
 def begin(caller: Caller, fragment_id: int) -> Any:

@@ -17,6 +17,11 @@ def tiny_model(seed: int = 0, width: int = 6) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
 
 
+def state_of(learner_id: str, inner_step: int = 0, tokens: int = 0) -> dict[str, Any]:
+    """What `Learner.state_dict` gave in an earlier process."""
+    return {"run": "local", "learner_id": learner_id, "index": 0, "inner_step": inner_step, "tokens": tokens}
+
+
 class Training:
     """Joins when made; each `step` is one inner step on `tokens` tokens."""
 

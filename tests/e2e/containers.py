@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -102,6 +104,19 @@ class Project:
         """Instance -> value, of an instant query of one series per instance."""
         answer = self.prometheus("query", query=query) or {"result": []}
         return {one["metric"].get("instance", ""): float(one["value"][1]) for one in answer["result"]}
+
+    def by(self, label: str, query: str) -> dict[str, float]:
+        """Value of this label -> value, of an instant query of one series per value of it."""
+        answer = self.prometheus("query", query=query) or {"result": []}
+        return {one["metric"].get(label, ""): float(one["value"][1]) for one in answer["result"]}
+
+    def first_said(self, service: str, pattern: str) -> float | None:
+        """When a container first wrote a line like this, in seconds since 1970, by the engine's clock."""
+        said = self.run(f"docker logs --timestamps $(docker-compose ps -q {service}) 2>&1")
+        found = re.search(rf"^(\S+?)(\.\d+)Z .*{pattern}", said, re.MULTILINE)
+        if found is None:
+            return None
+        return datetime.fromisoformat(f"{found[1]}+00:00").timestamp() + float(found[2])
 
     def value(self, query: str) -> float:
         """Of a query with one answer; not a number while there is none."""

@@ -25,7 +25,7 @@ start_engine() {
   fi
   _composes || return 1
   _images || return 1
-  docker run --rm --network none "${BASE_IMAGE:-python:3.11-slim}" true >/dev/null 2>&1 \
+  docker run --rm --network none "${BASE_IMAGE:-$(_named BASE_IMAGE)}" true >/dev/null 2>&1 \
     || { echo "the engine answers, but containers do not run on it here" >&2; return 1; }
 }
 
@@ -58,13 +58,15 @@ _composes() {
 
 # From a registry of images if one can be reached, else made of Debian's packages, with the torch that pip finds here.
 _images() {
-  local image=${PROMETHEUS_IMAGE:-$(sed -n 's/.*PROMETHEUS_IMAGE:-\([^}]*\)}.*/\1/p' docker-compose.yml)} given
-  if _have "${BASE_IMAGE:-python:3.11-slim}" && _have "$image"; then return; fi
+  local image=${PROMETHEUS_IMAGE:-$(_named PROMETHEUS_IMAGE)} given
+  if _have "${BASE_IMAGE:-$(_named BASE_IMAGE)}" && _have "$image"; then return; fi
   [ "$(id -u)" = 0 ] && _install debootstrap:debootstrap || { echo "no image registry, and no debootstrap" >&2; return 1; }
   given=$(tests/e2e/offline_images.sh) || { echo "the images cannot be made here" >&2; return 1; }
   export $given BUILD_NETWORK=host
   ls deploy/wheels/torch-*.whl >/dev/null 2>&1 \
-    || ${PYTHON:-.venv/bin/python} -m pip --disable-pip-version-check download -q --no-deps -d deploy/wheels "$(grep '^torch==' constraints.txt)"
+    || ${PYTHON:-.venv/bin/python} -m pip --disable-pip-version-check download -q --no-deps -d deploy/wheels "$(grep -o '^torch==[^ ]*' requirements/torch.txt)"
 }
 
+# The image that docker-compose.yml takes unless a variable says otherwise.
+_named() { sed -n "s/.*{$1:-\([^}]*\)}.*/\1/p" docker-compose.yml; }
 _have() { docker image inspect "$1" >/dev/null 2>&1 || timeout 60 docker pull -q "$1" >/dev/null 2>&1; }

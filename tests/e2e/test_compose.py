@@ -18,6 +18,8 @@ from collections.abc import Iterator
 
 import pytest
 from containers import CACHE, ROOT, Project, installed, until
+from tools.images import images_in
+from tools.lock import pins_in
 
 from pages import followed
 
@@ -25,8 +27,11 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
 PAGE = ROOT / "docs" / "deploy.md"
 SERVER_BYTES_MAX = 1.3e9
+(BASE_IMAGE,) = images_in((ROOT / "deploy/Dockerfile").read_text())
 HEALTHY_S = 60.0
 PROGRESS = "diloco_shard_tokens_merged_total"
+EXPIRES = 'diloco_certificate_expires_timestamp_seconds{which="own"}'
+EVICTED, REFUSED = "diloco_shard_evictions_total", "diloco_shard_refused_calls_total"
 
 
 TOOLS = """
@@ -88,7 +93,7 @@ def test_the_images_are_small_and_hold_no_tools(project: Project) -> None:
         return project.run(f"docker run --rm --read-only --network none --entrypoint sh {image} -c '{commands}'")
 
     print(inside(names[0], "du -sm /opt/diloco/lib/python3*/site-packages/* | sort -rn | head -n 5; du -sm /opt"))
-    assert "pip" in inside(os.environ.get("BASE_IMAGE", "python:3.11-slim"), TOOLS), "the base has what we look for"
+    assert "pip" in inside(os.environ.get("BASE_IMAGE") or BASE_IMAGE, TOOLS), "the base has what we look for"
     for name in names:
         assert inside(name, TOOLS) == ""
     assert "native kernels: /opt/" in inside(names[0], "python -m diloco_common.codec.native")
@@ -97,6 +102,23 @@ def test_the_images_are_small_and_hold_no_tools(project: Project) -> None:
         assert sizes[0]["Size"] < SERVER_BYTES_MAX
     else:
         print(f"the size is not judged: torch was built for CUDA {cuda}")
+
+
+@pytest.mark.parametrize("image", ["server", "worker"])
+def test_the_bill_of_materials_of_an_image_is_what_was_locked(project: Project, image: str) -> None:
+    name = f"decoupled-diloco/{image}:e2e-{project.compose}"
+    document = json.loads(project.run(f"{sys.executable} tools/sbom.py image {name}"))
+    assert document["metadata"]["component"]["version"].startswith("sha256:")
+    purls = [part["purl"] for part in document["components"]]
+    found = dict(purl.removeprefix("pkg:pypi/").split("@") for purl in purls if purl.startswith("pkg:pypi/"))
+    locked: dict[str, str] = {}
+    for part in ("torch", "run"):
+        locked |= pins_in((ROOT / f"requirements/{part}.txt").read_text())
+    more = found.keys() - locked.keys()
+    assert {name: version.partition("%2B")[0] for name, version in found.items() if name not in more} == locked
+    assert "decoupled-diloco" in more
+    assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in purls)
+    print(f"{name}: {len(found)} packages of Python, {len(purls) - len(found)} others")
 
 
 @pytest.mark.parametrize("image", ["server", "worker"])
@@ -119,6 +141,8 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
         a_worker_dies(project, page, began)
         a_shard_dies(project, page)
         shards_are_exchanged(project, page)
+        certificates_are_renewed(project, page)
+        a_worker_is_revoked(project, page)
         workers_come_and_go(project, page)
     else:
         page.leave_out(until="stop")
@@ -141,6 +165,23 @@ def comes_up(project: Project, page: Page) -> None:
     page.note(f"{len(up)} containers, all healthy after {took_s:.0f} s; load average before: {load:.1f}")
     if load < (os.cpu_count() or 1):  # on a machine that does something else, no time is a promise
         assert took_s < HEALTHY_S
+    for container in project.containers():
+        host = container["HostConfig"]
+        assert host["Memory"] > 0, container["Name"]
+        assert host["PidsLimit"] == 512, container["Name"]
+        assert host["LogConfig"] == {"Type": "json-file", "Config": {"max-file": "5", "max-size": "10m"}}
+    modes = project.run(
+        "docker-compose exec -T shard-0 sh -c 'cd /run/diloco && stat -c %a /data /data/* . shard-0 */key.pem'"
+    )
+    assert set(modes.split()) == {"700", "600"}
+    keys = {
+        name: in_volumes(project, name, "*.key", "key.pem") for name in ("certs", "shard-0", "worker", "prometheus")
+    }
+    assert [name for name, found in keys.items() if "/certs/ca/ca.key" in found] == ["certs"]
+    assert keys["prometheus"] == ["/run/diloco/observer-prometheus/key.pem"]
+    assert not any("learner" in key for key in keys["shard-0"])
+    assert all("/learner-" in key for key in keys["worker"])
+    page.note("every container is bounded, and its files are its own")
     jobs = until(lambda: targets_up(project, shards=2, workers=3), "Prometheus to scrape every target")
     page.note(f"Prometheus scrapes {jobs}")
 
@@ -219,6 +260,105 @@ def shards_are_exchanged(project: Project, page: Page) -> None:
     page.note("both shards were replaced and lost nothing")
 
 
+def certificates_are_renewed(project: Project, page: Page) -> None:
+    listed = page.follow("who has a certificate")
+    assert {"shard/0", "shard/1", "observer/prometheus"} < {line.partition(" ")[0] for line in listed.splitlines()}
+    until(lambda: calm(project), "three learners, and no trouble since the shards were replaced")
+    lives, before, expiry = processes(project), troubles(project), project.values(EXPIRES)
+    assert len(expiry) == 5
+
+    page.follow("renew")
+    until(lambda: newer(project.values(EXPIRES), expiry), "every process to show its new certificate to Prometheus")
+    for shard in ("shard-0", "shard-1"):
+        assert "certificate read again" in project.said(shard)
+    merges_of_all(project, learners(project))
+    assert processes(project) == lives, "nobody was restarted"
+    assert troubles(project) == before, "nobody was evicted, refused or had to connect again"
+    assert targets_up(project, shards=2, workers=3)
+    page.note("all were renewed while they trained; nobody was restarted or lost a lease")
+
+
+def a_worker_is_revoked(project: Project, page: Page) -> None:
+    load, before, lives = os.getloadavg()[0], troubles(project), processes(project)
+    page.follow("revoke")
+    revoked_at = float(project.run("docker-compose exec -T certs stat -c %.9Y /certs/ca/revoked.json"))
+    listed = project.run("docker-compose exec -T certs diloco certs list --folder /certs/ca")
+    (out,) = set(re.findall(r"^learner/(\S+) .* revoked ", listed, re.MULTILINE))
+    honest = learners(project) - {out}
+    assert len(honest) == 2
+    for shard in ("shard-0", "shard-1"):
+        line = rf"evicted learner={out} .*code=REVOKED"
+        after_s = (
+            until(lambda s=shard, found=line: project.first_said(s, found), f"{shard} to end its lease") - revoked_at
+        )  # type: ignore[misc]
+        page.note(f"{shard} ended the lease of {out} {after_s:.2f} s after it was revoked; load average: {load:.1f}")
+        if load < (os.cpu_count() or 1):
+            assert after_s < 1.0
+
+    merges_of_all(project, honest)
+    until(lambda: alive(project) == [2, 2], "two learners with a lease")
+    assert troubles(project, but=out) == {name: count for name, count in before.items() if out not in name}
+    assert {n: life for n, life in processes(project).items() if not n.startswith(out)} == {
+        n: life for n, life in lives.items() if not n.startswith(out)
+    }
+    page.note("the two honest ones went on merging; none of them was evicted, refused or had to connect again")
+
+    page.follow("let it in again")
+    until(lambda: alive(project) == [3, 3], "it to be back")
+    until(lambda: targets_up(project, shards=2, workers=3), "Prometheus to scrape every target")
+
+
+def merges_of_all(project: Project, wanted: set[str]) -> None:
+    """Wait until three more rounds of each shard have merged something of each of them."""
+    query = 'min by (learner) (diloco_shard_learner_contributions_total{fate="merged"})'
+    before = project.by("learner", query)
+    until(
+        lambda: all(project.by("learner", query).get(name, 0) >= before.get(name, 0) + 3 for name in wanted),
+        f"three more contributions of each of {len(wanted)} to be merged",
+    )
+
+
+def calm(project: Project) -> bool:
+    """Whether all take part, and none of it has happened for some scrapes."""
+    return alive(project) == [3, 3] and troubles(project) == troubles(project, ago="offset 15s")
+
+
+def troubles(project: Project, but: str = "", ago: str = "") -> dict[str, float]:
+    """What must not happen to an honest learner: how often it has. `but`: except to this one."""
+    found = {}
+    for metric in (EVICTED, REFUSED):
+        by_code = project.by("code", f"sum by (code) ({metric} {ago})")
+        found |= {f"{metric} {code}": count for code, count in by_code.items() if code != "REVOKED"}
+    at = f"diloco_worker_learner {ago} * on (instance) group_left () diloco_worker_reconnects_total {ago}"
+    reconnects = project.by("learner", f"max by (learner) ({at})")
+    return found | {f"reconnects of {name}": count for name, count in reconnects.items() if name != but}
+
+
+def learners(project: Project) -> set[str]:
+    """The names of the workers' containers that run."""
+    return {c["Config"]["Hostname"] for c in project.containers("worker") if c["State"]["Running"]}
+
+
+def processes(project: Project) -> dict[str, tuple[str, int]]:
+    """Host name and service of each container that serves -> when it was started, and how often again."""
+    return {
+        f"{c['Config']['Hostname']} {c['Config']['Labels']['com.docker.compose.service']}":
+        (c["State"]["StartedAt"], c["RestartCount"])
+        for c in project.containers()
+    }  # fmt: skip
+
+
+def newer(now: dict[str, float], before: dict[str, float]) -> bool:
+    return now.keys() == before.keys() and all(now[name] > before[name] for name in now)
+
+
+def in_volumes(project: Project, service: str, *names: str) -> list[str]:
+    """Files of these names that a container of the service can see in what is mounted."""
+    wanted = " -o ".join(f"-name '{name}'" for name in names)
+    command = f"find /run/diloco /certs {wanted} 2>/dev/null; true"
+    return sorted(project.run(f'docker-compose exec -T {service} sh -c "{command}"').split())
+
+
 def workers_come_and_go(project: Project, page: Page) -> None:
     page.follow("scale up")
     until(lambda: alive(project) == [4, 4], "the fourth learner")
@@ -232,10 +372,9 @@ def workers_come_and_go(project: Project, page: Page) -> None:
 
 
 def all_healthy(project: Project) -> dict[str, str]:
-    """Container -> health, once all that serve are healthy and the one that makes the token has ended."""
+    """Container -> health, once all are healthy."""
     found = project.health()
-    ended = "exit" in " ".join(found.values())
-    return found if ended and set(found.values()) <= {"healthy", "exit 0"} else {}
+    return found if set(found.values()) == {"healthy"} else {}
 
 
 def targets_up(project: Project, *, shards: int, workers: int) -> dict[str, int]:

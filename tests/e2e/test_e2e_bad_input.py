@@ -66,9 +66,15 @@ def test_a_port_in_use_names_who_has_it(flag: str, deaf: str) -> None:
     assert_one_line(run_module("diloco_server", f"{flag}={deaf}"), 4, deaf, f"process {os.getpid()}")
 
 
-def test_an_open_address_wants_a_token() -> None:
+def test_an_open_address_wants_certificates() -> None:
     ended = run_module("diloco_server", "--listen=0.0.0.0:0")
-    assert_one_line(ended, 2, "0.0.0.0", "security.token_file", "security.insecure")
+    assert_one_line(ended, 2, "0.0.0.0", "diloco certs init", "security.tls", "security.insecure")
+
+
+@pytest.mark.parametrize("arguments", [["diloco_server"], ["diloco_worker", "--shards=127.0.0.1:1"]])
+def test_an_open_http_address_wants_one_too(arguments: list[str]) -> None:
+    ended = run_module(*arguments, "--http=0.0.0.0:0")
+    assert_one_line(ended, 2, ".http = 0.0.0.0", "security.token_file", "security.insecure")
 
 
 def test_a_worker_without_shards_is_refused() -> None:

@@ -27,7 +27,7 @@ def test_growth_measures_the_first_case_of_every_sweep_and_draws_them(tmp_path: 
     json_path, plot = tmp_path / "growth.json", tmp_path / "growth.png"
     run("growth.py", "--rounds=1", "--seconds=0", "--largest=0.01", f"--json={json_path}", f"--plot={plot}")
     costs = read(json_path)["costs"]
-    assert [cost["sweep"] for cost in costs] == ["learners", "fragments", "parameters", "shards", "mixed"]
+    assert [cost["sweep"] for cost in costs] == ["learners", "fragments", "parameters", "shards", "bytes", "mixed"]
     for cost in costs:
         assert len(cost["shard_cpu_s"]) == cost["shards"]
         assert min(cost["shard_cpu_s"]) > 0

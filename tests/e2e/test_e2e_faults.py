@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from processes import TINY, LocalCluster, Process, Status, learner_in, until, versions
@@ -100,16 +101,17 @@ def test_a_killed_worker_is_evicted_and_comes_back_where_its_checkpoint_was(clus
     until(lambda: is_above(merged(cluster, "ann"), [g["merged"] for g in gone]), "ann's contributions to be merged")
 
 
-def checkpoint(cluster: LocalCluster, name: str) -> dict[str, int]:
+def checkpoint(cluster: LocalCluster, name: str) -> dict[str, Any]:
     """How far a worker was when it wrote its checkpoint last; it begins with zeros."""
     path = cluster.folder / name / "checkpoint.safetensors"
     if not path.exists():
         return {"inner_step": 0, "tokens": 0, "data_position": 0}
     with safe_open(path, framework="pt") as file:
-        return dict(json.loads(file.metadata()["checkpoint"])["progress"])
+        content = json.loads(file.metadata()["checkpoint"])
+    return {**content["learner"], "data_position": content["data_position"]}
 
 
-def checkpoint_beyond(cluster: LocalCluster, name: str, step: int) -> dict[str, int] | None:
+def checkpoint_beyond(cluster: LocalCluster, name: str, step: int) -> dict[str, Any] | None:
     found = checkpoint(cluster, name)
     return found if found["inner_step"] > step else None
 
@@ -166,4 +168,6 @@ def test_no_contribution_was_refused_and_no_process_complained(cluster: LocalClu
         tokens = status["tokens"]
         ended = tokens["merged"] + tokens["fenced"] + tokens["in_flight"]
         assert tokens["accepted"] == ended, "every accepted token is merged, fenced off or in flight"
-        assert set(status["rejected"]) <= {"STALE_GENERATION", "LEASE_EXPIRED", "WRONG_ROUND", "NOT_JOINED"}
+        # TOO_STALE: of a worker that a busy machine left without a core for several versions.
+        ordinary = {"STALE_GENERATION", "LEASE_EXPIRED", "WRONG_ROUND", "NOT_JOINED", "TOO_STALE"}
+        assert set(status["rejected"]) <= ordinary

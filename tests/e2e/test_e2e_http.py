@@ -10,6 +10,7 @@ import pytest
 from processes import LocalCluster, http_get, run_module
 
 from programs import promtool
+from secret_files import secret_file
 
 TOKEN = "a-secret-that-nobody-shows"
 
@@ -17,8 +18,7 @@ TOKEN = "a-secret-that-nobody-shows"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("http")
-    token_file = folder / "token"
-    token_file.write_text(TOKEN + "\n")
+    token_file = secret_file(folder / "token", TOKEN + "\n")
     with LocalCluster(folder / "run", {"security.token_file": token_file}) as cluster:
         yield cluster.start(shards=1, workers=["ann"])
 
@@ -52,8 +52,7 @@ def test_prometheus_finds_nothing_to_complain_about(address: str) -> None:
 
 
 def test_a_worker_with_another_token_is_refused(cluster: LocalCluster, tmp_path: Path) -> None:
-    wrong = tmp_path / "token"
-    wrong.write_text("another-secret-of-somebody\n")
+    wrong = secret_file(tmp_path / "token", "another-secret-of-somebody\n")
     shards = cluster.shards[0].endpoints.grpc
     ended = run_module("diloco_worker", f"--shards={shards}", f"--set=security.token_file={wrong}")
     assert ended.returncode == 6

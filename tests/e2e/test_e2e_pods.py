@@ -10,6 +10,7 @@ from pathlib import Path
 from processes import Process, learner_in, sets, until
 
 from manifests import environment, one
+from secret_files import secret_file
 
 DEMO = "overlays/demo"
 ANY = "127.0.0.1:0"
@@ -29,7 +30,7 @@ def pod(name: str, kind: str, folder: Path, here: Mapping[str, object]) -> Proce
 def test_pods_of_the_demo_train_together_and_end_well(tmp_path: Path) -> None:
     for part in ("run", "logs"):
         (tmp_path / part).mkdir()
-    (tmp_path / "token").write_text(secrets.token_hex(32))
+    secret_file(tmp_path / "token", secrets.token_hex(32))
     shards: list[Process] = []
     workers: list[Process] = []
     try:

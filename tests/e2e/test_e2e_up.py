@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from processes import TINY, environment, http_get, sets, until
+from processes import TINY, environment, http_get, run_module, sets, until
 from safetensors.torch import load_file
 
 from diloco_common.endpoints import read_address
@@ -220,3 +220,33 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> N
         log = (tmp_path / "run" / "logs" / f"{name}.log").read_text()
         assert "fragment seeded" not in log, "its first life was seeded, this one was not"
         assert log.count("fragment recovered") == len(status["fragments"])
+
+
+EVERYWHERE = {"shard.listen": "0.0.0.0:0", "shard.http": "0.0.0.0:0", "worker.http": "0.0.0.0:0"}
+
+
+def test_a_cluster_that_other_machines_reach_speaks_tls_with_no_extra_command(tmp_path: Path) -> None:
+    run = Up(tmp_path / "run", 1, 2, 0, **EVERYWHERE)
+
+    def status() -> dict[str, Any]:
+        ended = run_module("diloco_deploy", "status", "--folder", str(run.folder), "--json")
+        return dict(json.loads(ended.stdout)) if ended.returncode == 0 else {"members": []}
+
+    def merges() -> bool:
+        members = [m["status"] for m in status()["members"] if m["answered"]]
+        return len(members) == 3 and any(m["role"] == "shard" and m["rounds"] >= 4 for m in members)
+
+    try:
+        until(merges, "rounds, as an observer sees them", seconds=120)
+        for name in (*run.shards, *run.workers):
+            with pytest.raises(OSError):
+                http_get(run.address(name), "/status")
+        run.signal(signal.SIGINT)
+        code, said = run.end()
+    finally:
+        run.kill()
+    assert code == 130, said
+    assert "each process has a certificate" in said
+    for name in (*run.shards, *run.workers):
+        log = (run.folder / "logs" / f"{name}.log").read_text()
+        assert "Traceback" not in log, log

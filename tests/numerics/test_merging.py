@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
+import dumb_merge
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import make_contribution, merge, one_piece, random_values
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import Piece
+from diloco_server.core import robust
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.round import Contribution
 
@@ -43,15 +46,6 @@ def merged(
     return merge(contributions(vectors, weights, pieces), pieces, rule)
 
 
-def rda_by_formula(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """(sum w|v| / sum w) * unit(sum w unit(v) / sum w), in float64."""
-    doubles = [v.double() for v in vectors]
-    radius = sum(w * v.norm() for w, v in zip(weights, doubles, strict=True)) / sum(weights)
-    direction = sum(w * v / v.norm() for w, v in zip(weights, doubles, strict=True))
-    assert isinstance(direction, Tensor)
-    return (radius * direction / direction.norm()).float()
-
-
 def assert_close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
@@ -63,17 +57,45 @@ def randoms(count: int) -> list[Tensor]:
 # ------------------------------------------------------------------ formulas
 
 
+WEIGHTS = {
+    "equal": lambda i: (10, 1),
+    "of equal batches, unequal speeds": lambda i: (10 * (i + 1), i + 1),
+    "wild": lambda i: (10**i, 1 + 7 * i % 5),
+}
+BY_FORMULA = {"rda": dumb_merge.rda, "mean": dumb_merge.mean, "centered_clip": dumb_merge.centered_clip}
+
+
+@pytest.mark.parametrize("rule", BY_FORMULA)
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_rda_is_its_formula(count: int) -> None:
-    weights = [(10 * (i + 1), i + 1) for i in range(count)]
-    by_formula = rda_by_formula(randoms(count), [tokens**2 / steps for tokens, steps in weights])
-    assert_close(merged(randoms(count), "rda", weights), by_formula)
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("liar", [1.0, 1e-3, -500.0])
+def test_every_rule_is_its_formula(rule: str, count: int, weights: str, liar: float) -> None:
+    vectors = [*randoms(count - 1), liar * random_values(SIZE, 99)]
+    pairs = [WEIGHTS[weights](i) for i in range(count)]
+    by_formula = BY_FORMULA[rule]([(v, *pair) for v, pair in zip(vectors, pairs, strict=True)]).float()
+    assert_close(merged(vectors, rule, pairs), by_formula)
+
+
+def test_without_bounds_the_formulas_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(robust, "MOST", math.inf)
+    vectors, pairs = randoms(8), [WEIGHTS["wild"](i) for i in range(8)]
+    sent = [(v, *pair) for v, pair in zip(vectors, pairs, strict=True)]
+    weights = [tokens**2 / steps for tokens, steps in pairs]
+    mean = sum(w * v.double() for w, v in zip(weights, vectors, strict=True)) / sum(weights)
+    assert isinstance(mean, Tensor)
+    assert_close(merged(vectors, "rda", pairs), dumb_merge.published_rda(sent).float())
+    assert_close(merged(vectors, "mean", pairs), mean.float())
 
 
 def test_the_mean_is_weighted_by_tokens_squared_over_steps() -> None:
-    a, b = randoms(2)
-    # 20^2 / 4 = 100 and 60^2 / 12 = 300
-    assert_close(merged([a, b], "mean", [(20, 4), (60, 12)]), 0.25 * a + 0.75 * b)
+    a, b = (v / v.norm() for v in randoms(2))
+    # 20^2 / 4 = 100 and 30^2 / 6 = 150, as steps are to each other
+    assert_close(merged([a, b], "mean", [(20, 4), (30, 6)]), 0.4 * a + 0.6 * b)
+
+
+def test_a_learner_that_claims_more_tokens_in_as_many_steps_weighs_no_more() -> None:
+    a, b = (v / v.norm() for v in randoms(2))
+    assert_close(merged([a, b], "mean", [(20, 4), (2**40, 4)]), 0.5 * a + 0.5 * b)
 
 
 def test_a_contribution_weighs_tokens_squared_over_steps() -> None:
@@ -83,13 +105,13 @@ def test_a_contribution_weighs_tokens_squared_over_steps() -> None:
 # ------------------------------------------------------------------ properties of RDA
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", BY_FORMULA)
 def test_one_contribution_comes_back_as_it_is(rule: str) -> None:
     v = random_values(SIZE, 0)
     assert torch.equal(merged([v], rule, [(123, 7)]), v)
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", BY_FORMULA)
 def test_equal_contributions_come_back_as_they_are(rule: str) -> None:
     v = random_values(SIZE, 0)
     assert_close(merged([v, v, v], rule, [(1, 1), (50, 3), (7, 2)]), v)
@@ -101,7 +123,7 @@ def test_rda_of_equal_norms_has_that_norm_and_the_mean_has_less() -> None:
     assert float(merged(vectors, "mean").norm()) == pytest.approx(5.0 / 8**0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", BY_FORMULA)
 def test_scaling_all_weights_changes_nothing(rule: str) -> None:
     weights = [(3, 2), (5, 1), (9, 4)]
     scaled = [(100 * tokens, steps) for tokens, steps in weights]
@@ -110,15 +132,15 @@ def test_scaling_all_weights_changes_nothing(rule: str) -> None:
 
 def test_directions_that_cancel_fall_back_to_the_mean() -> None:
     v = random_values(SIZE, 0)
-    assert_close(merged([v, -3 * v], "rda"), -v)  # the mean; RDA would divide by zero
+    assert_close(merged([v, -1.5 * v], "rda"), torch.zeros(SIZE))  # the mean; RDA would divide by zero
 
 
 def test_only_the_piece_whose_directions_cancel_falls_back() -> None:
     pieces = (Piece("a", 0, 300, 0, False), Piece("b", 0, 400, 300, False))
     a, b, c = random_values(300, 0), random_values(400, 1), 2 * random_values(400, 2)
-    result = merged([torch.cat([a, b]), torch.cat([-3 * a, c])], "rda", pieces=pieces)
-    assert_close(result[:300], -a)
-    assert_close(result[300:], rda_by_formula([b, c], [1.0, 1.0]))
+    result = merged([torch.cat([a, b]), torch.cat([-1.5 * a, c])], "rda", pieces=pieces)
+    assert_close(result[:300], torch.zeros(300))
+    assert_close(result[300:], dumb_merge.rda([(b, 1, 1), (c, 1, 1)]).float())
 
 
 def test_a_contribution_of_zeros_shortens_the_result_and_does_not_turn_it() -> None:
@@ -126,7 +148,7 @@ def test_a_contribution_of_zeros_shortens_the_result_and_does_not_turn_it() -> N
     assert_close(merged([v, torch.zeros(SIZE)], "rda"), v / 2)
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", BY_FORMULA)
 def test_zeros_merge_to_zeros(rule: str) -> None:
     assert torch.equal(merged([torch.zeros(SIZE)] * 3, rule), torch.zeros(SIZE))
 
@@ -136,16 +158,85 @@ def test_pieces_marked_for_it_take_the_mean_and_the_others_rda_each_on_its_own()
         Piece("embedding", 0, 300, 0, True), Piece("w", 0, 150, 300, False), Piece("x", 0, 250, 450, False)
     )  # fmt: skip
     vectors = randoms(2)
-    result = merged(vectors, "rda", [(1, 1), (2, 1)], pieces)
-    assert_close(result[:300], (vectors[0] + 4 * vectors[1])[:300] / 5)
-    for part in (slice(300, 450), slice(450, 700)):
-        assert_close(result[part], rda_by_formula([v[part] for v in vectors], [1.0, 4.0]))
+    result = merged(vectors, "rda", [(4, 4), (6, 6)], pieces)
+    mean, rda = dumb_merge.mean, dumb_merge.rda
+    for part, by_formula in ((slice(300), mean), (slice(300, 450), rda), (slice(450, 700), rda)):
+        sent = [(v[part], n, n) for v, n in zip(vectors, (4, 6), strict=True)]
+        assert_close(result[part], by_formula(sent).float())
+
+
+# ------------------------------------------------------------------ one liar
+
+
+def signal(count: int, agreement: float = 0.25) -> tuple[Tensor, list[Tensor]]:
+    """A direction, and vectors of norm about 1 whose cosine with each other is `agreement`."""
+    common = random_values(SIZE, 1000) / SIZE**0.5
+    own = [random_values(SIZE, i) / SIZE**0.5 for i in range(count)]
+    return common / common.norm(), [agreement**0.5 * common + (1 - agreement) ** 0.5 * v for v in own]
+
+
+LIES = {
+    "sign flip x10": lambda own, others: -10 * own,
+    "sign flip x500": lambda own, others: -500 * own,
+    "largest that passes as finite": lambda own, others: -1e16 * own,
+    "opposite of the others": lambda own, others: -10 * torch.stack(others).mean(0),
+    "nearly nothing": lambda own, others: 1e-12 * own,
+    "nothing": lambda own, others: 0 * own,
+}
+
+
+@pytest.mark.parametrize("rule", BY_FORMULA)
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(("tokens", "steps"), [(10, 1), (2**40, 1), (2**60, 2**30), (1, 2**30)])
+def test_one_liar_of_eight_neither_turns_a_merge_nor_lengthens_it(rule: str, lie: str, tokens: int, steps: int) -> None:
+    direction, honest = signal(7)
+    clean = merged(honest, rule)
+    liar = LIES[lie](random_values(SIZE, 7) / SIZE**0.5, honest)
+    result = merged([*honest, liar], rule, [(10, 1)] * 7 + [(tokens, steps)])
+    assert float(result.norm()) <= 1.25 * float(clean.norm())
+    assert float(result @ direction) >= 0.3 * float(clean @ direction)
+
+
+@pytest.mark.parametrize("rule", BY_FORMULA)
+def test_of_two_learners_neither_can_lengthen_the_merge(rule: str) -> None:
+    v, w = randoms(2)
+    clean = merged([v, w / 2], rule)  # of norm about |v|
+    assert float(merged([v, -500 * w], rule).norm()) <= 2.0 * float(clean.norm())
+
+
+def test_what_few_learners_have_met_is_not_erased() -> None:
+    """Rows of an embedding that six of eight learners have not met: their zeros are no vote on its length."""
+    v, w = randoms(2)
+    nothing = [torch.zeros(SIZE)] * 6
+    for rule in ("rda", "mean"):
+        result = merged([v, *nothing, w / 2], rule)
+        assert float(result @ v) >= float(v @ v) / 8 * 0.9
+    assert_close(merged([v, *nothing], "mean"), v / 7)
+
+
+def test_a_fast_learner_is_not_cut_down_to_slow_ones() -> None:
+    """Two slow learners with 5 steps, and one with 24 that went further: it may be twice as long as they are."""
+    fast, slow, slower = (v / v.norm() for v in randoms(3))
+    result = merged([3 * fast, slow, slower], "rda", [(240, 24), (50, 5), (50, 5)])
+    assert float(result.norm()) == pytest.approx(0.5 * 2 + 0.25 + 0.25, rel=1e-5)
+
+
+def test_three_colluding_liars_of_eight_are_withstood_by_centered_clipping() -> None:
+    direction, honest = signal(5)
+    lie = -10 * torch.stack(honest).mean(0)
+    pairs = [(10, 1)] * 5 + [(2**40, 2)] * 3
+    result = merged([*honest, lie, lie, lie], "centered_clip", pairs)
+    assert float(result.norm()) <= 1.5 * float(merged(honest, "centered_clip").norm())
+    assert float(result @ direction) > 0
+    assert float(merged([*honest, lie, lie, lie], "rda", pairs) @ direction) < 0, "RDA does not withstand them"
 
 
 FLOATS = st.floats(-(2.0**60), 2.0**60, width=32)
 
 
 @given(vectors=st.lists(st.lists(FLOATS, min_size=3, max_size=3), min_size=1, max_size=4), tokens=st.integers(1, 10**9))
+@example(vectors=[[0.0, 0.0, 1e7], [0.0, 0.0, 1e7], [0.0, 0.0, 2.0**-107]], tokens=1)
+@example(vectors=[[0.0, 0.0, 2.0**-140]] * 2, tokens=1)
 def test_what_was_finite_stays_finite(vectors: list[list[float]], tokens: int) -> None:
     tensors = [torch.tensor(v) for v in vectors]
     norms = [float(v.norm()) for v in tensors]
@@ -160,8 +251,8 @@ def test_what_was_finite_stays_finite(vectors: list[list[float]], tokens: int) -
 @pytest.mark.parametrize("scale", [1.0, 1e-18, 1e-22, 1e-38, 1e-44])
 def test_neither_tiny_values_nor_huge_weights_leave_the_range_of_float32(scale: float, tokens: int) -> None:
     """w / |v| may overflow neither as a factor nor in the squares of the sum: an exception, or nothing merged."""
-    v = random_values(SIZE, 0)
-    result = merged([v, scale * random_values(SIZE, 1)], "rda", [(tokens, 1)] * 2)
+    v, w = random_values(SIZE, 0), random_values(SIZE, 2)
+    result = merged([v, scale * random_values(SIZE, 1), w], "rda", [(tokens, 1)] * 3)
     assert bool(result.isfinite().all())
     assert 0.4 * float(v.norm()) <= float(result.norm()) <= 1.1 * float(v.norm())
 
@@ -169,7 +260,7 @@ def test_neither_tiny_values_nor_huge_weights_leave_the_range_of_float32(scale: 
 # ------------------------------------------------------------------ order, chunks, buffers
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", BY_FORMULA)
 @pytest.mark.parametrize("encoding", ["float32", "int8", "int4"])
 def test_the_order_of_contributions_changes_no_bit(rule: str, encoding: str) -> None:
     weights = [(3, 2), (50, 1), (9, 4), (1000, 7)]
@@ -183,7 +274,7 @@ def test_the_order_of_contributions_changes_no_bit(rule: str, encoding: str) -> 
     assert bool(results[0].abs().sum() > 0)
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("rule", BY_FORMULA)
 def test_contributions_may_be_chunked_differently(rule: str) -> None:
     pieces = (Piece("a", 0, 333, 0, False), Piece("b", 0, 367, 333, False))
     a, b = randoms(2)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import make_settings, random_values
-from diloco_server.core.outer import SLICE, make_outer_optimizer
+from builders import make_contribution, make_settings, random_values
+from diloco_common.manifest import Piece
+from diloco_server.core.asynchronous import KEPT, corrected
+from diloco_server.core.merge import merge
+from diloco_server.core.outer import SLICE
+from diloco_server.core.outer_rules import OUR_RULES, make_outer_optimizer
 
 RATES = {"lr": 0.7, "momentum": 0.9, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8}
 
@@ -40,3 +44,76 @@ def test_sgd_without_momentum_keeps_no_buffer() -> None:
     """A float32 copy of the model saved."""
     settings = make_settings(outer={"optimizer": "sgd", "momentum": 0.0}).outer
     assert make_outer_optimizer(settings).num_buffers == 0
+
+
+def test_delayed_nesterov_is_the_formula_of_its_paper() -> None:
+    """arXiv 2401.09135 with c = 0, written out."""
+    settings = make_settings(outer=RATES | {"optimizer": "delayed_nesterov", "momentum_every": 3}).outer
+    optimizer, theta = make_outer_optimizer(settings), random_values(100, seed=0)
+    buffers = [torch.zeros(100) for _ in range(optimizer.num_buffers)]
+    x, m, gathered = theta.clone(), torch.zeros(100), torch.zeros(100)
+    for t in range(1, 8):
+        g = random_values(100, seed=t)
+        gathered = gathered + g
+        if t % 3 == 0:
+            m = 0.9 * m + gathered / 3
+            x, gathered = x - 0.7 * (0.9 * m + g / 3), torch.zeros(100)
+        else:
+            x = x - 0.7 * g / 3
+        optimizer.step(theta, g.clone(), buffers, t)
+        torch.testing.assert_close(theta, x, rtol=1e-6, atol=1e-6)
+
+
+def test_delayed_nesterov_with_every_version_is_nesterov() -> None:
+    delayed, plain = (
+        make_outer_optimizer(make_settings(outer=RATES | {"optimizer": name, "momentum_every": 1}).outer)
+        for name in ("delayed_nesterov", "nesterov")
+    )
+    one, other = random_values(50, seed=0), random_values(50, seed=0)
+    states = [torch.zeros(50), torch.zeros(50)], [torch.zeros(50)]
+    for t in range(1, 5):
+        delayed.step(one, random_values(50, seed=t), states[0], t)
+        plain.step(other, random_values(50, seed=t), states[1], t)
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cosine", [1.0, 0.5, 0.25, 0.1, 0.05, -0.3, -1.0])
+def test_heloco_corrects_by_the_formula_of_its_paper(cosine: float) -> None:
+    """arXiv 2606.00271, block by block: kept from c_ok on, shrunk against the momentum, else turned to it."""
+    across = random_values(100, seed=1)
+    momentum = random_values(100, seed=0)
+    v = momentum / momentum.norm()
+    across = across - across.dot(v) * v
+    u = cosine * v + (1 - cosine**2) ** 0.5 * across / across.norm()
+    gradient = 3.0 * u
+    q = 3.0 / (3.0 + float(momentum.norm()))
+    if cosine >= KEPT:
+        expected = gradient
+    elif cosine < 0:
+        expected = gradient - min(-cosine * q, 1.0) * cosine * 3.0 * v
+    else:
+        turned = (1 - (KEPT - cosine) * q) * u + (KEPT - cosine) * q * v
+        expected = 3.0 * turned / turned.norm()
+    torch.testing.assert_close(corrected(gradient.clone(), momentum), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_heloco_leaves_a_gradient_alone_while_there_is_no_momentum() -> None:
+    gradient = random_values(10, seed=0)
+    assert torch.equal(corrected(gradient.clone(), torch.zeros(10)), gradient)
+    assert torch.equal(corrected(torch.zeros(10), gradient), torch.zeros(10))
+
+
+@pytest.mark.parametrize("name", OUR_RULES)
+def test_every_rule_takes_merged_contributions_as_it_takes_a_gradient(name: str) -> None:
+    """Kernels or not: `step_merged` is `step` of the sum."""
+    contributions = [make_contribution(f"l{i}", random_values(300, seed=i), tokens=10 + i) for i in range(3)]
+    pieces = [Piece("w", 0, 300, 0, mean_merge=False)]
+    optimizer = make_outer_optimizer(make_settings(outer=RATES | {"optimizer": name}).outer)
+    thetas = [random_values(300, seed=9) for _ in range(2)]
+    states = [[torch.zeros(300) for _ in range(optimizer.num_buffers)] for _ in range(2)]
+    for outer_step in range(1, 6):
+        for merged in merge(contributions, pieces, "mean"):
+            at = merged.bounds
+            optimizer.step(thetas[1][at], merged.tensor().clone(), [b[at] for b in states[1]], outer_step)
+            optimizer.step_merged(thetas[0][at], merged, [b[at] for b in states[0]], outer_step)
+    torch.testing.assert_close(thetas[0], thetas[1], rtol=1e-5, atol=1e-6)

@@ -9,27 +9,35 @@ from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.identity import Identity
-from diloco_common.messages import PushAnswer
+from diloco_common.messages import Progress, PushAnswer
+from diloco_server.core import pace, robust
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
+from diloco_server.core.pace import Pace, Trail
+from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
 from diloco_server.core.versions import Versions
 from diloco_server.host import ShardHost
 from diloco_server.keeper import Keeper
+from diloco_server.quotas import Places
+from diloco_server.quotas import Pushes as PushQuota
 from diloco_server.service import Service
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import StoredVersion
+from diloco_worker.boundary import StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
+from diloco_worker.core.island_log import LEADER, IslandLog
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.pushes import Pushes
 from diloco_worker.core.tensors import FragmentTensors
+from diloco_worker.island_boundary import IslandBoundary
 
 
 @contextmanager
@@ -81,8 +89,8 @@ def merge_twice(original: Any) -> Any:
     """A contribution stays in the fragment and is merged into the next version as well."""
     kept: dict[int, tuple[Any, ...]] = {}
 
-    def close(self: Rounds, state: FragmentState, collecting: Round, grace_s: float, now: float) -> None:
-        original(self, state, collecting, grace_s, now)
+    def close(self: Rounds, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
+        original(self, state, collecting, waits_until, now)
         effects = self._outbox._effects
         for i, effect in enumerate(effects):
             if isinstance(effect, MergeRound) and effect.fragment_id == state.fragment.fragment_id:
@@ -96,8 +104,8 @@ def merge_twice(original: Any) -> Any:
 def announce_before_computing(original: Any) -> Any:
     """Learners are told of a version as soon as its round closes."""
 
-    def close(self: Rounds, state: FragmentState, collecting: Round, grace_s: float, now: float) -> None:
-        original(self, state, collecting, grace_s, now)
+    def close(self: Rounds, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
+        original(self, state, collecting, waits_until, now)
         if state.closed is not None:
             self._outbox.tell_live(replace(state.announcement(), version=state.version + 1))
 
@@ -116,7 +124,7 @@ def take_every_seed(original: Any) -> Any:
 
 def wait_for_all(original: Any) -> Any:
     """The grace window never ends."""
-    return lambda self, quorum, grace_s, now: original(self, quorum, float("inf"), now)
+    return lambda self, quorum, waits_until, now: original(self, quorum, float("inf"), now)
 
 
 def wait_for_the_dead(original: Any) -> Any:
@@ -365,13 +373,7 @@ def apply_while_a_snapshot_is_read(original: Any) -> Any:
 def count_open_pushes_for_ever(original: Any) -> Any:
     """A push that was answered still takes a place: the shard is busy for ever."""
 
-    @contextmanager
-    def place(self: Service) -> Iterator[None]:
-        with original(self):
-            self._pushes += 1
-            yield
-
-    return place
+    return lambda self, account, push: None
 
 
 def take_seeds_of_two_learners(original: Any) -> Any:
@@ -466,6 +468,110 @@ def decode_onto_any_base(original: Any) -> Any:
     return base
 
 
+# ------------------------------------------------------------ hostile learners
+
+
+def weigh_as_claimed(original: Any) -> Any:
+    """A contribution weighs what its learner says that it holds."""
+    return lambda weights, allowed=None: [*weights]
+
+
+def take_any_length(original: Any) -> Any:
+    """A contribution moves the model as far as it likes."""
+    return lambda lengths, allowed=None: [1.0] * len(lengths)
+
+
+def count_every_step(original: Any) -> Any:
+    """Steps count as they are reported, however many they are."""
+    return lambda pace, *, is_idle: Pace(float("inf"), float("inf"))
+
+
+def believe_step_times(original: Any) -> Any:
+    """A step takes as long as its learner says."""
+
+    def go_on(self: Trail, progress: Progress, most: Pace, now: float) -> None:
+        original(self, progress, most, now)
+        self.counted = replace(self.counted, step_time_s=progress.step_time_s)
+
+    return go_on
+
+
+def let_one_learner_take_all_places(original: Any) -> Any:
+    """Whoever opens many pushes keeps all of them open."""
+
+    def take(self: Places[Any], account: str, holder: Any) -> None:
+        self._holders.setdefault(account, {})[holder] = None
+        self._count += 1
+
+    return take
+
+
+# ------------------------------------------------------------ islands
+
+
+def take_half_for_the_whole(original: Any) -> Any:
+    """Parts that cover half of a fragment are a contribution."""
+    return property(lambda self: 2 * self._covered >= self._elements)
+
+
+def keep_parts_of_who_is_gone(original: Any) -> Any:
+    """Half a contribution stays in its round when the generation ends that has pushed it."""
+
+    def lose(self: Round, learner_id: str) -> Any:
+        half = self.halves.get(learner_id)
+        lost = original(self, learner_id)
+        if half is not None:
+            self.halves[learner_id] = half
+        return lost
+
+    return lose
+
+
+def take_any_refusal_for_that_of_this_one(original: Any) -> Any:
+    """That a rank's part was refused is heard late, and believed of the next contribution to the same round."""
+    return lambda self, fragment_id, round_number, answer, tokens=0: original(self, fragment_id, round_number, answer)
+
+
+def give_the_latest_whatever_is_wanted(original: Any) -> Any:
+    """A rank that asks for a version by name gets the one after it."""
+
+    def named(self: Shard, fragment_id: int, want: Any, learner_id: str) -> Any:
+        original(self, fragment_id, want, learner_id)
+        state = self.owned(fragment_id)
+        return state.record, state.published
+
+    return named
+
+
+def act_on_own_words(original: Any) -> Any:
+    """A rank applies a version as soon as it has it, whatever the others have."""
+
+    def is_ready(self: IslandLog, rank: int, word: Any) -> None:
+        original(self, rank, word)
+        p, fetching = word.fragment_id, self._fetching.get(word.fragment_id)
+        if fetching is not None and rank == self.rank and p not in self._complete:
+            fetching.ready.setdefault(LEADER, word)
+            self._complete.append(p)
+
+    return is_ready
+
+
+def know_only_of_own_parts(original: Any) -> Any:
+    """Whether a contribution may have arrived is what each rank knows of its own push."""
+
+    def apply(self: IslandBoundary, event: Any) -> None:
+        contribution = self._core.fragments[event.fragment_id].contribution
+        is_sent = contribution is not None and contribution.pushes.may_have_arrived
+        original(self, replace(event, sent=contribution.tokens if contribution is not None and is_sent else 0))
+
+    return apply
+
+
+def save_what_is_counted_so_far(original: Any) -> Any:
+    """A checkpoint holds the last step, and the counts of the step before."""
+    return StepBoundary.trained
+
+
 Mutant = tuple[Any, str, Callable[[Any], Any]]
 MUTANTS: dict[str, Mutant] = {
     make.__name__: (owner, name, make)
@@ -501,7 +607,7 @@ MUTANTS: dict[str, Mutant] = {
         (FileStore, "__init__", begin_every_folder_at_epoch_1),
         (Keeper, "_write", announce_what_the_disk_refused),
         (FragmentTensors, "is_being_read", apply_while_a_snapshot_is_read),
-        (Service, "_push_place", count_open_pushes_for_ever),
+        (PushQuota, "closed", count_open_pushes_for_ever),
         (Rounds, "_admit", take_seeds_of_two_learners),
         (Service, "push", answer_refusals_as_if_taken),
         (CodecThread, "payload", keep_quiet_about_values_that_are_not_finite),
@@ -510,5 +616,17 @@ MUTANTS: dict[str, Mutant] = {
         (Versions, "committed", compute_the_record_again),
         (LearnerFragment, "adopt", contribute_the_checkpoint_again),
         (CodecThread, "base", decode_onto_any_base),
+        (robust, "capped", weigh_as_claimed),
+        (robust, "clipping", take_any_length),
+        (pace, "countable", count_every_step),
+        (Trail, "go_on", believe_step_times),
+        (Places, "take", let_one_learner_take_all_places),
+        (HalfContribution, "is_complete", take_half_for_the_whole),
+        (Round, "lose", keep_parts_of_who_is_gone),
+        (LearnerCore, "answered", take_any_refusal_for_that_of_this_one),
+        (Shard, "named", give_the_latest_whatever_is_wanted),
+        (IslandLog, "_is_ready", act_on_own_words),
+        (IslandBoundary, "_apply", know_only_of_own_parts),
+        (IslandBoundary, "trained", save_what_is_counted_so_far),
     )
 }

@@ -11,7 +11,7 @@ import torch
 from mutants import MUTANTS, replaced
 
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.options import Options, draw_options, draw_short
+from diloco_simulator.options import Options, draw_islands, draw_options, draw_short
 
 WELL = "well_again_after_faults"
 ASSERTED = "AssertionError"
@@ -44,7 +44,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("rename_before_sync", schedules.killed_while_writing, range(10, 110), {"damage_has_a_cause"}),
     ("reuse_an_epoch", schedules.hard_on_disks, range(20), {"work_lost", "differing_bytes"}),
     ("forget_what_was_merged", schedules.hard_on_disks, range(40), {"double_counted"}),
-    ("accept_damaged_files", schedules.hard_on_disks, range(40), {"differing_bytes", WELL}),
+    ("accept_damaged_files", schedules.hard_on_disks, range(40, 100), {"differing_bytes", WELL}),
     ("keep_the_old_name", schedules.hard_on_disks, range(30), {"lost_versions_are_noticed"}),
     ("forget_what_is_held", schedules.written_at_intervals, range(80), {WELL}),
     ("begin_every_folder_at_epoch_1", schedules.emptied, range(20), {"differing_bytes"}),
@@ -57,7 +57,19 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("compute_the_record_again", schedules.replacing, range(10), {"double_counted"}),
     ("contribute_the_checkpoint_again", schedules.resuming, range(20), {"accounting"}),
     ("decode_onto_any_base", draw_short, range(80), {"differing_bytes", WELL}),
+    ("weigh_as_claimed", schedules.claiming, range(10), {"nobody_outweighs_a_round"}),
+    ("take_any_length", schedules.twisting, range(40), {"a_minority_moves_nothing"}),
+    ("count_every_step", schedules.hasty, range(10), {"rounds_follow_honest_steps"}),
+    ("believe_step_times", schedules.lingering, range(10), {WELL}),
+    ("let_one_learner_take_all_places", schedules.crowding, range(20, 60), {"honest_pushes_find_a_place", WELL}),
     ("forget_values_that_were_never_sent", schedules.forgetting_divergence, range(60), {"progress_is_kept"}),
+    ("take_half_for_the_whole", schedules.losing_ranks, range(10), {"contributions_are_whole", ASSERTED}),
+    ("keep_parts_of_who_is_gone", schedules.losing_ranks, range(40), {"halves_are_bounded"}),
+    ("take_any_refusal_for_that_of_this_one", schedules.diverging_ranks, range(1, 40), {"double_counted"}),
+    ("give_the_latest_whatever_is_wanted", schedules.losing_ranks, range(20), {WELL}),
+    ("act_on_own_words", draw_islands, range(10), {"ranks_decide_alike"}),
+    ("know_only_of_own_parts", schedules.forgetting_ranks, range(40), {"ranks_decide_alike"}),
+    ("save_what_is_counted_so_far", schedules.losing_ranks, range(5), {"checkpoints_count_what_they_hold"}),
 ]
 
 

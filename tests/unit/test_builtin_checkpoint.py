@@ -10,11 +10,21 @@ import torch
 from diloco_common.errors import EXIT_DATA, DataError
 from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_worker.builtin import checkpoint
-from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
+from diloco_worker.builtin.checkpoint import Saved, TrainingProgress, load_checkpoint, save_checkpoint
 from diloco_worker.builtin.gpt import build_gpt
 from diloco_worker.builtin.training import make_optimizer
+from diloco_worker.state import LearnerState
 
 PROGRESS = TrainingProgress(inner_step=3, tokens=96, data_position=12)
+
+
+def learner(progress: TrainingProgress) -> dict[str, object]:
+    """As `Learner.state_dict` gives it."""
+    return LearnerState("r", "a", 0, progress.inner_step, progress.tokens).as_dict()
+
+
+def save(path: Path, model, optimizer, progress: TrainingProgress) -> None:
+    save_checkpoint(path, model, optimizer, learner(progress), progress.data_position)
 
 
 def model_and_optimizer(width=8, steps=0):
@@ -30,7 +40,7 @@ def model_and_optimizer(width=8, steps=0):
 
 def saved(folder: Path) -> Path:
     path = folder / "worker" / "checkpoint.safetensors"
-    save_checkpoint(path, *model_and_optimizer(steps=3), PROGRESS, run_id="r")
+    save(path, *model_and_optimizer(steps=3), PROGRESS)
     return path
 
 
@@ -41,7 +51,7 @@ def flat_state(optimizer):
 def test_what_was_saved_comes_back(tmp_path):
     path = saved(tmp_path)
     model, optimizer = model_and_optimizer()
-    assert load_checkpoint(path, model, optimizer, run_id="r") == PROGRESS
+    assert load_checkpoint(path, model, optimizer, run_id="r") == Saved(learner(PROGRESS), PROGRESS)
     want_model, want_optimizer = model_and_optimizer(steps=3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want_model.parameters(), strict=True))
     want = flat_state(want_optimizer)
@@ -53,8 +63,10 @@ def test_what_was_saved_comes_back(tmp_path):
 
 def test_an_optimizer_that_never_stepped_can_be_saved(tmp_path):
     path = tmp_path / "c"
-    save_checkpoint(path, *model_and_optimizer(), TrainingProgress(), run_id="r")
-    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == TrainingProgress()
+    save(path, *model_and_optimizer(), TrainingProgress())
+    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == Saved(
+        learner(TrainingProgress()), TrainingProgress()
+    )
 
 
 def test_no_file_is_no_checkpoint(tmp_path):
@@ -84,7 +96,7 @@ def test_every_flipped_bit_and_every_cut_is_named_and_nothing_is_loaded(tmp_path
         assert str(path) in str(caught.value)
         assert not optimizer.state
     path.write_bytes(good)
-    assert load_checkpoint(path, model, optimizer, run_id="r") == PROGRESS
+    assert load_checkpoint(path, model, optimizer, run_id="r") == Saved(learner(PROGRESS), PROGRESS)
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
@@ -97,8 +109,8 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch, fail
     monkeypatch.setattr(*((checkpoint.os, "fsync") if fails == "fsync" else (Path, "replace")), broken)
     later = TrainingProgress(9, 9, 9)
     with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(path, *model_and_optimizer(steps=5), later, run_id="r")
+        save(path, *model_and_optimizer(steps=5), later)
     monkeypatch.undo()
-    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == PROGRESS
-    save_checkpoint(path, *model_and_optimizer(steps=5), later, run_id="r")  # over what was left behind
-    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == later
+    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == Saved(learner(PROGRESS), PROGRESS)
+    save(path, *model_and_optimizer(steps=5), later)  # over what was left behind
+    assert load_checkpoint(path, *model_and_optimizer(), run_id="r") == Saved(learner(later), later)

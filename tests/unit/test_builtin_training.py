@@ -16,6 +16,7 @@ from diloco_worker.builtin.data import TokenStream
 from diloco_worker.builtin.evaluation import evaluate
 from diloco_worker.builtin.gpt import build_gpt
 from diloco_worker.builtin.training import InnerStep, ProgressLog, Saver, choose_device, make_optimizer, train
+from diloco_worker.state import LearnerState
 
 MODEL = ModelSettings(layers=1, heads=2, width=32, context=16)
 TRAIN = TrainSettings(batch=4, lr=1e-2, warmup=0.1)
@@ -74,11 +75,14 @@ def test_ten_steps_are_five_a_checkpoint_and_five(tmp_path):
 
     model, optimizer, stream = parts()
     half, at_five = run(5, model, optimizer, stream)
-    save_checkpoint(tmp_path / "c", model, optimizer, at_five, run_id="r")
+    learner = LearnerState("r", "a", 0, at_five.inner_step, at_five.tokens).as_dict()
+    save_checkpoint(tmp_path / "c", model, optimizer, learner, at_five.data_position)
 
     again, optimizer, stream = parts(seed=99)
     again.load_state_dict(model.state_dict())  # the weights come from the shards
-    progress = load_checkpoint(tmp_path / "c", again, optimizer, run_id="r")
+    saved = load_checkpoint(tmp_path / "c", again, optimizer, run_id="r")
+    assert saved.learner == learner
+    progress = saved.progress
     assert progress == at_five == TrainingProgress(5, 5 * TOKENS_PER_STEP, 5 * TRAIN.batch)
     _, resumed = run(5, again, optimizer, stream, merged=half.tokens_merged, progress=progress)
 
@@ -100,9 +104,9 @@ def test_every_step_is_reported_with_its_tokens_and_rate():
     assert [s.progress.inner_step for s in steps] == list(range(1, 21))
     assert [s.progress.tokens for s in steps] == [TOKENS_PER_STEP * i for i in range(1, 21)]
     assert [s.loss for s in steps] == synchroniser.losses
-    rates = [s.learning_rate for s in steps]
-    assert rates[0] < max(rates) <= TRAIN.lr
-    assert rates[-1] < max(rates)
+    shares = [s.rate_share for s in steps]
+    assert shares[0] < max(shares) <= 1
+    assert shares[-1] < max(shares)
 
 
 def test_a_straggler_sleeps_in_every_step():

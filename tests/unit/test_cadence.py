@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from diloco_common.messages import Progress
 from diloco_server.core.cadence import Quorum, first_interval, is_due, needed
 from diloco_server.core.membership import Member
+from diloco_server.core.pace import Trail
 
 
 def member(learner_id: str, step: int, first: int | None = 0) -> Member:
     made = Member(learner_id, "p", 1, last_heard=0.0, last_step_at=0.0)
-    made.progress, made.first_step = Progress(step, 0), first
+    made.trail, made.first_step = Trail.begin(Progress(step, 0), 0.0), first
     return made
 
 
@@ -88,5 +89,5 @@ def test_the_cadence_goes_on_when_the_fastest_learner_dies() -> None:
         live = [member("slow", tick // 10)] + ([member("fast", tick)] if tick <= 20 else [])
         if is_due(live, base, 4, 1):
             rounds_at.append(tick)
-            base = {m.learner_id: m.progress.inner_step for m in live}
+            base = {m.learner_id: m.counted.inner_step for m in live}
     assert rounds_at == [4, 8, 12, 16, 20, 60, 100, 140, 180]

@@ -156,3 +156,33 @@ def test_every_violation_is_in_the_result():
     assert (result["violations"], result["double_counted"], result["unplanned"]) == (2, 1, 1)
     assert "2 violations" in summary(result)
     assert "double_counted: 100 tokens of ann are in version 1 of fragment 0 (shard-0)" in summary(result)
+
+
+def test_hostile_processes_are_named_and_only_the_others_are_judged():
+    lines = clean()
+    lies = {"learner": "hostile-0", "generation": 9}
+    shard = lines["shard-0"]
+    shard += [
+        {"t": 2.01, "what": "joined", **lies},
+        {**accepted(2.02, 1, 2**40), **lies},
+        {**accepted(2.03, 1, 5), **lies, "what": "declined", "outcome": "rejected", "code": "BAD_SIZE"},
+    ]
+    shard.sort(key=lambda line: line["t"])
+    merge = next(line for line in shard if line["what"] == "merging")
+    merge["contributions"] = [*merge["contributions"], merge["contributions"][0] | lies | {"tokens": 2**40}]
+    found = histories(lines)
+    honest = make_result(histories(clean()), ChaosRun(0.0, 8.0), [], None, seed=3, gap_max_s=3.1)
+
+    result = make_result(found, ChaosRun(0.0, 8.0), [], None, seed=3, gap_max_s=3.1, hostile=["hostile-0"])
+
+    assert result["double_counted"] == 0
+    assert {key: result[key] for key in ("tokens", "tokens_accepted", "contributions", "evictions")} == {
+        key: honest[key] for key in ("tokens", "tokens_accepted", "contributions", "evictions")
+    }
+    assert result["hostile"] == [
+        {
+            "name": "hostile-0", "joined": 1, "accepted": 1, "declined": {"BAD_SIZE": 1}, "merged": 1,
+            "tokens_claimed": 2**40, "versions_share": 0.2,
+        }
+    ]  # fmt: skip
+    assert "hostile-0: joined 1 times; 1 contributions accepted, 1 merged" in summary(result)

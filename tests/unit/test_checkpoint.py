@@ -281,6 +281,7 @@ def another_name(body: Any) -> None:
         lambda b: b.update(tensors=[]),
         lambda b: b.update(tensors=[["a"]]),
         lambda b: b.update(tensors=[["a", 3, False]]),
+        lambda b: b.update(tensors=[["a", [2**62] * 17, False]]),
         lambda b: b.pop("digest"),
         lambda b: b.pop("format"),
     ],

@@ -11,7 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from diloco_common.manifest import TensorSpec, cut
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import load, load_saved
+from diloco_common.settings_loader import save as save_settings
 from diloco_deploy.cli import main
+from diloco_deploy.folder import Files, Outputs
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import Origin
@@ -207,3 +211,116 @@ def test_without_the_extra_a_url_is_refused_with_its_name(
     said = capsys.readouterr().err
     assert "pip install 'decoupled-diloco[object-store]'" in said
     assert said.endswith("[MISSING_EXTRA]\n")
+
+
+def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with the settings that it had, whatever is typed this time."""
+    had = load(None, {}, ["run.id=trial", "sync.fragments=6", f"cluster.folder={run_folder}"]).settings
+    save_settings(had, run_folder / "settings.json")
+    (run_folder / "worker-0").mkdir()
+    ups: list[Settings] = []
+    monkeypatch.setattr("diloco_deploy.resume.bring_up", lambda settings, outputs: ups.append(settings) or 0)
+
+    assert main(["resume", str(run_folder), "--shards", "3", "--tokens", "4M"]) == 0
+
+    (settings,) = ups
+    assert (settings.run.id, settings.cluster.shards, settings.run.tokens) == ("trial", 3, 4_000_000)
+    assert "2 -> 3 shards; the folders of before are in " in capsys.readouterr().out
+    (kept,) = run_folder.glob("before-*")
+    assert sorted(path.name for path in kept.iterdir()) == ["shard-0", "shard-1", "worker-0"]
+    assert sorted(path.name for path in run_folder.glob("shard-*")) == ["shard-0", "shard-1", "shard-2"]
+    out = run_folder / "m.safetensors"
+    assert main(["export", str(run_folder), "--out", str(out)]) == 0
+    assert_same(out, expected_model(2))
+
+
+@pytest.fixture
+def resumed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where runs were gone on with: "here" or "ray"."""
+    ups: list[str] = []
+    monkeypatch.setattr("diloco_deploy.resume.bring_up", lambda settings, outputs: ups.append("here") or 0)
+    monkeypatch.setattr("diloco_deploy.resume.bring_up_on_ray", lambda settings, outputs: ups.append("ray") or 0)
+    return ups
+
+
+def save_run(folder: Path, *overrides: str) -> None:
+    had = load(None, {}, ["run.id=trial", "sync.fragments=6", f"cluster.folder={folder}", *overrides]).settings
+    save_settings(had, folder / "settings.json")
+    (folder / "worker-0").mkdir()
+
+
+def test_a_run_whose_versions_are_elsewhere_is_not_begun_anew(
+    tmp_path: Path, resumed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    save(tmp_path / "disk", 1)
+    save_run(folder, "shard.data_dir=disk")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert main(["resume", "../cluster"]) != 0
+    assert "has no versions" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "cluster"]) == 0
+    assert resumed == ["here"]
+    assert (folder / "worker-0").exists()
+
+
+def test_the_identity_of_a_run_is_checked_before_its_shards_move(
+    run_folder: Path, resumed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(run_folder)
+    assert main(["resume", str(run_folder), "--shards", "3", "--set", "run.seed=5"]) == 2
+    assert "run.seed: 0 <-> 5" in capsys.readouterr().err
+    assert sorted(path.name for path in run_folder.glob("shard-*")) == ["shard-0", "shard-1"]
+    assert main(["resume", str(run_folder), "--shards", "3"]) == 0
+    assert resumed == ["here"]
+
+
+def test_a_run_on_ray_goes_on_on_ray(run_folder: Path, resumed: list[str]) -> None:
+    save_run(run_folder)
+    files = Files(run_folder, Outputs())
+    for where in ("ray", "here"):
+        files.runs(where)
+        assert main(["resume", str(run_folder)]) == 0
+    assert resumed == ["ray", "here"]
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing after it is run."""
+
+
+@pytest.mark.parametrize("renames", range(9))
+def test_a_kill_between_any_two_renames_leaves_a_run_to_go_on_with(
+    run_folder: Path, resumed: list[str], renames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renames: of what was restored, of two old shards, of three new ones, and of those that are kept. Workers have
+    another folder than the shards, as on another disk: no rename goes from one to the other."""
+    cluster = run_folder.parent / "cluster"
+    cluster.mkdir()
+    save_run(cluster, f"shard.data_dir={run_folder}")
+    left, rename = iter(range(renames)), Path.rename
+
+    def perhaps(path: Path, target: Path) -> Path:
+        assert (run_folder in path.parents) == (run_folder in Path(target).parents), "across disks"
+        if next(left, None) is None:
+            raise Killed
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", perhaps)
+        patch.setattr("diloco_server.storage.restoring.shutil.rmtree", lambda *args, **kwargs: None)
+        with pytest.raises(Killed):
+            main(["resume", str(cluster), "--shards", "3"])
+
+    assert main(["resume", str(cluster)]) == 0
+    shards = load_saved(cluster / "settings.json").settings.cluster.shards
+    assert len(list(run_folder.glob("shard-*"))) == shards
+    assert not list(run_folder.glob("placing-anew*"))
+    assert (cluster / "worker-0").exists() == (shards == 2), "a worker's checkpoint is of the shards that it had"
+    out = run_folder / "m.safetensors"
+    assert main(["export", str(cluster), "--out", str(out)]) == 0
+    assert_same(out, expected_model(2))
+    assert main(["resume", str(cluster), "--shards", "3"]) == 0

@@ -13,21 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco_common.bounds import MESSAGE_BYTES_MAX
 from diloco_common.codec import (
-    CHUNK_ELEMENTS,
     CHUNK_ELEMENTS_MAX,
     Checksum,
     Payload,
     PayloadHeader,
     PayloadReceiver,
     check_header,
+    chunks_crc32c,
+    crc32c,
     decode_chunk,
     decode_payload,
     encode_payload,
     encoding_names,
     get_codec,
     num_payload_bytes,
+    usual_chunk_elements,
 )
+from diloco_common.codec.frames import HEAD_BYTES
+from diloco_common.codec.payload import CHUNK_BYTES_MAX
 from diloco_common.codec.scratch import SLICE_ELEMENTS
 from diloco_common.errors import BadChecksum, BadEncoding, BadSize, NotFinite, UnknownEncoding
 
@@ -327,7 +332,7 @@ def test_plain_decoders_pass_non_finite_values_on_to_the_norm(encoding: str) -> 
     payload = encode_payload(torch.tensor([1.0, 2.0]), encoding)
     size = len(payload.chunks[0]) // 2
     infinity = struct.pack("<f", torch.inf)[4 - size :]
-    y = decoded(replace(payload, chunks=(payload.chunks[0][:size] + infinity,)))
+    y = decoded(replace(payload, chunks=(bytes(payload.chunks[0][:size]) + infinity,)))
     assert y.tolist() == [1.0, torch.inf]
 
 
@@ -416,8 +421,13 @@ GOOD = encode_payload(gaussian(1000), "int8", chunk_elements=512).header
 def test_a_header_that_fits_is_taken() -> None:
     check_header(GOOD, 1000, ("int8", "float32"))
     assert GOOD.chunk_bounds() == (slice(0, 512), slice(512, 1000))
-    assert CHUNK_ELEMENTS % 256 == 0
-    assert CHUNK_ELEMENTS <= CHUNK_ELEMENTS_MAX
+
+
+@pytest.mark.parametrize("encoding", encoding_names())
+def test_chunks_are_as_large_as_messages_may_be(encoding: str) -> None:
+    size = usual_chunk_elements(encoding)
+    assert size == CHUNK_ELEMENTS_MAX or num_payload_bytes(encoding, 2 * size, 2 * size) > CHUNK_BYTES_MAX
+    assert num_payload_bytes(encoding, size) + HEAD_BYTES <= MESSAGE_BYTES_MAX["PushRequest"]
 
 
 @pytest.mark.parametrize(
@@ -430,7 +440,8 @@ def test_a_header_that_fits_is_taken() -> None:
         (replace(GOOD, chunk_elements=0), BadSize, "multiple of 256"),
         (replace(GOOD, chunk_elements=-256), BadSize, "multiple of 256"),
         (replace(GOOD, chunk_elements=300), BadSize, "multiple of 256"),
-        (replace(GOOD, chunk_elements=2 * CHUNK_ELEMENTS_MAX), BadSize, "to 4194304"),
+        (replace(GOOD, chunk_elements=2 * CHUNK_ELEMENTS_MAX), BadSize, "of int8 .* to 4194304"),
+        (replace(GOOD, encoding="float32", chunk_elements=CHUNK_ELEMENTS_MAX), BadSize, "of float32 .* to 1048576"),
         (replace(GOOD, num_bytes=1015), BadSize, "take 1016 bytes, but the header says 1015"),
         (replace(GOOD, num_bytes=2**62), BadSize, "take 1016 bytes"),
     ],
@@ -471,7 +482,7 @@ def test_a_receiver_gives_back_the_payload_and_holds_the_chunks_themselves() -> 
 
 def test_a_receiver_refuses_wrong_sizes_at_once_and_stays_usable() -> None:
     payload = encode_payload(gaussian(1000), "int8", chunk_elements=512)
-    first, last = payload.chunks
+    first, last = map(bytes, payload.chunks)
     receiver = PayloadReceiver(payload.header)
     for wrong in (b"", first[:-1], first + b"\0", last):
         with pytest.raises(BadSize, match="chunk 0 of 2 takes 520 bytes"):
@@ -497,12 +508,20 @@ def test_changed_bytes_are_noticed() -> None:
     receiver = PayloadReceiver(payload.header)
     receiver.add(payload.chunks[0])
     receiver.add(bytes(changed))
-    with pytest.raises(BadChecksum, match=f"the header says {payload.header.crc32c:08x}"):
+    with pytest.raises(BadChecksum, match=f"the header says {payload.header.chunks_crc32c:08x}"):
         receiver.finish()
 
 
 def test_the_checksum_is_crc32c() -> None:
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    assert crc32c(memoryview(b"a123456789b")[1:-1]) == 0xE3069283
+    assert crc32c(bytearray(b"56789"), crc32c(b"1234")) == 0xE3069283
+    assert crc32c(b"") == crc32c(memoryview(b"")) == 0
+
+
+def test_the_chunks_together_are_named_by_their_checksums() -> None:
     checksum = Checksum()
-    checksum.update(b"1234")
-    checksum.update(b"56789")
-    assert checksum.value == 0xE3069283  # the check value of CRC-32C
+    checksum.add(0x01020304)
+    checksum.add(0xFFFFFFFF)
+    assert checksum.value == crc32c(bytes.fromhex("04030201ffffffff"))
+    assert chunks_crc32c([b"a", memoryview(b"b")]) != chunks_crc32c([b"b", b"a"])

@@ -5,30 +5,47 @@ What the other codec tests prove of whichever runs, holds for both by this.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import random_values
-from diloco_common.codec import native
-from diloco_common.codec.base import Codec, Part
+from diloco_common.codec import base, native
+from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part
 from diloco_common.codec.blocks import BlockCodec
-from diloco_common.codec.plain import Bfloat16, PlainCodec
+from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
-from diloco_common.errors import NotFinite
+from diloco_common.codec.topk import TopK
+from diloco_common.errors import BadEncoding, NotFinite
 from diloco_common.settings import OuterSettings
-from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.outer_rules import make_outer_optimizer
 
 SIZE = 3 * 256 + 77
-each_encoding = pytest.mark.parametrize("encoding", ["int8", "int4"])
+TOP = 4096
+each_encoding = pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit"])
+each_compressed = pytest.mark.parametrize("encoding", ["int8", "int4", "e3m0", "topk64_2bit"])
+each_change = pytest.mark.parametrize("encoding", ["int8", "int4", "e3m0"])
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if native.kernels() is None:
-        pytest.skip("this machine has no C compiler, or DILOCO_NATIVE=0")
+    found = native.find()
+    if isinstance(found, str):
+        assert not found.startswith("the C compiler failed"), found
+        pytest.skip(found)
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for codec in (BlockCodec, TopK, PlainCodec):
+            patched.setattr(codec, "_native", lambda self, data: None)
+        yield
 
 
 def encoded(codec: Codec, values: torch.Tensor, **others: torch.Tensor | None) -> torch.Tensor:
@@ -37,51 +54,46 @@ def encoded(codec: Codec, values: torch.Tensor, **others: torch.Tensor | None) -
     return out
 
 
-def in_both(monkeypatch: pytest.MonkeyPatch, codec: Codec, values: torch.Tensor, **others: torch.Tensor) -> None:
+def in_both(codec: Codec, values: torch.Tensor, **others: torch.Tensor) -> None:
     """Encode with error feedback both ways, and compare bytes and loss."""
     losses = torch.empty_like(values), torch.empty_like(values)
     by_kernels = encoded(codec, values, loss=losses[0], **others)
-    with monkeypatch.context() as patched:
-        patched.setattr(BlockCodec, "_native", lambda self, data: None)
-        by_torch = encoded(codec, values, loss=losses[1], **others)
-    assert torch.equal(by_kernels, by_torch)
-    assert torch.equal(*losses)
+    with by_torch():
+        without = encoded(codec, values, loss=losses[1], **others)
+    assert torch.equal(by_kernels, without)
+    assert torch.equal(*(loss.view(torch.int32) for loss in losses))
 
 
 @each_encoding
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(floats, min_size=1, max_size=600))
 def test_any_values_become_the_same_bytes(encoding: str, values: list[float]) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        in_both(monkeypatch, get_codec(encoding), torch.tensor(values))
+    in_both(get_codec(encoding), torch.tensor(values))
 
 
 @each_encoding
 @pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-130, 2.0**-126, 1e-3, 1.0, 1e30, 3.4e38])
-@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, SIZE])
-def test_any_size_and_magnitude_become_the_same_bytes(
-    encoding: str, scale: float, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_both(monkeypatch, get_codec(encoding), random_values(size, 1).clamp(-1, 1).mul_(scale))
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, SIZE, TOP, 2 * TOP + 65])
+def test_any_size_and_magnitude_become_the_same_bytes(encoding: str, scale: float, size: int) -> None:
+    in_both(get_codec(encoding), random_values(size, 1).clamp(-1, 1).mul_(scale))
 
 
 @each_encoding
-def test_a_difference_and_its_residual_become_the_same_bytes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_and_its_residual_become_the_same_bytes(encoding: str) -> None:
     values, minus, plus = (random_values(SIZE, seed) for seed in range(3))
-    in_both(monkeypatch, get_codec(encoding), values, minus=minus, plus=plus)
+    in_both(get_codec(encoding), values, minus=minus, plus=plus)
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-134, 1e-3, 1.0, 1.004, 3.39e38, 3.4e38])
 @pytest.mark.parametrize("size", [1, 31, 256, SIZE])
-def test_values_become_the_same_bfloat16(scale: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_become_the_same_bfloat16(scale: float, size: int) -> None:
     """Ties, the largest magnitudes, numbers below the smallest normal one, and zeros with their signs."""
     values = random_values(size, 1).clamp(-1, 1).mul_(scale)
     values[0] = -0.0
     ties = torch.arange(size, dtype=torch.int32).mul_(0x8000).add_(0x3F800000).view(torch.float32)
     for case in (values, ties):
         by_kernels = encoded(get_codec("bfloat16"), case)
-        with monkeypatch.context() as patched:
-            patched.setattr(Bfloat16, "_encode_natively", PlainCodec._encode_natively)
+        with by_torch():
             assert torch.equal(encoded(get_codec("bfloat16"), case), by_kernels)
 
 
@@ -101,6 +113,75 @@ def test_the_loss_may_take_the_place_of_the_values(encoding: str) -> None:
     assert torch.equal(values, loss)
 
 
+def verdict(codec: Codec, data: torch.Tensor, size: int) -> str:
+    try:
+        codec.check(data, size)
+    except BadEncoding as error:
+        return str(error)
+    return "good"
+
+
+@each_compressed
+@pytest.mark.parametrize("size", [1, 255, 256, SIZE, TOP + 129])
+def test_the_same_chunks_are_refused_for_the_same_reason(encoding: str, size: int) -> None:
+    """Each with one byte changed at random, in its scales, its codes or its last byte."""
+    codec, generator = get_codec(encoding), torch.Generator().manual_seed(size)
+    good = encoded(codec, random_values(size, 0))
+    num_scale_bytes = min(8, good.numel() - 1)
+    kernels, refused = native.kernels(), 0
+    assert kernels is not None
+    for attempt in range(150):
+        bad = good.clone()
+        most = (num_scale_bytes, good.numel(), good.numel())[attempt % 3]
+        at = int(torch.randint(0, most, (), generator=generator)) if attempt % 3 < 2 else -1
+        bad[at] = int(torch.randint(0, 256, (), generator=generator)) if attempt % 2 else 0x80 >> attempt % 16 // 4
+        told = verdict(codec, bad, size)
+        with by_torch():
+            assert verdict(codec, bad, size) == told
+        by_kernel = (
+            kernels.check_top(bad, size)
+            if isinstance(codec, TopK)
+            else kernels.check(codec.native_bits, bad, size, codec.scale_min, codec.scale_max)
+        )
+        assert by_kernel == (told == "good")
+        refused += not by_kernel
+    assert 0 < refused < 150
+
+
+def _ties(size: int) -> torch.Tensor:
+    return random_values(size, 0).mul(2).round()
+
+
+ADVERSARIAL = {
+    "ties": _ties(2 * TOP + 100),
+    "one magnitude": random_values(TOP + 64, 0).sign(),
+    "zeros of both signs": torch.zeros(TOP + 70).copysign(random_values(TOP + 70, 1)),
+    "63 that are not zero": torch.zeros(TOP).index_fill(0, torch.arange(63) * 65, -2.0),
+    "65 that are not zero": torch.zeros(TOP).index_fill(0, torch.arange(65) * 63, 2.0**-149),
+    "subnormals beside the largest": torch.cat([random_values(TOP, 2).mul(2.0**-140), torch.tensor([-3.4e38] * 64)]),
+    "heavy tail": random_values(3 * TOP, 3).pow(9),
+    "ascending": torch.arange(TOP + 1).float(),
+    "all large ones in one place": torch.cat([random_values(64, 4).mul(1e3), random_values(TOP - 64, 5)]),
+    "powers of two": 2.0 ** torch.arange(-126, 127).repeat(20).float(),
+}
+
+
+@each_encoding
+@pytest.mark.parametrize("values", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_adversarial_values_become_the_same_bytes(encoding: str, values: torch.Tensor) -> None:
+    in_both(get_codec(encoding), values)
+    in_both(get_codec(encoding), values.flip(0).contiguous(), plus=torch.full_like(values, 2.0**-149))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_blocks_become_the_same_entries(seed: int) -> None:
+    """Sizes, shapes of the distribution and numbers of ties at random; the seed is the test's."""
+    generator = torch.Generator().manual_seed(seed)
+    size, power, steps = (int(torch.randint(1, most, (), generator=generator)) for most in (3 * TOP, 12, 40))
+    values = torch.randn(size, generator=generator).pow(power)
+    in_both(get_codec("topk64_2bit"), values if steps > 20 else values.mul(steps).round())
+
+
 @each_encoding
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["values", "minus", "plus"])
@@ -113,18 +194,15 @@ def test_what_is_not_finite_is_refused_by_its_index(encoding: str, value: float,
 
 @each_encoding
 @pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (0, 1), (255, 257), (256, 512), (3, 700), (769, SIZE)])
-def test_any_range_decodes_adds_and_measures_alike(
-    encoding: str, start: int, stop: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_range_decodes_adds_and_measures_alike(encoding: str, start: int, stop: int) -> None:
     codec = get_codec(encoding)
     data, before = encoded(codec, random_values(SIZE, 4)), random_values(stop - start, 5)
     whole = torch.empty(SIZE)
     codec.decode(data, whole)
     sums, squares = [], []
-    for by_torch in (False, True):
-        with monkeypatch.context() as patched:
-            if by_torch:
-                patched.setattr(BlockCodec, "_native", lambda self, data: None)
+    for way in (nullcontext, by_torch):
+        with way():
+            if way is by_torch:
                 again = torch.empty(SIZE)
                 codec.decode(data, again)
                 assert torch.equal(again, whole)
@@ -140,21 +218,20 @@ def test_any_range_decodes_adds_and_measures_alike(
 
 @each_encoding
 @pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (0, 1), (255, 257), (256, 512), (3, 700), (769, SIZE)])
-def test_a_weighted_sum_is_the_same_sum(encoding: str, start: int, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weighted_sum_is_the_same_sum(encoding: str, start: int, stop: int) -> None:
     """Also over chunks that do not begin at the same element of the fragment."""
     codec, weights, shift = get_codec(encoding), [0.3, -2.0, 1e-3], 512
     sizes = [SIZE, SIZE + shift, SIZE]
     chunks = [encoded(codec, random_values(size, seed)) for seed, size in enumerate(sizes)]
     firsts = [start + size - SIZE for size in sizes]
     parts = [Part(*part) for part in zip(chunks, sizes, firsts, strict=True)]
-    by_kernels, by_torch = torch.full((stop - start,), torch.nan), torch.full((stop - start,), torch.nan)
+    by_kernels, without = torch.full((stop - start,), torch.nan), torch.full((stop - start,), torch.nan)
     native = codec.native_sum(parts, weights)
     assert native is not None
     squares = codec.weighted_sum(parts, weights, by_kernels)
-    with monkeypatch.context() as patched:
-        patched.setattr(BlockCodec, "_native", lambda self, data: None)
-        again = codec.weighted_sum(parts, weights, by_torch)
-    torch.testing.assert_close(by_kernels, by_torch)
+    with by_torch():
+        again = codec.weighted_sum(parts, weights, without)
+    torch.testing.assert_close(by_kernels, without)
     assert squares == pytest.approx(float(by_kernels.double().square().sum()), rel=1e-6)
     assert squares == pytest.approx(again, rel=1e-5)
     assert native.squares(stop - start) == squares
@@ -167,21 +244,52 @@ def test_a_weighted_sum_is_the_same_sum(encoding: str, start: int, stop: int, mo
     assert torch.equal(velocity, one_by_one[1])
 
 
-@each_encoding
+@pytest.mark.parametrize("shift", [0, 256, TOP])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 2 * TOP + 65), (TOP, 2 * TOP), (256, TOP + 3), (TOP + 512, 2 * TOP + 65)]
+)
+def test_entries_of_many_blocks_decode_and_add_up_alike(start: int, stop: int, shift: int) -> None:
+    """Also where the blocks of one contribution do not begin with those of another."""
+    codec, count = get_codec("topk64_2bit"), stop - start
+    sizes, weights = [2 * TOP + 65, 2 * TOP + 65 + shift], [0.3, -2.0]
+    chunks = [encoded(codec, random_values(size, seed)) for seed, size in enumerate(sizes)]
+    parts = [Part(chunks[0], sizes[0], start), Part(chunks[1], sizes[1], start + shift)]
+    sums, ranges, squares = [], [], []
+    for way in (nullcontext, by_torch):
+        with way():
+            sums.append(torch.empty(count))
+            squares.append(codec.weighted_sum(parts, weights, sums[-1]))
+            squares.append(codec.sum_squares(chunks[1], sizes[1], start, stop))
+            ranges.append(torch.full((count,), torch.nan))
+            codec.decode_range(chunks[0], sizes[0], start, ranges[-1])
+    assert torch.equal(ranges[0].view(torch.int32), ranges[1].view(torch.int32))
+    torch.testing.assert_close(*sums)
+    assert squares[:2] == pytest.approx(squares[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "topk64_2bit"])
+def test_bfloat16_values_are_encoded_as_they_are(encoding: str) -> None:
+    codec, values, minus = get_codec(encoding), random_values(SIZE, 0).bfloat16(), random_values(SIZE, 1)
+    kernels, out = native.kernels(), torch.zeros(codec.num_bytes(SIZE), dtype=torch.uint8)
+    assert kernels is not None
+    if encoding == "bfloat16":
+        assert kernels.encode_plain(16, values, minus, None, None, BFLOAT16_MAX, out)
+    else:
+        assert kernels.encode_top(values, minus, None, None, out)
+    assert torch.equal(out, encoded(codec, values.float(), minus=minus))
+
+
+@each_change
 @pytest.mark.parametrize("scale", [0.0, 2.0**-130, 1e-3, 1.0, 3.3e38])
 @pytest.mark.parametrize("size", [1, 255, 256, SIZE])
-def test_a_change_and_its_anchor_become_the_same_bytes(
-    encoding: str, scale: float, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_and_its_anchor_become_the_same_bytes(encoding: str, scale: float, size: int) -> None:
     codec = get_codec(encoding)
     values, base = random_values(size, 1).clamp(-1, 1).mul_(scale), random_values(size, 2).clamp(-1, 1).mul_(scale)
     values.clamp_(-1e38, 1e38).add_(base, alpha=0.5)
     results = []
-    for by_torch in (False, True):
+    for way in (nullcontext, by_torch):
         change, anchor = torch.zeros(codec.num_bytes(size), dtype=torch.uint8), torch.zeros(size, dtype=torch.bfloat16)
-        with monkeypatch.context() as patched:
-            if by_torch:
-                patched.setattr(BlockCodec, "_native", lambda self, data: None)
+        with way():
             codec.encode_change(values, base.bfloat16(), change, anchor)
         results.append((change, anchor))
     assert torch.equal(results[0][0], results[1][0])
@@ -195,3 +303,104 @@ def test_a_change_that_is_not_finite_is_refused_by_its_index(encoding: str) -> N
     change, anchor = torch.zeros(codec.num_bytes(SIZE), dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.bfloat16)
     with pytest.raises(NotFinite, match=f"element 700 of {SIZE}"):
         codec.encode_change(values, torch.zeros(SIZE, dtype=torch.bfloat16), change, anchor)
+
+
+# ------------------------------------------------------------------ what a learner computes with a version as it came
+
+
+SIZES = pytest.mark.parametrize("size", [1, 255, 256, SIZE])
+SCALES = pytest.mark.parametrize("scale", [0.0, 2.0**-130, 1e-3, 1.0, 3.3e38])
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], list[torch.Tensor]]) -> None:
+    """By the kernels and by torch: the same bits."""
+    by_kernels = compute()
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockCodec, "_native", lambda self, data: None)
+        patched.setattr(base, "kernels", lambda: None)
+        by_torch = compute()
+    for one, other in zip(by_kernels, by_torch, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def at_odd_address(values: torch.Tensor) -> torch.Tensor:
+    """The same values where a message may have them."""
+    data = values.view(torch.uint8)
+    room = torch.zeros(data.numel() + 5, dtype=torch.uint8)
+    room[5:].copy_(data)
+    moved = torch.frombuffer(room.numpy()[5:], dtype=values.dtype)
+    assert moved.data_ptr() % 2
+    return moved
+
+
+@each_encoding
+@SCALES
+@SIZES
+def test_a_contribution_from_an_anchor_becomes_the_same_bytes(
+    encoding: str, scale: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = get_codec(encoding)
+    snapshot, residual = (random_values(size, seed).clamp(-1, 1).mul_(scale / 4) for seed in (1, 2))
+    anchor = at_odd_address((random_values(size, 3).clamp(-1, 1) * (scale / 4)).bfloat16())
+
+    def contribution() -> list[torch.Tensor]:
+        loss = torch.empty(size)
+        return [encoded(codec, anchor, minus=snapshot, plus=residual, loss=loss), loss]
+
+    both_ways(monkeypatch, contribution)
+    exact = torch.empty(size)
+    assert torch.equal(contribution()[0], encoded(codec, anchor.float(), minus=snapshot, plus=residual, loss=exact))
+    assert torch.equal(contribution()[1], exact)
+
+
+@each_encoding
+@pytest.mark.parametrize("where", ["anchor", "minus", "plus"])
+def test_a_contribution_that_is_not_finite_is_refused_by_its_index(encoding: str, where: str) -> None:
+    parts = {name: random_values(SIZE, seed) for seed, name in enumerate(("anchor", "minus", "plus"))}
+    parts[where][700] = torch.inf
+    with pytest.raises(NotFinite, match=f"element 700 of {SIZE}"):
+        encoded(get_codec(encoding), parts["anchor"].bfloat16(), minus=parts["minus"], plus=parts["plus"])
+
+
+@SCALES
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["snapshot", "anchor"])
+def test_what_a_version_adds_is_the_same(
+    scale: float, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = at_odd_address((random_values(size, 1).clamp(-1, 1) * (scale / 2)).bfloat16())
+    reference = (random_values(size, 2).clamp(-1, 1) * (scale / 2)).to(dtype)
+
+    def difference() -> list[torch.Tensor]:
+        out = torch.empty(size)
+        base.subtract(values, reference, out)
+        return [out]
+
+    both_ways(monkeypatch, difference)
+    assert torch.equal(difference()[0], values.float() - reference.float())
+
+
+@each_encoding
+@SCALES
+@SIZES
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=["alone", "snapshot", "anchor"])
+def test_what_a_change_adds_is_the_same(
+    encoding: str, scale: float, size: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its anchor is that of the shard, bit for bit."""
+    codec = get_codec(encoding)
+    before = (random_values(size, 1).clamp(-1, 1) * scale).bfloat16()
+    change, sent = torch.zeros(codec.num_bytes(size), dtype=torch.uint8), torch.zeros(size, dtype=torch.bfloat16)
+    codec.encode_change(before.float() + random_values(size, 2).clamp(-1, 1).mul_(scale / 100), before, change, sent)
+    reference = None if dtype is None else random_values(size, 3).to(dtype)
+
+    def version() -> list[torch.Tensor]:
+        anchor, out = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size)
+        codec.decode_change(change, before, anchor, reference, None if reference is None else out)
+        return [anchor, out]
+
+    both_ways(monkeypatch, version)
+    anchor, out = version()
+    assert torch.equal(anchor.view(torch.int16), sent.view(torch.int16))
+    if reference is not None:
+        assert torch.equal(out, anchor.float() - reference.float())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from diloco_common.codec import encode_payload
+from diloco_common.codec import Anchor, encode_payload
 from diloco_common.errors import NotFinite
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Held, LearnerPolicy, PullHeader
@@ -27,12 +29,14 @@ class Rig:
 
     def __init__(self) -> None:
         self.parts = Parts()
+        self.give_back: Callable[[], None] = lambda: None
+        self.parts.world = replace(self.parts.world, give_back=lambda: self.give_back())
         self.codec = self.parts.context().codec
         self.model = nn.ParameterList([nn.Parameter(torch.full((2,), 10.0))])
         replica = Replica(self.model)
         self.core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
         self.codec.own({0: self.core.fragments[0].tensors})
-        self.core.arrived(0, 0, EPOCH, torch.full((2,), 10.0), 0)
+        self.core.arrived(0, 0, EPOCH, Anchor.of(torch.full((2,), 10.0)), 0)
 
     def contributes(self, round_number: int = 1, by: float = 1.0) -> Contribution:
         """It has trained, a round asks, and the codec thread is to encode."""
@@ -51,7 +55,7 @@ class Rig:
 
 
 def arrived(version: int) -> Arrived:
-    return Arrived(0, version, EPOCH, torch.zeros(2), 0)
+    return Arrived(0, version, EPOCH, Anchor.of(torch.zeros(2)), 0)
 
 
 def test_snapshot_and_encoding_are_one_job() -> None:
@@ -103,6 +107,27 @@ def test_the_next_contribution_of_a_fragment_takes_the_place_of_one_that_was_giv
     assert rig.values(later) == [-2.0, -2.0]
 
 
+def test_the_memory_of_seeds_is_given_back_before_the_first_contribution() -> None:
+    """They are float32, and nothing that comes later is as large."""
+    rig = Rig()
+    times: list[int] = []
+
+    async def seed() -> None:
+        encoding = asyncio.ensure_future(rig.codec.encode_seed(Anchor.of(torch.zeros(2))))
+        await asyncio.sleep(0)
+        rig.parts.jobs.run()
+        await encoding
+
+    rig.give_back = lambda: times.append(len(times))
+    asyncio.run(seed())
+    assert times == []
+    for round_number in (1, 2):
+        rig.contributes(round_number)
+        rig.parts.jobs.run()
+        rig.core.fragments[0].give_back()
+        assert times == [0]
+
+
 def test_a_push_that_is_cancelled_leaves_the_job_to_be_done() -> None:
     """Otherwise the fragment would be read for ever: no version could be applied to it again."""
     rig = Rig()
@@ -141,7 +166,7 @@ def test_a_version_comes_with_what_applying_it_adds() -> None:
         return await decoding
 
     found = asyncio.run(decode())
-    assert found.values.tolist() == [13.0, 13.0]
+    assert found.values.float32().tolist() == [13.0, 13.0]
     assert found.difference is not None
     assert found.difference.values.tolist() == [3.0, 3.0]
 

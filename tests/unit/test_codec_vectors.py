@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from diloco_common.codec import (
     Payload,
     PayloadHeader,
+    chunks_crc32c,
+    crc32c,
     decode_payload,
     encode_payload,
     encoding_names,
@@ -172,6 +174,10 @@ def reference_crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
+def reference_chunks_crc32c(chunks: Sequence[bytes]) -> int:
+    return reference_crc32c(b"".join(struct.pack("<I", reference_crc32c(chunk)) for chunk in chunks))
+
+
 # ------------------------------------------------------------------ the vectors
 
 PLAIN = [0.0, 1.0, -1.0, 0.5, -3.0, 100.0, -0.37, 1e-3]
@@ -221,7 +227,8 @@ def reference_vectors() -> list[dict[str, Any]]:
                     "num_elements": len(values),
                     "chunk_elements": size,
                     "num_bytes": sum(map(len, chunks)),
-                    "crc32c": f"{reference_crc32c(b''.join(chunks)):08x}",
+                    "crc32c": [f"{reference_crc32c(chunk):08x}" for chunk in chunks],
+                    "chunks_crc32c": f"{reference_chunks_crc32c(chunks):08x}",
                     "rule": rule,
                     "values": struct.pack(f"<{len(values)}f", *values).hex(),
                     "chunks": [chunk.hex() for chunk in chunks],
@@ -236,7 +243,7 @@ def rendered(vectors: list[dict[str, Any]]) -> str:
     parts = []
     for v in vectors:
         parts.append(
-            f"**{v['name']}** ({v['num_elements']} elements, {v['num_bytes']} bytes, crc32c `{v['crc32c']}`)\n\n```text"
+            f"**{v['name']}** ({v['num_elements']} elements, {v['num_bytes']} bytes, {checksums(v)})\n\n```text"
         )
         parts.append(f"values   {v['rule'] or words(v['values'])}")
         parts += [f"chunk {i}  {wrapped(chunk)}" for i, chunk in enumerate(v["chunks"])]
@@ -244,6 +251,11 @@ def rendered(vectors: list[dict[str, Any]]) -> str:
             parts.append(f"decoded  {words(v['decoded'])}")
         parts.append("```\n")
     return "\n".join(parts)
+
+
+def checksums(vector: dict[str, Any]) -> str:
+    of_chunks = " ".join(f"`{digits}`" for digits in vector["crc32c"])
+    return f"crc32c {of_chunks}, chunks_crc32c `{vector['chunks_crc32c']}`"
 
 
 def words(digits: str) -> str:
@@ -268,7 +280,7 @@ def payload_of(vector: dict[str, Any]) -> Payload:
         vector["num_elements"],
         vector["chunk_elements"],
         vector["num_bytes"],
-        int(vector["crc32c"], 16),
+        int(vector["chunks_crc32c"], 16),
     )
     return Payload(header, tuple(bytes.fromhex(chunk) for chunk in vector["chunks"]))
 
@@ -287,7 +299,8 @@ def test_a_vector_is_what_the_encoder_writes(vector: dict[str, Any]) -> None:
 @each_vector
 def test_a_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
     payload = payload_of(vector)
-    assert google_crc32c.value(b"".join(payload.chunks)) == payload.header.crc32c
+    assert [f"{crc32c(chunk):08x}" for chunk in payload.chunks] == vector["crc32c"]
+    assert chunks_crc32c(payload.chunks) == payload.header.chunks_crc32c
     out = torch.full((vector["num_elements"],), torch.nan)
     decode_payload(payload, out)
     assert same_bits(out, floats(vector["decoded"]))
@@ -319,7 +332,7 @@ def test_the_codec_equals_the_reference_bit_for_bit(encoding: str, values: list[
     chunks = [reference_chunk(values[i : i + 256], encoding) for i in range(0, len(values), 256)]
     payload = encode_payload(torch.tensor(values), encoding, chunk_elements=256)
     assert list(payload.chunks) == chunks
-    assert payload.header.crc32c == reference_crc32c(b"".join(chunks))
+    assert payload.header.chunks_crc32c == reference_chunks_crc32c(chunks)
     out = torch.empty(len(values))
     decode_payload(payload, out)
     decoded = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tools.images import FILES, images_in
 
 
 @pytest.fixture
@@ -42,6 +44,22 @@ def test_every_service_is_confined(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         confined = (service["read_only"], service["cap_drop"], service["security_opt"])
         assert confined == (True, ["ALL"], ["no-new-privileges:true"]), name
+
+
+def test_every_service_is_bounded(compose: dict[str, Any]) -> None:
+    """One that leaks, forks or talks too much ends itself, and not its host."""
+    for name, service in compose["services"].items():
+        assert re.fullmatch(r"\$\{\w+:-\d+g\}|\d+[mg]", service["mem_limit"]), name
+        assert 0 < service["pids_limit"] <= 512, name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+
+
+def test_images_start_from_one_base(repository: Path) -> None:
+    """tools/images.py pins both places; somebody who changes one by hand would build from two bases."""
+    dockerfile, compose = ((repository / file).read_text() for file in FILES)
+    (default,) = re.findall(r"BASE_IMAGE:-([^}]+)", compose)
+    assert images_in(dockerfile) == [default]
+    assert len(images_in(compose)) == 3
 
 
 def test_every_folder_of_the_host_is_labelled_for_selinux(compose: dict[str, Any]) -> None:

@@ -7,12 +7,14 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch import nn
 
 from diloco_common.manifest import cut
-from diloco_common.messages import Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
+from diloco_common.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
 from diloco_worker.connection import Connection
-from diloco_worker.core.events import Failed
+from diloco_worker.core.events import Failed, Joined
+from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from parts import Parts, joined
 from waiting import until_async
@@ -63,11 +65,50 @@ def test_a_learner_whose_pulls_fail_for_good_is_told() -> None:
         shard: Any = Unreadable()
         context = replace(Parts(encodes_at_once=True).context(), dial=lambda address: shard)
         connection = Connection("shard:1", Progress(0, 0), context)
-        connection.model_is_cut(cut(Replica(nn.Linear(2, 2, bias=False)).specs, 1, 1))
+        replica = Replica(nn.Linear(2, 2, bias=False))
+        core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
+        context.codec.own({0: core.fragments[0].tensors})
+        connection.model_is_cut(core.manifest)
         running = asyncio.create_task(connection.run())
-        failed = await until_async(context.inbox.pop, "the end")
+        first = await until_async(context.inbox.pop, "the lease, or the end")
+        failed = first if isinstance(first, Failed) else await until_async(context.inbox.pop, "the end")
         assert isinstance(failed, Failed)
         assert "no room for a version" in str(failed.error)
         await asyncio.wait_for(running, 10.0)
+
+    asyncio.run(run())
+
+
+class Meddling(Unreadable):
+    """A shard that speaks of a fragment that is not its own."""
+
+    def __init__(self, directive: Directive) -> None:
+        self.directive = directive
+
+    def attend(self, *_: Any) -> Stream:
+        return Stream(Pulse(0, 0), self.directive)
+
+    async def leave(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("directive", [Committed(1, 1, EPOCH), Collect(4000, 1, EPOCH)])
+def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directive: Directive) -> None:
+    """It would be pulled from it, or end the training: there is no such fragment."""
+
+    async def run() -> None:
+        shard: Any = Meddling(directive)
+        context = replace(Parts(encodes_at_once=True).context(), dial=lambda address: shard)
+        connection = Connection("shard:1", Progress(0, 0), context)
+        running = asyncio.create_task(connection.run())
+        await until_async(lambda: connection.times_up, "the stream")
+        await until_async(lambda: not connection.is_up, "its end")
+        assert connection.state.announced == {}
+        events = []
+        while (event := context.inbox.pop()) is not None:
+            events.append(type(event))
+        assert set(events) == {Joined}
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ import pytest
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, save
-from diloco_deploy.folder import Files, Outputs
+from diloco_deploy.folder import Files, Outputs, anchored
 
 
 def settings_for(folder: Path, *overrides: str) -> Settings:
@@ -87,3 +87,22 @@ def test_checkpoints_that_are_all_that_is_left_are_not_deleted_by_accident(files
 def test_shards_may_keep_their_versions_elsewhere(files: Files, tmp_path: Path) -> None:
     other = Files(files.folder, Outputs(), tmp_path / "disk")
     assert other.shard_folder(1) == tmp_path / "disk" / "shard-1"
+
+
+def test_a_data_folder_other_than_that_of_the_run_is_refused_and_nothing_is_deleted(
+    files: Files, tmp_path: Path
+) -> None:
+    other = Files(files.folder, Outputs(), tmp_path / "disk")
+    with pytest.raises(ConfigError, match=r"shard.data_dir: None <-> "):
+        other.prepare(settings_for(files.folder, f"shard.data_dir={tmp_path / 'disk'}"), fresh=False)
+    assert folders(files) == ["shard-0", "shard-1", "shard-notes", "worker-0"]
+
+
+def test_settings_mean_the_same_to_a_command_that_is_typed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = anchored(settings_for(Path("run"), "shard.data_dir=disk", "data.source=text"))
+    assert (settings.cluster.folder, settings.shard.data_dir) == (tmp_path / "run", tmp_path / "disk")
+    assert settings.data.source == str(tmp_path / "text")
+    assert anchored(settings_for(Path("run"))).data.source == "stdlib"

@@ -24,7 +24,11 @@ def shard(index: int, **changed: Any) -> dict[str, Any]:
         "tokens_merged": 500_000,
         "tokens_budget": 2_000_000,
         "done": False,
-        "learners": [{"id": "worker-0", "state": "alive"}, {"id": "worker-1", "state": "evicted"}],
+        "learners": [
+            {"id": "worker-0", "state": "alive"},
+            {"id": "worker-1", "state": "evicted"},
+            {"id": "worker-2", "state": "alive", "quarantine": {"left_s": 30.0, "why": "NOT_FINITE", "times": 1}},
+        ],
         "fragments": [{"id": index, "version": 3 + index, "round_open": True}],
         "rounds": 10,
         "participants_mean": 2.0,
@@ -103,6 +107,7 @@ def test_counters_survive_the_end_of_a_life() -> None:
         (Member("worker-0", "worker", "up"), "starting"),
         (Member("worker-0", "worker", "up", worker(0)), "training"),
         (Member("worker-1", "worker", "up", worker(1)), "evicted"),
+        (Member("worker-2", "worker", "up", worker(2)), "quarantined"),
         (Member("worker-0", "worker", "up", worker(0), silent_s=7.0), "silent 7s"),
         (Member("worker-0", "worker", "died", worker(0)), "died"),
         (Member("shard-0", "shard", "up", shard(0, ready=False)), "not ready"),
@@ -139,8 +144,19 @@ def test_the_time_left_follows_the_pace_of_merging() -> None:
     watch.expect("shard-0", "shard")
     watch.heard("shard-0", shard(0, tokens_merged=0, tokens_budget=1000), 0.0)
     assert watch.snapshot(0.0).eta_s is None, "one point has no pace"
+    watch.heard("shard-0", shard(0, tokens_merged=50, tokens_budget=1000), 1.0)
+    assert watch.snapshot(1.0).eta_s is None, "a moment has none either"
     watch.heard("shard-0", shard(0, tokens_merged=250, tokens_budget=1000), 5.0)
     assert watch.snapshot(5.0).eta_s == pytest.approx(15.0)
+
+
+def test_the_time_before_the_first_version_is_no_pace() -> None:
+    watch = Watch(0.0)
+    watch.expect("shard-0", "shard")
+    for now in range(101):
+        watch.heard("shard-0", shard(0, tokens_merged=0, tokens_budget=1000), float(now))
+    watch.heard("shard-0", shard(0, tokens_merged=500, tokens_budget=1000), 105.0)
+    assert watch.snapshot(105.0).eta_s == pytest.approx(5.0)
 
 
 def test_the_course_of_the_loss_is_bounded() -> None:
@@ -173,7 +189,7 @@ def test_a_cluster_of_which_nothing_is_known_can_be_shown() -> None:
 
 def test_a_wide_table_tells_more() -> None:
     narrow, wide = (" ".join(drawn(tables(cluster(), width), width)) for width in (40, 100))
-    for title in ("step", "merged", "late", "learners", "open"):
+    for title in ("step", "merged", "carried", "learners", "open"):
         assert title in wide
         assert title not in narrow
 
@@ -209,7 +225,14 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     assert report["versions"] == {"0": 3, "1": 4}
     assert report["sync_stall_s"] == {"worker-0": 0.5, "worker-1": 0.5}
     text = summary(report, {"model": None})
-    for said in ("5.545 -> 2.310 nats per byte", "1:23 (2.00k tokens/s)", "3.00 MB", "20, 2.00 learners each"):
+    for said in (
+        "yes: held-out loss 5.545 -> 2.310 nats per byte",
+        "nothing that was merged; the last 100k tokens (16.7%) came after the last version",
+        "2 contributions came after their round had closed; their work went into the next ones",
+        "1:23 since this start; 600k tokens trained",
+        "3.00 MB",
+        "20, 2.00 learners each",
+    ):
         assert said in text
     assert "model" not in text
 

@@ -6,9 +6,29 @@ from itertools import pairwise
 
 import pytest
 
-from diloco_common.errors import Busy, DilocoError, LeaseExpired, StaleGeneration, Superseded, WrongRun
+from diloco_common.errors import (
+    Busy,
+    CertificateExpired,
+    DilocoError,
+    ForeignCertificate,
+    LeaseExpired,
+    NoCertificate,
+    Revoked,
+    StaleGeneration,
+    Superseded,
+    WrongRun,
+)
 from diloco_common.ports import Unavailable
-from diloco_worker.core.dialing import ANNOUNCE_WAIT_S, FIRST_S, LONGEST_S, STEADY_S, Dialing, Redial, backoff_s
+from diloco_worker.core.dialing import (
+    ANNOUNCE_WAIT_S,
+    FIRST_S,
+    LONGEST_S,
+    STAYS_S,
+    STEADY_S,
+    Dialing,
+    Redial,
+    backoff_s,
+)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +143,55 @@ def test_another_process_with_the_same_learner_id_stops_this_one_whenever_it_com
     dialing.is_up()
     with pytest.raises(Superseded):
         dialing.ended(Superseded("another process is cat now"), 1.0, 0.0)
+
+
+# ------------------------------------------------------------------ handshakes
+
+
+FOREIGN, NONE, EXPIRED = ForeignCertificate("of another"), NoCertificate("asks for one"), CertificateExpired("too old")
+
+
+@pytest.mark.parametrize(
+    ("failures", "ends"),
+    [
+        ([(0.0, FOREIGN)], False),
+        ([(0.0, FOREIGN), (STAYS_S - 0.1, FOREIGN)], False),
+        ([(0.0, FOREIGN), (STAYS_S, FOREIGN)], True),
+        ([(0.0, FOREIGN), (1.0, CUT), (STAYS_S, FOREIGN)], False),
+        ([(0.0, NONE), (STAYS_S, FOREIGN)], False),
+        ([(0.0, EXPIRED), (100.0, EXPIRED)], False),
+        ([(0.0, CUT), (100.0, CUT)], False),
+    ],
+    ids=[
+        "once",
+        "not for long",
+        "it stays",
+        "with another in between",
+        "two causes",
+        "it may be renewed",
+        "the network",
+    ],
+)
+def test_what_waiting_does_not_mend_ends_joining_once_it_has_stayed(
+    failures: list[tuple[float, DilocoError]], ends: bool
+) -> None:
+    dialing = Dialing()
+    *earlier, last = failures
+    for now, error in earlier:
+        dialing.begin(now, has_lease=False)
+        dialing.ended(error, now, 0.0)
+    dialing.begin(last[0], has_lease=False)
+    if ends:
+        with pytest.raises(type(last[1])):
+            dialing.ended(last[1], last[0], 0.0)
+    else:
+        assert dialing.ended(last[1], last[0], 0.0).why == str(last[1])
+
+
+@pytest.mark.parametrize("error", [FOREIGN, NONE, Revoked("no longer")])
+def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error: DilocoError) -> None:
+    dialing = Dialing()
+    dialing.is_up()
+    for now in (0.0, 10.0, 100.0):
+        dialing.begin(now, has_lease=False)
+        assert str(error) in dialing.ended(error, now, 0.0).why

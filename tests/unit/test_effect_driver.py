@@ -9,10 +9,10 @@ from builders import make_settings
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Outcome, Progress, PushHeader
+from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record
-from diloco_server.lockstep import LockstepShard, run_to_end
 from diloco_server.storage.version import StoredVersion
 
 MODEL = [TensorSpec("w", (4,))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from diloco_common.codec import Anchor
 from diloco_common.errors import DilocoError
 from diloco_worker.core.events import Arrived, Event, EventQueue, Failed, Stopped
 
@@ -11,7 +12,7 @@ FAILED = Failed(DilocoError("no way on"))
 
 
 def arrived(version: int) -> Arrived:
-    return Arrived(0, version, 7, torch.zeros(1), 0)
+    return Arrived(0, version, 7, Anchor.of(torch.zeros(1)), 0)
 
 
 def read_all(queue: EventQueue) -> list[Event]:

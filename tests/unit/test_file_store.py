@@ -225,6 +225,21 @@ def test_a_rotten_version_is_named_and_the_one_before_used() -> None:
     assert files(disk) == [version_name(0, 6), version_name(0, 7)]
 
 
+def test_a_version_with_poisoned_counters_is_named_and_the_one_before_used() -> None:
+    """Its checksums are right; a shard that went on from it could answer no Join any more."""
+    disk = FakeDisk()
+    store_with(disk, 6)
+    open_store(disk).save(make_version(7, tokens_merged=2**64), MANIFEST)
+
+    recovered = open_store(disk).recover()
+
+    assert names(recovered.versions) == {0: (1, 6)}
+    assert recovered.versions[0].is_behind
+    (words,) = recovered.damage
+    assert words.startswith(f"{version_name(0, 7)} is damaged: ")
+    assert "tokens_merged is 18446744073709551616" in words
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ESTALE], ids=errno.errorcode.get)
 def test_a_version_that_cannot_be_read_now_is_not_passed_over(number: int) -> None:
     """P2: it may be intact, and the next save would take it away."""

@@ -11,9 +11,10 @@ import torch
 from builders import make_contribution
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
+from diloco_common.settings import LeaseSettings
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import FragmentState, Phase, Restored
-from diloco_server.core.membership import Member
+from diloco_server.core.membership import Member, Membership
 from diloco_server.core.record import empty_record
 
 FRAGMENT = cut([TensorSpec("w", (2,))], 1, 1).fragments[0]
@@ -53,7 +54,7 @@ def abandon_round(state: FragmentState) -> None:
 def close_round(state: FragmentState) -> None:
     if state.collected is not None:
         state.collected.accept(make_contribution("ann", torch.ones(2)), 1, 0.0)
-    state.close_round(1.0)
+    state.close_round(Membership(LeaseSettings(), 1), 4, 1.0)
 
 
 def advance(state: FragmentState) -> None:

@@ -1,4 +1,4 @@
-"""How long a round stays open after its quorum: gamma * (tau * step - quorum - publish), within [0, one step]."""
+"""How long a round stays open: by patience where learners carry, else by Eq. 3, within [0, one step]."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from builders import make_settings
 from diloco_server.core.grace import GraceWindow, MovingAverage
 
+EQ_3 = {"grace": "adaptive", "grace_gamma": 0.5, "overlap_steps": 2, "on_commit": "overwrite"}
+
 
 def make_window(to_quorum: Sequence[float] = (), to_publish: Sequence[float] = (), **sync: Any) -> GraceWindow:
-    window = GraceWindow(make_settings(sync={"grace": "adaptive", "grace_gamma": 0.5, "overlap_steps": 2} | sync).sync)
+    window = GraceWindow(make_settings(sync=EQ_3 | sync).sync)
     for seconds in to_quorum:
         window.to_quorum.add(seconds)
     for seconds in to_publish:
@@ -48,6 +50,23 @@ def test_the_window_is_a_share_of_the_slack_that_the_overlap_leaves(
 )
 def test_the_window_is_clamped_to_one_step(sync: dict[str, Any], seconds: float) -> None:
     assert make_window(**sync).seconds(2.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("sync", "step_time_s", "seconds"),
+    [
+        ({}, 1.0, 6.0),  # 2.5 times a tenth of H = 24 steps, whatever quorum and merge take
+        ({"patience": 0.2}, 2.0, 24.0),
+        ({"sync_every": 4}, 1.0, 5.0),  # never less than the overlap
+        ({"patience": 1.0}, 10.0, 60.0),  # never more than a minute
+        ({}, 0.0, 0.0),  # nobody has told its step time
+    ],
+)
+def test_where_learners_carry_a_round_waits_a_share_of_its_cadence(
+    sync: dict[str, Any], step_time_s: float, seconds: float
+) -> None:
+    window = make_window([3.0], [3.0], on_commit="carry", **sync)
+    assert window.seconds(step_time_s) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("grace", [0.0, 1.5])

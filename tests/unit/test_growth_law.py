@@ -58,3 +58,11 @@ def test_no_cost_is_below_zero(law: Any) -> None:
     """Figures that grow more slowly than the contributions alone would explain with a negative cost per byte."""
     found = law.fit_cpu([Case(c.learners, c.fragments, c.parameters, [0.01 * c.learners**0.5]) for c in cases()])
     assert min(found.per_version_s, found.per_contribution_s, found.per_parameter_s, found.per_byte_s) >= 0
+
+
+def test_what_one_core_serves_follows_from_the_law(law: Any) -> None:
+    """As many contributions as there is time for their calls; as many bytes; and where both cost the same."""
+    found = law.CpuLaw(0.002, 0.001, 5e-9, 1e-9, 0.0, 0.0)
+    assert (found.contributions_per_s, found.bytes_per_s) == pytest.approx((1000, 1e9))
+    assert found.per_byte_s * found.even_bytes == pytest.approx(found.per_contribution_s)
+    assert "at most 1000 contributions per second" in found.words()

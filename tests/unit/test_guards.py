@@ -24,7 +24,8 @@ from diloco_common.errors import (
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import PushHeader
 from diloco_server.core import guards
-from diloco_server.core.fragment import NORMS_MIN, FragmentState, Phase
+from diloco_server.core.fragment import FragmentState, Phase
+from diloco_server.core.norms import NORMS_MIN
 from diloco_server.core.record import Record
 from diloco_server.core.round import Round, total_norm
 
@@ -164,7 +165,8 @@ MEDIAN_OF_2 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 300.0]
         (MEDIAN_OF_2[: NORMS_MIN - 1], 5.0, 50.1, False),
         ([], 0.0, 1.0, True),  # a version 0 of zeros: 0.01 per element
         ([], 0.0, 1.1, False),
-        ([0.0] * 8, 5.0, 1e9, True),  # nothing was ever trained: nothing is usual
+        ([0.0] * 8, 5.0, 50.0, True),  # nothing was ever trained: the norm of version 0
+        ([0.0] * 8, 5.0, 50.1, False),
         (MEDIAN_OF_2, 1.0, 0.0, True),
     ],
 )

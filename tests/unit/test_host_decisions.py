@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,11 +28,11 @@ from waiting import until_async
 EPOCH = 1
 
 
-def make_host(clock: Clock = lambda: 0.0, store: Store | None = None) -> ShardHost:
-    log = Log("shard-0")
-    return ShardHost(
-        Settings(), store or MemoryStore(EPOCH), real_world(), metrics=ShardMetrics(), log=log, clock=clock
-    )
+def make_host(
+    clock: Clock = lambda: 0.0, store: Store | None = None, give_back: Callable[[], None] = lambda: None
+) -> ShardHost:
+    log, world = Log("shard-0"), replace(real_world(), give_back=give_back)
+    return ShardHost(Settings(), store or MemoryStore(EPOCH), world, metrics=ShardMetrics(), log=log, clock=clock)
 
 
 class CountingClock:
@@ -144,6 +146,20 @@ def test_what_a_drain_has_left_ends_without_a_word(caplog: pytest.LogCaptureFixt
     host = asyncio.run(close_in_the_middle())
     assert [record.message for record in caplog.records] == []
     assert not host.broken.is_set()
+
+
+def test_the_memory_of_seeds_is_given_back_once_they_are_taken() -> None:
+    """They are float32, and nothing that comes later is as large."""
+
+    async def computed() -> list[str]:
+        said: list[str] = []
+        host = make_host(give_back=lambda: said.append("gives back"))
+        for phase in ("seed", "seed", "merge", "merge"):
+            await host.compute(phase, lambda phase=phase: said.append(phase))  # type: ignore[misc]
+        host.close()
+        return said
+
+    assert asyncio.run(computed()) == ["seed", "gives back", "seed", "gives back", "merge", "merge"]
 
 
 def seeded(host: ShardHost) -> FragmentState:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from diloco_common.errors import ConfigError, ManifestMismatch
-from diloco_common.messages import LearnerPolicy
+from diloco_common.manifest import TensorSpec, cut
+from diloco_common.messages import FragmentStatus, LearnerPolicy
 from diloco_worker.core.events import Joined
 from diloco_worker.core.shards import Shards
 
@@ -50,6 +51,19 @@ def test_shards_with_other_settings_than_the_first_one_are_refused(other: dict[s
     shards.check(SECOND, "digest", POLICY)
     with pytest.raises(ManifestMismatch, match=r"ps-1:50051 cuts the model .* ps-0:50051 in 6 for 2"):
         shards.check(replace(SECOND, **other), "digest", POLICY)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("named", "is_taken"), [((), True), ((0,), True), ((0, 1), False), ((4000,), False)])
+def test_a_shard_owns_what_the_manifest_places_on_it(named: tuple[int, ...], is_taken: bool) -> None:
+    manifest = cut([TensorSpec("a", (8,)), TensorSpec("b", (8,))], 2, 2)
+    assert [f.shard_index for f in manifest.fragments] == [0, 1]
+    says = replace(FIRST, fragments=tuple(FragmentStatus(i, True, 0, 0, 1) for i in named))
+
+    if is_taken:
+        Shards(2).check_owned(says, manifest)
+    else:
+        with pytest.raises(ManifestMismatch, match=rf"ps-0:50051 says that it owns fragments \[{named[-1]}\]"):
+            Shards(2).check_owned(says, manifest)
 
 
 def test_a_shard_that_came_back_has_not_stopped() -> None:

@@ -438,3 +438,38 @@ def test_versions_after_a_loss_come_from_what_was_left():
     assert (lost.survives, lost.lost_in, base.survives, new.survives) == (False, LATER, True, True)
     (ann,) = histories(lines).learners["ann"]
     assert ann.name == "ann"
+
+
+# ---------------------------------------------------------------- learners that lie
+
+
+def claim(lines: Lines) -> None:
+    """A shard has merged what mallory says that it trained. Nobody has a history of mallory."""
+    add(lines, "shard-0", {**accepted(2.05, 1, 77), "learner": "mallory", "generation": 9})
+    merge = find(lines["shard-0"], "merging")
+    merge["contributions"] = [*merge["contributions"], {**merge["contributions"][0], "learner": "mallory"}]
+    merge["contributions"][-1] |= {"generation": 9, "tokens": 77}
+
+
+def test_what_a_liar_says_is_a_claim_and_no_work():
+    lines = clean()
+    claim(lines)
+
+    assert "double_counted" in checks(lines), "a contribution that nobody sent"
+    assert "double_counted" not in checks(lines, claimants={"mallory"})
+
+
+def test_nothing_is_promised_to_a_learner_under_whose_id_somebody_lies():
+    lines = clean()
+    sent(lines, 2, since=0, tokens=200)
+
+    assert "double_counted" in checks(lines)
+    assert "double_counted" not in checks(lines, claimants={"ann"})
+
+
+def test_shards_owe_the_others_what_they_always_owe():
+    lines = clean()
+    claim(lines)
+    sent(lines, 2, since=0, tokens=200)
+
+    assert "double_counted" in checks(lines, claimants={"mallory"})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco_common.codec import Anchor
 from diloco_common.errors import NormTooLarge, TooStale, WrongRound
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
@@ -16,6 +17,7 @@ from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.pushes import Lease
 from diloco_worker.core.replica import Replica
+from diloco_worker.core.tensors import Difference
 
 EPOCH = 7
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)
@@ -59,7 +61,7 @@ class Rig:
 
     def arrives(self, version: int, value: float, merged: int = 0, epoch: int = EPOCH, forgotten: int = 0) -> bool:
         with torch.no_grad():
-            values = torch.full((2,), value)
+            values = Anchor.of(torch.full((2,), value))
             return self.core.arrived(0, version, epoch, values, merged, forgotten_version=forgotten) is not None
 
     def asked(self, round_number: int, epoch: int = EPOCH) -> list[Contribution]:
@@ -98,7 +100,7 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     fragment = core.fragments[0]
     expected = torch.empty(3)
     replica.read(fragment.fragment, expected)
-    assert torch.equal(fragment.tensors.values(), expected)
+    assert torch.equal(fragment.tensors.values().float32(), expected)
 
 
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
@@ -124,7 +126,7 @@ def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_com
 def test_a_seed_offered_again_is_the_anchor_not_what_was_trained_since() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    assert torch.equal(rig.fragment.tensors.values(), torch.full((2,), 10.0))
+    assert torch.equal(rig.fragment.tensors.values().float32(), torch.full((2,), 10.0))
 
 
 # ------------------------------------------------------------------ contributions
@@ -180,6 +182,24 @@ def test_a_round_that_its_version_has_overtaken_is_not_answered() -> None:
     assert [p.round for p in rig.asked(2)] == [2]
 
 
+@pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.LATE])
+def test_a_round_that_asks_again_before_its_refusal_is_heard_gets_another_contribution(outcome: Outcome) -> None:
+    """It waits for one, and does not ask a third time. The one that was refused is not pushed again."""
+    rig = Rig()
+    rig.trains(by=1.0, tokens=3)
+    (first,) = rig.asked(1)
+    rig.asked(1)
+    rig.trains(by=1.0, tokens=4)
+    rig.answered(1, PushAnswer(outcome))
+
+    (second,) = rig.core.contribute()
+
+    assert second is not first
+    assert (second.round, second.tokens) == (1, 7)
+    rig.answered(1, PushAnswer(outcome))
+    assert rig.core.contribute() == []
+
+
 def test_a_round_that_asks_again_gets_the_same_contribution() -> None:
     rig = Rig()
     rig.trains(by=1.0)
@@ -188,6 +208,18 @@ def test_a_round_that_asks_again_gets_the_same_contribution() -> None:
     (again,) = rig.asked(1)
     assert again is first
     assert rig.core.contributions["taken"] == 1
+
+
+@pytest.mark.parametrize("on_commit", ["carry", "overwrite", "blend"])
+def test_a_contribution_says_where_its_work_began_whatever_came_since(on_commit: str) -> None:
+    rig = Rig(on_commit)
+    rig.trains(by=1.0, tokens=3)
+    (first,) = rig.asked(2)
+    rig.trains(by=1.0, tokens=4)
+    rig.arrives(1, 20.0)
+    (again,) = rig.asked(2)
+    assert again is first
+    assert (again.since, again.tokens) == (0, 3)
 
 
 def test_one_contribution_is_under_way_at_a_time() -> None:
@@ -228,7 +260,7 @@ def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(
     assert rig.theta == theta
     assert rig.fragment.tokens_since(rig.core.tokens) == tokens_left
     assert rig.fragment.tensors.anchor is not None
-    assert rig.fragment.tensors.anchor.tolist() == [20.0, 20.0]
+    assert rig.fragment.tensors.anchor.float32().tolist() == [20.0, 20.0]
     assert rig.core.unmerged == 0
     assert rig.core.contributions["merged" if merged else "carried"] == 1
 
@@ -301,13 +333,13 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
     replica = Replica(model)
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, "int8", "float32", on_commit, 0.5, True))
     with torch.no_grad():
-        core.arrived(0, 0, EPOCH, torch.ones(3), 0)
+        core.arrived(0, 0, EPOCH, Anchor.of(torch.ones(3)), 0)
         model.weight.add_(1.0)
         core.stepped(1)
         core.collect(Collect(0, 1, EPOCH), EPOCH)
         (contribution,) = core.contribute()
         assert contribution.tensors.delta().dtype == torch.float32
-        core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
+        core.arrived(0, 1, EPOCH, Anchor.of(torch.full((3,), 4.0)), 1)
     assert model.weight.tolist() == [[3.0] * 3 if on_commit == "blend" else [4.0] * 3]
 
 
@@ -334,6 +366,13 @@ def asked_to_read(rig: Rig, round_number: int = 1) -> Contribution:
     return contribution
 
 
+def computed_ahead(rig: Rig, values: Anchor, version: int, merged_version: int) -> Difference:
+    """As the codec thread does."""
+    reference = rig.fragment.tensors.reference_of(version, merged_version)
+    assert reference is not None
+    return Difference(reference, values.minus(reference))
+
+
 @pytest.mark.parametrize("ahead", [True, False], ids=["computed-ahead", "computed-there"])
 @pytest.mark.parametrize("merged", [True, False], ids=["merged", "not-merged"])
 @pytest.mark.parametrize("between", [False, True], ids=["directly", "after-an-earlier-version"])
@@ -351,10 +390,10 @@ def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted
     if between:
         rig.arrives(1, 30.0)
         assert rig.model.w.tolist() == [39.0, 39.0]
-    new = torch.full((2,), 20.0) + (sent if merged else 0.0)
+    new = Anchor.of(torch.full((2,), 20.0) + (sent if merged else 0.0))
     merged_version = 2 if merged else 0
     with torch.no_grad():
-        difference = rig.fragment.tensors.difference_to(new, 2, merged_version) if ahead else None
+        difference = computed_ahead(rig, new, 2, merged_version) if ahead else None
         rig.core.arrived(0, 2, EPOCH, new, merged_version, difference)
 
     assert rig.model.w.tolist() == [29.0, 29.0]
@@ -420,8 +459,8 @@ def test_on_an_accelerator_the_snapshot_is_queued_at_the_step_boundary() -> None
 def test_what_was_computed_ahead_is_what_is_added() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    values = torch.full((2,), 20.0)
-    difference = rig.fragment.tensors.difference_to(values, 1, 0)
+    values = Anchor.of(torch.full((2,), 20.0))
+    difference = computed_ahead(rig, values, 1, 0)
     assert difference is not None
     difference.values.add_(100.0)  # to be seen in the result
     with torch.no_grad():
@@ -449,8 +488,8 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
 ) -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    values = torch.full((2,), 20.0)
-    difference = rig.fragment.tensors.difference_to(values, 2, merged_version)
+    values = Anchor.of(torch.full((2,), 20.0))
+    difference = computed_ahead(rig, values, 2, merged_version)
     meanwhile(rig)
     with torch.no_grad():
         rig.core.arrived(0, 2, EPOCH, values, merged_version, difference)
@@ -459,13 +498,13 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
 
 @pytest.mark.parametrize("on_commit", ["overwrite", "blend"])
 def test_nothing_is_computed_ahead_where_progress_is_not_carried(on_commit: str) -> None:
-    assert Rig(on_commit).core.fragments[0].tensors.difference_to(torch.zeros(2), 1, 0) is None
+    assert Rig(on_commit).core.fragments[0].tensors.reference_of(1, 0) is None
 
 
 def test_nothing_is_computed_ahead_of_the_first_version() -> None:
     replica = Replica(nn.Linear(2, 1))
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "int8", "bfloat16", "carry", 0.5, True))
-    assert core.fragments[0].tensors.difference_to(torch.zeros(3), 1, 0) is None
+    assert core.fragments[0].tensors.reference_of(1, 0) is None
 
 
 # ------------------------------------------------------------------ work that was not merged
@@ -640,10 +679,10 @@ def test_fragments_go_their_own_ways() -> None:
     replica = Replica(model)
     manifest = cut(replica.specs, 3, 1)
     core = LearnerCore(replica, manifest, LearnerPolicy(3, "float32", "float32", "carry", 0.5, True))
-    values: dict[int, Tensor] = {i: f.tensors.values() for i, f in core.fragments.items()}
+    values: dict[int, Anchor] = {i: f.tensors.values() for i, f in core.fragments.items()}
     with torch.no_grad():
         for i, value in values.items():
-            core.arrived(i, 0, EPOCH, value.clone(), 0)
+            core.arrived(i, 0, EPOCH, value, 0)
         taken: list[tuple[int, int]] = []
         for step in range(1, 10):
             core.stepped(8)
@@ -652,7 +691,7 @@ def test_fragments_go_their_own_ways() -> None:
                 contribution.tensors.take_snapshot()
                 taken.append((contribution.fragment_id, contribution.steps))
                 i = contribution.fragment_id
-                core.arrived(i, contribution.round, EPOCH, values[i].clone(), contribution.round)
+                core.arrived(i, contribution.round, EPOCH, values[i], contribution.round)
     assert [fragment_id for fragment_id, _ in taken] == [1, 2, 0] * 3
     assert [steps for _, steps in taken] == [1, 2, 3, 3, 3, 3, 3, 3, 3]
     assert core.contributions["merged"] == 9

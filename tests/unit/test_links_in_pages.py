@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ["README.md", *(f"docs/{p.name}" for p in (Path(__file__).resolve().parents[2] / "docs").glob("*.md"))]
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
 LINK = re.compile(r"\]\(([^)#]+)\)")
 
 

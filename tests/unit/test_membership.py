@@ -210,3 +210,25 @@ def test_members_are_listed_by_id_whatever_their_order() -> None:
     for learner_id in "cab":
         members.join(learner_id, "p", 0.0)
     assert [m.learner_id for m in members.live()] == ["a", "b", "c"]
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_every_live_learner_has_the_smallest_number_that_is_free() -> None:
+    members = make_membership()
+    assert [members.join(learner_id, "p", 0.0).index for learner_id in ("c", "a", "b")] == [0, 1, 2]
+    members.leave(members.all()[0])  # a
+    assert members.join("d", "p", 0.0).index == 1
+
+
+def test_a_learner_keeps_its_number_over_restarts_of_itself_and_of_the_shard() -> None:
+    members = make_membership()
+    for learner_id in ("a", "b"):
+        members.join(learner_id, "p", 0.0)
+    assert members.join("b", "another process", 1.0).index == 1
+
+    restarted = make_membership()
+    assert restarted.join("b", "p", 0.0, 1).index == 1
+    assert restarted.join("a", "p", 0.0, 0).index == 0
+    assert restarted.join("c", "p", 0.0, 1).index == 2  # b has it

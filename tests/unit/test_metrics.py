@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from busy import busy_shard, busy_worker
+from busy import busy_shard, busy_worker, certificate
 from diloco_common.metrics import ShardMetrics, WorkerMetrics
 
 
@@ -48,6 +48,8 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
         ("diloco_shard_learner_state{learner=worker-1}{state=alive}", 0),
         ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=asked}", 5),
         ("diloco_shard_learner_contributions_total{learner=worker-1}{fate=merged}", 3),
+        ("diloco_shard_learner_quarantined{learner=worker-1}", 1),
+        ("diloco_shard_quarantines_total", 1),
         ("diloco_shard_settings{setting=sync.quorum}", 2),
         ("diloco_shard_contributed_tokens_total{fate=merged}", 800),
         ("diloco_shard_contributed_tokens_total{fate=fenced}", 10),
@@ -189,7 +191,19 @@ def test_the_page_of_metrics_leaves_none_out(repository: Path):
         (family.name + ("_total" if family.type == "counter" else ""), family.type)
         for metrics in (busy_shard(), busy_worker())
         for family in metrics.registry.collect()
-        if family.name.startswith(("diloco_shard_", "diloco_worker_"))
+        if family.name.startswith("diloco_") and family.name != "diloco_build_info"
     }
     assert len(listed) == len(set(listed))
     assert set(listed) == served
+
+
+@pytest.mark.parametrize("metrics", [busy_shard(), busy_worker()], ids=["shard", "worker"])
+def test_when_certificates_expire_is_told_in_seconds_since_1970(metrics):
+    files = certificate()
+    own = values(metrics.registry)["diloco_certificate_expires_timestamp_seconds{which=own}"]
+    assert own == files.certificate.not_valid_after_utc.timestamp()
+    assert values(metrics.registry)["diloco_certificate_expires_timestamp_seconds{which=ca}"] > own
+
+
+def test_without_tls_nothing_expires():
+    assert not any("certificate" in series for series in values(ShardMetrics().registry))

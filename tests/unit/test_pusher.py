@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.codec import Payload
+from diloco_common.codec import Anchor, Payload
 from diloco_common.identity import Identity
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
@@ -52,6 +52,7 @@ class Rig:
         model = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(FRAGMENTS))
         replica = Replica(model)
         self.core = LearnerCore(replica, cut(replica.specs, FRAGMENTS, 1), POLICY)
+        self.context.codec.own({i: f.tensors for i, f in self.core.fragments.items()})
         self.state = ConnectionState(CALLER, "shard")
         self.joins(EPOCH)
         self.state.manifest = self.core.manifest
@@ -64,14 +65,14 @@ class Rig:
     def pushes(self, value: float = 0.0) -> list[Contribution]:
         """A contribution to each fragment; `value` is in each of them."""
         for i in self.core.fragments:
-            self.core.arrived(i, 0, EPOCH, torch.zeros(2), 0)
+            self.core.arrived(i, 0, EPOCH, Anchor.of(torch.zeros(2)), 0)
             self.core.collect(Collect(i, 1, EPOCH), EPOCH)
         self.core.stepped(1)
         taken = self.core.contribute()
         for contribution in taken:
             contribution.tensors.take_snapshot().add_(value)
             self.context.codec.begin(contribution, "float32")
-            self.pusher.push(PushContribution(contribution, 0, 0))
+            self.pusher.push(PushContribution(contribution, 0))
         return taken
 
     def seeds(self) -> None:

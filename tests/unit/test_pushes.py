@@ -18,7 +18,7 @@ FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 def contribution(shard_epoch: int) -> Contribution:
     tensors = ContributionTensors(4, torch.zeros(2), None, lambda out: None, error_feedback=False)
-    return Contribution(0, 4, shard_epoch, 1, 3, 10, 1, tensors)
+    return Contribution(0, 4, shard_epoch, 1, 3, 0, 10, 1, tensors)
 
 
 @pytest.mark.parametrize("answer", [*TAKEN, None])

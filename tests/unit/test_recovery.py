@@ -10,9 +10,11 @@ import pytest
 
 from diloco_common.errors import DataError
 from diloco_common.logs import Log
+from diloco_common.manifest import model_digest
 from diloco_common.settings import Settings
-from diloco_server.core.outer import make_outer_optimizer
+from diloco_server.core.outer_rules import make_outer_optimizer
 from diloco_server.recovery import recover
+from diloco_server.storage.store import WrongFolder
 from diloco_simulator.disk import FakeDisk, FakeFile
 from stores import MANIFEST, make_version, open_store
 
@@ -39,6 +41,21 @@ def test_a_fragment_without_any_file_is_named_where_others_have_versions(version
     assert recovered is not None
     assert [r.record.fragment_id for r in recovered[1]] == [0]
     assert [facts.get("fragments") for facts in log.errors] == ([] if missing is None else [missing])
+
+
+@pytest.mark.parametrize(("model", "is_taken"), [("", True), (model_digest(MANIFEST.tensors), True), ("0" * 32, False)])
+def test_a_folder_with_another_model_than_the_shard_was_told_is_not_served(model: str, is_taken: bool) -> None:
+    disk, settings = FakeDisk(), Settings.model_validate({"run": {"model": model}})
+    open_store(disk).save(make_version(3), MANIFEST)
+
+    def start() -> object:
+        return recover(open_store(disk), settings, make_outer_optimizer(settings.outer), Heard())
+
+    if is_taken:
+        assert start() is not None
+    else:
+        with pytest.raises(WrongFolder, match=rf"{model_digest(MANIFEST.tensors)}, but run.model is {model}"):
+            start()
 
 
 def test_a_version_that_cannot_be_read_now_ends_the_start_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,13 +57,14 @@ def make_round(
 def test_a_round_closes_on_quorum_and_grace_or_when_nobody_is_missing(
     quorum: Quorum, arrivals: list[tuple[str, float]], more: dict[str, Any], now: float, closes: bool, why: str
 ) -> None:
-    reason, words = make_round("abc", arrivals, quorum, **more).verdict(quorum, GRACE_S, now)
+    made = make_round("abc", arrivals, quorum, **more)
+    reason, words = made.verdict(quorum, (made.quorum_at or 0.0) + GRACE_S, now)
     assert (reason is not None, words) == (closes, why)
     assert reason in (None, words)
 
 
 def test_without_grace_a_round_closes_with_its_quorum() -> None:
-    assert make_round("ab", [("a", 1.0)], 1).verdict(1, 0.0, 1.0) == (CloseReason.GRACE, "grace")
+    assert make_round("ab", [("a", 1.0)], 1).verdict(1, 1.0, 1.0) == (CloseReason.GRACE, "grace")
 
 
 def test_missing_is_who_could_still_contribute() -> None:
@@ -87,6 +88,33 @@ def test_a_round_is_void_when_nobody_contributed_and_nobody_will(
     arrivals: list[tuple[str, float]], more: dict[str, Any], void: bool
 ) -> None:
     assert make_round("ab", arrivals, 1, **more).is_void is void
+
+
+@pytest.mark.parametrize(
+    ("learner", "is_asked"),
+    [
+        ("contributed", False),
+        ("silent", False),  # it may be about to contribute, and must not be asked for the same twice
+        ("lost", True),
+        ("refused", True),
+        ("came later", True),
+    ],
+)
+def test_who_cannot_contribute_any_more_can_be_asked_again(learner: str, is_asked: bool) -> None:
+    asked = Round(3, 0.0, {"contributed": 1, "silent": 2, "lost": 3, "refused": 4}, lost={"lost"}, refused={"refused"})
+    asked.accept(contribution("contributed"), 2, 0.0)
+
+    assert asked.ask_again(learner, 9) is is_asked
+    assert (learner in asked.missing) is (is_asked or learner == "silent")
+    assert (asked.asked[learner] == 9) is is_asked
+
+
+@pytest.mark.parametrize(("quorum_at", "now", "lacks"), [(None, 5.0, False), (None, 7.0, True), (1.0, 7.0, False)])
+def test_a_round_that_lacks_its_quorum_asks_again_after_a_lease(
+    quorum_at: float | None, now: float, lacks: bool
+) -> None:
+    asked = Round(3, 0.0, {"a": 1}, quorum_at=quorum_at)
+    assert asked.lacks_quorum_since(now - 6.0) is lacks
 
 
 def test_losing_a_learner_fences_off_what_it_sent() -> None:

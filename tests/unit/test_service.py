@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from builders import make_settings
-from diloco_common.codec import encode_payload, encoding_names
+from diloco_common.codec import Chunk, encode_payload, encoding_names
 from diloco_common.errors import (
     BadRequest,
     Busy,
@@ -21,8 +23,9 @@ from diloco_common.errors import (
     Refusal,
     TornUpload,
     UnknownEncoding,
+    VersionGone,
 )
-from diloco_common.identity import Identity
+from diloco_common.identity import Identity, Proof, Scope, Subject
 from diloco_common.logs import Log
 from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_common.messages import (
@@ -39,7 +42,9 @@ from diloco_common.messages import (
 )
 from diloco_common.metrics import ShardMetrics
 from diloco_common.protocol import PROTOCOL
+from diloco_common.ranges import Range
 from diloco_server import service as module
+from diloco_server import waits
 from diloco_server.host import ShardHost
 from diloco_server.server import real_world
 from diloco_server.service import Service
@@ -67,8 +72,8 @@ class Disk(MemoryStore):
 class Rig:
     """A real host, and learners that call its service."""
 
-    def __init__(self, pull: str) -> None:
-        settings = make_settings(sync={"sync_every": 1, "quorum": "all", "pull": pull})
+    def __init__(self, pull: str, **sections: dict[str, Any]) -> None:
+        settings = make_settings(sync={"sync_every": 1, "quorum": "all", "pull": pull}, **sections)
         self.store = Disk(EPOCH)
         self.host = ShardHost(
             settings, self.store, real_world(), metrics=ShardMetrics(), log=Log("test"), clock=lambda: 0.0
@@ -86,10 +91,23 @@ class Rig:
         header = PushHeader(0, round_number, EPOCH, 0, tokens, tokens, payload.header, DIGEST)
         return await self.service.push(caller, parts([header, *payload.chunks[:chunks]]))
 
+    async def push_slowly(self, caller: Identity, stop: asyncio.Event, *, drips: bool = False) -> PushAnswer:
+        """Push a seed of many chunks: its header, and then nothing, or a chunk from time to time until `stop`."""
+        payload = encode_payload(torch.ones(SIZE), "float32", chunk_elements=256)
+
+        async def sent() -> AsyncIterator[PushHeader | Chunk]:
+            yield PushHeader(0, 0, EPOCH, 0, 0, 0, payload.header, DIGEST)
+            for chunk in payload.chunks if drips else ():
+                await asyncio.sleep(0.15)
+                yield chunk
+            await stop.wait()
+
+        return await self.service.push(caller, sent())
+
     async def pull(
-        self, caller: Identity, *encodings: str, have: tuple[int, int] | None = None
-    ) -> list[PullHeader | bytes]:
-        return [part async for part in self.service.pull(caller, PullRequest(0, encodings, have))]
+        self, caller: Identity, *encodings: str, have: tuple[int, int] | None = None, **more: Any
+    ) -> list[PullHeader | Chunk]:
+        return [part async for part in self.service.pull(caller, PullRequest(0, encodings, have, **more))]
 
     async def seeded(self) -> Identity:
         caller = await self.join()
@@ -98,16 +116,16 @@ class Rig:
         return caller
 
 
-async def parts(values: Sequence[PushHeader | bytes]) -> AsyncIterator[PushHeader | bytes]:
+async def parts(values: Sequence[PushHeader | Chunk]) -> AsyncIterator[PushHeader | bytes]:
     for value in values:
         yield value
 
 
-def run(play: Callable[[Rig], Coroutine[Any, Any, None]], pull: str = "float32") -> None:
+def run(play: Callable[[Rig], Coroutine[Any, Any, None]], pull: str = "float32", **sections: dict[str, Any]) -> None:
     """Play a test on a shard of its own, with a deadline."""
 
     async def bounded() -> None:
-        rig = Rig(pull)
+        rig = Rig(pull, **sections)
         async with asyncio.timeout(DEADLINE_S):
             await play(rig)
         rig.host.close()
@@ -139,7 +157,7 @@ def test_a_learner_joins_seeds_contributes_pulls_and_leaves() -> None:
         header, *chunks = await rig.pull(ann)
         assert isinstance(header, PullHeader)
         assert (header.version, header.merged_version, header.tokens_merged) == (1, 1, 10)
-        assert sum(len(chunk) for chunk in chunks if isinstance(chunk, bytes)) == 4 * SIZE
+        assert sum(len(chunk) for chunk in chunks if not isinstance(chunk, PullHeader)) == 4 * SIZE
         (again,) = await rig.pull(ann, have=(EPOCH, 1))
         assert isinstance(again, PullHeader)
         assert again.payload is None, "it has this version"
@@ -151,12 +169,67 @@ def test_a_learner_joins_seeds_contributes_pulls_and_leaves() -> None:
     run(play)
 
 
+async def counted(reports: int, taken: list[int]) -> AsyncIterator[Progress]:
+    """So many reports, one right after the other, and those of them that were asked for."""
+    for step in range(reports):
+        taken.append(step)
+        yield Progress(step, 10 * step)
+    await asyncio.Event().wait()
+
+
+def test_a_flood_of_reports_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORTS", 3)
+    monkeypatch.setattr(module, "REPORTS_PER_S", 0.001)
+
+    async def play(rig: Rig) -> None:
+        taken: list[int] = []
+        async with aclosing(rig.service.attend(await rig.seeded(), counted(1000, taken))) as directives:
+            await anext(directives)
+            await until_async(lambda: len(taken) >= 4, "the first ones")
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert len(taken) == 4, "the next one has to wait"
+
+    run(play)
+
+
+def test_reports_that_come_too_fast_are_late_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORTS", 1)
+    monkeypatch.setattr(module, "REPORTS_PER_S", 1000.0)
+
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        async with aclosing(rig.service.attend(ann, counted(20, []))) as directives:
+            await anext(directives)
+            await until_async(lambda: rig.host.member(ann).progress.inner_step == 19, "the last one")
+
+    run(play)
+
+
+def test_what_proves_the_holders_of_leases_is_kept_while_they_last() -> None:
+    async def play(rig: Rig) -> None:
+        callers = {
+            name: Identity("local", name, proof=Proof(Subject("local", Scope.LEARNER, name), serial, math.inf))
+            for name, serial in (("ann", "a1"), ("bob", "b1"))
+        }
+        first = await rig.service.join(callers["ann"], JOIN)
+        (lease,) = rig.service.leases_of({"a1", "c1"})
+        assert (lease.learner_id, lease.generation) == ("ann", first.generation)
+
+        await rig.service.leave(replace(lease, epoch=EPOCH))
+        await rig.service.join(callers["bob"], JOIN)
+        assert rig.service.leases_of({"a1"}) == []
+        assert len(rig.service.leases_of({"b1"})) == 1
+
+    run(play)
+
+
 @pytest.mark.parametrize(
     ("changes", "refused", "words"),
     [
         ({"protocol": PROTOCOL + 1}, ProtocolMismatch, "install equal versions"),
         ({"process_id": "p" * 65}, BadRequest, "process_id has 65 characters"),
-        ({"decodes": ("int4",)}, UnknownEncoding, "the learner decodes int4"),
+        ({"decodes": ("int4",)}, UnknownEncoding, "the learner knows int4"),
     ],
 )
 def test_who_cannot_take_part_is_told_why(changes: dict[str, Any], refused: type[Refusal], words: str) -> None:
@@ -170,7 +243,7 @@ def test_who_cannot_take_part_is_told_why(changes: dict[str, Any], refused: type
 
 def test_a_push_without_a_lease_is_refused_before_a_byte_of_it_is_read() -> None:
     async def play(rig: Rig) -> None:
-        async def unread() -> AsyncIterator[PushHeader | bytes]:
+        async def unread() -> AsyncIterator[PushHeader | Chunk]:
             raise AssertionError("read")
             yield b""
 
@@ -190,6 +263,143 @@ def test_a_push_that_breaks_off_gives_its_place_back(monkeypatch: pytest.MonkeyP
                 await rig.push(ann, 0, chunks=1)
         assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
 
+    run(play)
+
+
+def test_a_later_push_of_a_fragment_takes_the_place_of_one_that_stands_still() -> None:
+    async def play(rig: Rig) -> None:
+        ann = await rig.join()
+        still = asyncio.create_task(rig.push_slowly(ann, asyncio.Event()))
+        await until_async(lambda: rig.service._pushes.bytes_held, "its header")
+        assert (await rig.push(ann, 0)).outcome is Outcome.ACCEPTED
+        with pytest.raises(TornUpload, match="a later push of this learner came"):
+            await still
+        assert rig.service._pushes.bytes_held == 0
+
+    run(play)
+
+
+def test_a_push_has_to_keep_pace_although_each_chunk_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "SLOWEST_BYTES_PER_S", 1e12)
+
+    async def play(rig: Rig) -> None:
+        ann = await rig.join()
+        with pytest.raises(TornUpload, match="too slowly"):
+            await rig.push_slowly(ann, asyncio.Event(), drips=True)
+        assert rig.host.telemetry.bytes_pushed < 4 * SIZE, "it was not waited for to the end"
+
+    run(play, lease={"lease_s": 0.2, "heartbeat_s": 0.1})
+
+
+def test_a_learner_may_pull_a_few_times_at_once_and_costs_others_no_place() -> None:
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        opened = [rig.service.pull(ann, PullRequest(0)) for _ in range(module.PULLS_AT_ONCE)]
+        for pull in opened:
+            await anext(pull)
+        with pytest.raises(Busy, match="4 pulls of ann are open"):
+            await rig.pull(ann)
+        assert len(await rig.pull(OBSERVER)) > 1
+        await opened[0].aclose()
+        assert len(await rig.pull(ann)) > 1
+        for pull in opened:
+            await pull.aclose()
+        assert rig.service._outgoing.num_bytes == 0
+
+    run(play)
+
+
+def test_a_pull_that_nothing_ends_is_refused() -> None:
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        with pytest.raises(BadRequest, match="must have a deadline"):
+            await anext(rig.service.pull(ann, PullRequest(0), math.inf))
+
+    run(play)
+
+
+def test_a_pull_names_the_version_that_it_wants() -> None:
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        header, *chunks = await rig.pull(ann, want=(EPOCH, 0))
+        assert isinstance(header, PullHeader)
+        assert (header.epoch, header.version, len(chunks)) == (EPOCH, 0, 1)
+        for want in ((EPOCH, 1), (EPOCH - 1, 0)):
+            with pytest.raises(VersionGone, match=f"version {want[1]} of epoch {want[0]} is not held here, but 0 of 7"):
+                await rig.pull(ann, want=want)
+
+    run(play)
+
+
+def test_a_shard_sends_the_ranges_that_are_asked_for() -> None:
+    async def play(rig: Rig) -> None:
+        ann, ranges = await rig.seeded(), (Range(0, 1), Range(2, SIZE))
+        header, *_ = await rig.pull(ann, ranges=ranges)
+        assert isinstance(header, PullHeader)
+        assert header.ranges == ranges
+        assert header.payload is not None
+        assert header.payload.num_elements == SIZE
+        with pytest.raises(BadRequest, match=f"a range ends at element {SIZE + 1} of {SIZE}"):
+            await rig.pull(ann, ranges=(Range(0, SIZE + 1),))
+
+    run(play)
+
+
+def test_ranks_of_one_learner_have_so_many_pulls_together() -> None:
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        asked = PullRequest(0, ranges=(Range(0, 1),))
+        opened = [rig.service.pull(replace(ann, rank=rank), asked) for rank in range(1, 5)]
+        for pull in opened:
+            await anext(pull)
+        with pytest.raises(Busy, match="4 pulls of ranks of this island are open"):
+            await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
+        assert len(await rig.pull(ann, ranges=asked.ranges)) > 1
+        await opened[0].aclose()
+        assert len(await rig.pull(replace(ann, rank=5), ranges=asked.ranges)) > 1
+        for pull in opened:
+            await pull.aclose()
+
+    run(play, shard={"max_pushes": 8})
+
+
+@pytest.mark.parametrize("asked", [{"ranges": (Range(0, 1),)}, {"want": (EPOCH, 0)}])
+def test_what_is_made_for_one_caller_is_the_latest_version_and_all_of_it(asked: dict[str, Any]) -> None:
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        assert len(await rig.pull(ann, "float32")) > 1
+        with pytest.raises(UnknownEncoding, match="versions are sent as bfloat16, not as float32"):
+            await rig.pull(ann, "float32", **asked)
+        assert len(await rig.pull(ann, "bfloat16", **asked)) > 1
+
+    run(play, "bfloat16")
+
+
+def test_one_host_leaves_leases_to_others() -> None:
+    async def play(rig: Rig) -> None:
+        for name in ("ann", "ben"):
+            await rig.service.join(Identity("local", name, peer="ipv4:10.0.0.1"), JOIN)
+        with pytest.raises(Busy, match=r"2 learners from ipv4:10\.0\.0\.1 .*shard\.max_learners_per_host"):
+            await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.1"), JOIN)
+        await rig.service.join(Identity("local", "ben", peer="ipv4:10.0.0.1"), JOIN)  # again
+        await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.2"), JOIN)
+        proof = Proof(Subject("local", Scope.LEARNER, "dan"), "1", 0.0)
+        await rig.service.join(Identity("local", "dan", peer="ipv4:10.0.0.1", proof=proof), JOIN)
+
+    run(play, shard={"max_learners_per_host": 2})
+
+
+def test_a_host_that_joins_without_end_is_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HOST_JOINS", 3)
+
+    async def play(rig: Rig) -> None:
+        for _ in range(3):
+            await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
+        with pytest.raises(Busy, match="too many joins from this host"):
+            await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
+        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.2"), JOIN)
+
+    monkeypatch.setattr(module, "HOST_JOINS_PER_S", 0.0)
     run(play)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from diloco_common.command import CommandParser
+from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
+from diloco_common.options import NO_SETTINGS, SettingsOptions, settings_from
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import (
     Given,
-    add_settings_arguments,
     load,
     load_saved,
     save,
-    settings_from_args,
 )
 
 
@@ -76,12 +74,12 @@ def test_text_becomes_the_type_of_the_setting(override: str, section: str, key: 
         ("sync = 2\n", ":1: sync is a section; write [sync] and its keys below"),
         ("[sync]\nquorum == 2\n", ":2: TOML error: Invalid value"),
         ("[sync\n", ":1: TOML error: "),
-        ("[run]\n\ntokens = -1\n", ":3): must be a whole number at least 0 (tokens)"),
+        ("[run]\n\ntokens = -1\n", ":3): must be a whole number from 0 to 1000000000000000000 (tokens, such as 2M)"),
         ("run.seed = 'x'\n", ":1): must be a whole number at least 0 and below 2147483648"),
         ("[sync]\nfragments = 5000\n", "sync.fragments = 5000 ("),
         ("[sync]\nfragments = 5000\n", "must be a whole number from 1 to 4096"),
-        ("[lease]\nheartbeat_s = 0\n", "must be a number above 0 (seconds)"),
-        ("[lease]\nheartbeat_s = inf\n", "must be a number above 0 (seconds)"),
+        ("[lease]\nheartbeat_s = 0\n", "must be a number above 0 and at most 3600 (seconds)"),
+        ("[lease]\nheartbeat_s = inf\n", "must be a number above 0 and at most 3600 (seconds)"),
         ("[sync]\ngrace = -1\n", "must be a number at least 0 or 'adaptive' (seconds)"),
         ("[sync]\nmerge = 'sum'\n", "must be one of 'rda', 'mean'"),
         ("[lease]\nlease_s = 1.5\n", "lease: lease_s (1.5 s) must be at least two heartbeats (2 x 1 s)"),
@@ -158,19 +156,24 @@ def test_only_winning_environment_variables_are_told() -> None:
     assert told == ["run.seed = 1 from the environment variable DILOCO_RUN__SEED"]
 
 
-def parsed(*argv: str) -> argparse.Namespace:
-    parser = CommandParser()
-    parser.add_argument("--data")
-    add_settings_arguments(parser)
-    return parser.parse_args(argv)
+def parsed(*argv: str) -> SettingsOptions:
+    app = new_app("test", "")
+    found: list[SettingsOptions] = []
+
+    @app.default
+    def take(*, options: SettingsOptions = NO_SETTINGS) -> None:
+        found.append(options)
+
+    app(argv, exit_on_error=False)
+    return found[0]
 
 
 def test_a_child_has_exactly_the_settings_of_its_parent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"DILOCO_RUN__SEED": "9"}
-    args = parsed("--set", "worker.shards=a:1,b:2", "--set", "run.seed=1", "--data", "x")
-    parent = settings_from_args(args, {"data": "data.source"}, environ)
+    options = parsed("--set", "worker.shards=a:1,b:2", "--set", "run.seed=1")
+    parent = settings_from(options, {"data.source": "x"}, environ)
     save(parent, tmp_path / "settings.json")
-    child = settings_from_args(parsed(f"--settings={tmp_path / 'settings.json'}"), environ=environ)
+    child = settings_from(parsed(f"--settings={tmp_path / 'settings.json'}"), {}, environ)
     assert child == parent
     assert (child.run.seed, child.data.source) == (1, "x")
     assert capsys.readouterr().err == "", "the environment decided nothing"
@@ -190,13 +193,13 @@ def test_damaged_saved_settings_are_refused(tmp_path: Path, text: str, says: str
 
 
 def test_what_the_environment_decided_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    settings_from_args(parsed(), environ={"DILOCO_RUN__SEED": "9"})
+    settings_from(parsed(), {}, {"DILOCO_RUN__SEED": "9"})
     assert "run.seed = 9 from the environment variable DILOCO_RUN__SEED" in capsys.readouterr().err
 
 
 def test_saved_settings_and_a_file_contradict_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --config"):
-        settings_from_args(parsed("--settings=a.json", "--config=b.toml"))
+        settings_from(parsed("--settings=a.json", "--config=b.toml"), {})
 
 
 def test_a_command_may_have_defaults_of_its_own_which_lose_to_everything_that_is_given(tmp_path):

@@ -27,7 +27,7 @@ from diloco_common.errors import (
     Superseded,
     UnknownFragment,
 )
-from diloco_common.manifest import TensorSpec
+from diloco_common.manifest import TensorSpec, model_digest
 from diloco_common.messages import (
     Collect,
     Committed,
@@ -280,6 +280,18 @@ def test_a_model_that_cannot_be_cut_is_refused(model: list[TensorSpec]) -> None:
         Rig(model).join("a")
 
 
+def test_a_shard_that_was_told_the_model_takes_no_other() -> None:
+    """Also from the first learner, whoever that is."""
+    rig = Rig(run={"model": model_digest(MODEL)})
+    with pytest.raises(ManifestMismatch) as refused:
+        rig.shard.join("mallory", "process", OTHER_MODEL, 0.0)
+    for words in (model_digest(MODEL), model_digest(OTHER_MODEL), "run.model"):
+        assert words in str(refused.value)
+    assert rig.shard.manifest is None
+    rig.join("a")
+    assert rig.seed("a").outcome is ACCEPTED
+
+
 # ------------------------------------------------------------------ rounds and versions
 
 
@@ -293,7 +305,7 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
     assert rig.state.version == 0
     rig.now = 3.0
     assert rig.contribute("b", 1, 3.0).outcome is ACCEPTED
-    assert (rig.state.version, rig.theta) == (1, [-2.0])
+    assert (rig.state.version, rig.theta) == (1, [-1.0])
     assert rig.noted(QuorumReached) == [QuorumReached(0, 1, 3.0)]
     assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 3.0)]
     assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0)]
@@ -430,7 +442,7 @@ def test_a_control_stream_begins_with_all_that_could_have_been_missed() -> None:
     rig.take_told("a")
     rig.shard.attend(rig.members["a"])
     rig.advance()
-    assert rig.take_told("a") == [Pulse(0, 1000), Committed(0, 0, EPOCH), Collect(0, 1, EPOCH)]
+    assert rig.take_told("a") == [Pulse(0, 1000, 2), Committed(0, 0, EPOCH), Collect(0, 1, EPOCH)]
     rig.contribute("a", 1)
     rig.take_told("a")
     rig.shard.attend(rig.members["a"])
@@ -445,7 +457,7 @@ def test_pulses_go_to_every_live_learner() -> None:
         rig.take_told(learner_id)
     rig.shard.send_pulses()
     rig.advance()
-    assert rig.take_told("a") == [Pulse(0, 0)]
+    assert rig.take_told("a") == [Pulse(0, 0, 1)]
     assert rig.take_told("b") == []
 
 
@@ -645,7 +657,7 @@ def test_who_was_refused_may_still_push_what_is_right() -> None:
     rig.contribute("a", 1, 1e6)
     assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
     rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-2.0]
+    assert rig.theta == [-1.0]
 
 
 def test_what_was_refused_is_answered_the_same_again() -> None:
@@ -787,7 +799,7 @@ def test_what_is_being_merged_is_not_fenced() -> None:
     rig.contribute("b", 1, 3.0)
     rig.silence("b", "a")
     rig.finish_jobs()
-    assert rig.theta == [-2.0]
+    assert rig.theta == [-1.0]
     assert rig.shard.ledger.tokens_fenced == 0
     again = rig.join("b", process_id="process")
     assert rig.shard.fragment_statuses("b")[0].merged_version == 1
@@ -837,7 +849,7 @@ def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice() -
     for _ in range(2):
         rig.join("a", process_id="another")
     rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-2.0]
+    assert rig.theta == [-1.0]
     assert rig.shard.ledger.tokens_fenced == 0
     assert rig.members["a"].missed == {}
     rig.assert_accounts_balance()
@@ -877,7 +889,7 @@ def test_who_leaves_keeps_what_it_contributed_and_is_not_waited_for() -> None:
     rig.advance()
     assert rig.state.version == 0
     rig.contribute("c", 1, 3.0)
-    assert rig.theta == [-2.0]
+    assert rig.theta == [-1.0]
     assert rig.members["b"].missed == {"LEFT": 1}
     assert rig.members["a"].missed == {}
     with pytest.raises(NotJoined, match="has left"):

@@ -77,7 +77,8 @@ class Rig(ShardShell):
     def kept(self, *, is_new_line: bool = False) -> Restored:
         """What a store would bring back, were the shard killed now."""
         state = self.shard.fragments[0]
-        return deepcopy(Restored(state.record, state.values, state.published, is_new_line))  # type: ignore[arg-type]
+        record, values = deepcopy((state.record, state.values))  # payloads never change
+        return Restored(record, values, state.published, is_new_line)  # type: ignore[arg-type]
 
     @property
     def identity(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from diloco_common import bounds
 from diloco_server.storage.filesystem import Disk, FileSystem
 from diloco_server.storage.version import StoredVersion
 from diloco_server.storage.version_file import (
@@ -156,6 +157,22 @@ def sealed(header: bytes, data: bytes) -> bytes:
     return head + data + struct.pack("<II", google_crc32c.value(head), google_crc32c.value(data))
 
 
+def test_a_file_of_an_earlier_release_does_not_say_who_sent_which_norm() -> None:
+    def of_an_earlier_release(tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
+        del metadata["record"]["norm_learners"], metadata["record"]["usual_norm"]
+        metadata["record"]["norms"] = [1.0, 2.0, 3.0] * 5
+
+    header, _ = read_version(disk_with(forged(of_an_earlier_release)), NAME)
+    assert header.record.usual.usual == 2.0
+
+
+def test_a_file_of_the_format_before_is_read() -> None:
+    header, _ = read_version(
+        disk_with(forged(lambda tensors, metadata: metadata.update(format="diloco-version-1"))), NAME
+    )
+    assert header.record.version == 5
+
+
 def test_the_forger_forges() -> None:
     assert forged(lambda tensors, metadata: None) == CONTENT
 
@@ -198,6 +215,46 @@ def test_a_header_that_no_version_has_is_refused_in_one_line(change: Callable[[A
     for look in (read_version, check_version, read_header):
         with pytest.raises(VersionDamaged, match=f"^{NAME} is damaged: [^\n]*$"):
             look(disk, NAME)
+
+
+BEYOND: dict[str, Callable[[Any, Any], object]] = {
+    "tokens_merged is 18446744073709551616, not 0 to": lambda t, m: m["record"].update(tokens_merged=2**64),
+    "tokens_merged is -1": lambda t, m: m["record"].update(tokens_merged=-1),
+    "epoch is 1000000000000": lambda t, m: m["record"].update(epoch=10**12),
+    "forgotten_version is 6, not 0 to 5": lambda t, m: m["record"].update(forgotten_version=6),
+    "merged_versions of 'ann' is 18446744073709551616": lambda t, m: m["record"]["merged_versions"].update(ann=2**64),
+    "merged_by has a name of more than 64": lambda t, m: m["record"]["merged_by"].update(ann="x" * 65),
+    "a norm is inf": lambda t, m: m["record"].update(norms=[float("inf")]),
+    "a norm is nan": lambda t, m: m["record"].update(norms=[float("nan")]),
+    "seed_norm is -1.0": lambda t, m: m["record"].update(seed_norm=-1.0),
+    "multiple of 256": lambda t, m: m.update(chunk_elements=300),
+    "less than or equal to 4194304": lambda t, m: m.update(chunk_elements=2**23),
+    "num_fragments must be 1 to 4096": lambda t, m: m["origin"].update(num_fragments=2**40),
+    "Tensor.shape has 9 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1] * 9, False]]),
+    "Tensor.name has 513 characters": lambda t, m: m["manifest"].update(tensors=[["w" * 513, [1], False]]),
+    "JoinRequest.tensors has 32769 entries": lambda t, m: m["manifest"].update(tensors=[["w", [1], False]] * 32769),
+    "the tensors have 8796093022208 elements": lambda t, m: m["manifest"].update(
+        tensors=[["a", [2**42], False], ["b", [2**42], False]]
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "change"), BEYOND.items(), ids=list(BEYOND))
+def test_a_number_that_no_shard_could_go_on_with_is_named(words: str, change: Callable[[Any, Any], object]) -> None:
+    """A version that could be read, but not be sent, would end every Join for ever."""
+    disk = disk_with(forged(change))
+    for look in (read_version, check_version, read_header):
+        with pytest.raises(VersionDamaged, match=words):
+            look(disk, NAME)
+
+
+def test_the_largest_numbers_that_may_be_kept_come_back() -> None:
+    disk = FakeDisk()
+    stored = make_version(
+        5, tokens_merged=bounds.TOKENS_COUNTED_MAX, epoch=bounds.EPOCH_KEPT_MAX, merged_by={"a" * 64: "p" * 64}
+    )
+    written(disk, stored)
+    assert read_version(disk, NAME)[1].record == stored.record
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff" * 8, b"[" * 200_000, b'{"__metadata__":3}', b"1e999"])

@@ -1,0 +1,184 @@
+"""The overlay with certificates: what cert-manager would make is what shards and learners take.
+
+The definitions of cert-manager's kinds cannot be had here. So their fields are compared with a list that was written by
+hand from its documentation (v1), and a certificate is made of each, and read by our own code.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_common.http_tls import LOOKERS
+from diloco_common.identity import Scope, Subject, subject_of_uri
+from diloco_common.revocations import read_revocations
+from diloco_common.security import exposure
+from diloco_common.settings_loader import load
+from diloco_common.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder
+from diloco_deploy.certs.authority import make_authority, open_authority
+from manifests import FOLDER, ROOT, built, environment, on_top_of, one, pods
+
+BUILD = "overlays/mtls"
+FIELDS: dict[str, dict[str, type]] = {
+    "Issuer": {"selfSigned": dict, "ca": dict},
+    "Certificate": {
+        "secretName": str, "issuerRef": dict, "duration": str, "renewBefore": str, "privateKey": dict, "usages": list,
+        "uris": list, "dnsNames": list, "isCA": bool, "commonName": str,
+    },
+}  # fmt: skip
+"""Of `spec`."""
+USAGES = {"digital signature", "client auth", "server auth"}
+
+
+def certificates() -> dict[str, dict[str, Any]]:
+    """Secret -> spec, of all that are no authority."""
+    found = [r["spec"] for r in built(BUILD) if r["kind"] == "Certificate"]
+    return {spec["secretName"]: spec for spec in found if not spec.get("isCA")}
+
+
+def subject_of_secret(secret: str) -> Subject:
+    (uri,) = certificates()[secret]["uris"]
+    return subject_of_uri(uri)
+
+
+def mounted(pod: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Folder -> file -> secret and key."""
+    (volume,) = [v["projected"] for v in pod["spec"]["volumes"] if "projected" in v]
+    found: dict[str, dict[str, str]] = {}
+    for source in volume["sources"]:
+        for item in source["secret"]["items"]:
+            folder, _, file = item["path"].partition("/")
+            found.setdefault(folder, {})[file] = f"{source['secret']['name']} {item['key']}"
+    return found
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_cert_manager_knows_the_fields(kind: str) -> None:
+    resources = [r for r in built(BUILD) if r["kind"] == kind]
+    assert len(resources) > 1
+    for resource in resources:
+        assert resource["apiVersion"] == "cert-manager.io/v1"
+        for name, value in resource["spec"].items():
+            assert isinstance(value, FIELDS[kind][name]), name
+        for key in resource["spec"].get("privateKey", {}):
+            assert key in ("algorithm", "size", "rotationPolicy", "encoding")
+        assert set(resource["spec"].get("usages", [])) <= USAGES
+
+
+def test_every_certificate_is_of_an_issuer_that_is_there() -> None:
+    issuers = {r["metadata"]["name"]: r["spec"] for r in built(BUILD) if r["kind"] == "Issuer"}
+    assert issuers["diloco"]["ca"]["secretName"] == "diloco-authority"
+    for secret, spec in certificates().items():
+        assert spec["issuerRef"] == {"name": "diloco", "kind": "Issuer", "group": "cert-manager.io"}, secret
+
+
+def test_every_process_has_a_certificate_that_names_it() -> None:
+    shard, worker = pods(BUILD)
+    run_id = load(None, environment(BUILD, shard)).settings.run.id
+    wanted = {
+        f"shard-{i}": Subject(run_id, Scope.SHARD, str(i)) for i in range(one(BUILD, "StatefulSet")["spec"]["replicas"])
+    }
+    assert {name: subject_of_secret(files[KEY].split()[0]) for name, files in mounted(shard).items()} == wanted
+    wanted = {
+        f"worker-{i}": Subject(run_id, Scope.LEARNER, f"worker-{i}")
+        for i in range(one(BUILD, "Job")["spec"]["completions"])
+    }
+    assert {name: subject_of_secret(files[KEY].split()[0]) for name, files in mounted(worker).items()} == wanted
+    for pod in (shard, worker):
+        settings = load(None, environment(BUILD, pod)).settings
+        assert settings.security.tls is not None
+        assert settings.security.tls.name in mounted(pod)
+
+
+def test_the_three_files_of_a_folder_are_of_one_secret() -> None:
+    keys = {CA: "ca.crt", CERTIFICATE: "tls.crt", KEY: "tls.key"}
+    for pod in pods(BUILD):
+        for files in mounted(pod).values():
+            (secret,) = {source.split()[0] for source in files.values()}
+            assert files == {file: f"{secret} {key}" for file, key in keys.items()}
+
+
+def test_shards_are_dialed_under_names_of_their_certificates_and_learners_are_scraped_under_theirs() -> None:
+    _, worker = pods(BUILD)
+    for address in load(None, environment(BUILD, worker)).settings.worker.shards:
+        host = address.rpartition(":")[0]
+        assert host in certificates()[host.partition(".")[0]]["dnsNames"]
+    for secret, spec in certificates().items():
+        if subject_of_secret(secret).scope is Scope.LEARNER:
+            assert spec["dnsNames"] == [LEARNER_HOST]
+
+
+def test_who_serves_may_and_who_only_looks_may_not() -> None:
+    for secret, spec in certificates().items():
+        assert ("server auth" in spec["usages"]) is (subject_of_secret(secret).scope not in LOOKERS), secret
+        assert "client auth" in spec["usages"]
+
+
+def test_our_own_authority_can_make_each_of_them_and_they_are_read(tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    make_authority(tmp_path, "demo", now)
+    authority = open_authority(tmp_path)
+    for secret, spec in certificates().items():
+        subject = subject_of_secret(secret)
+        hosts = spec["dnsNames"] if subject.scope is Scope.SHARD else []
+        folder, _ = authority.issue(subject, now, hosts=hosts)
+        assert read_folder(folder, needs_pair=True).subject == subject
+
+
+def test_keys_are_mounted_as_a_process_takes_them() -> None:
+    """The kubelet makes them root's, and of the group fsGroup."""
+    for pod in pods(BUILD):
+        user = pod["spec"]["securityContext"]
+        (mode,) = [v["projected"]["defaultMode"] for v in pod["spec"]["volumes"] if "projected" in v]
+        assert exposure(mode, 0, user["fsGroup"], user["runAsUser"], {user["runAsGroup"], user["fsGroup"]}) is None
+        assert all("subPath" not in mount for mount in pod["spec"]["containers"][0]["volumeMounts"]), "never renewed"
+
+
+def test_the_kubelet_asks_for_health_where_it_needs_no_certificate() -> None:
+    for pod in pods(BUILD):
+        (container,) = pod["spec"]["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if probe in container:
+                assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+                assert container[probe]["httpGet"]["path"] in ("/healthz", "/readyz")
+                assert "grpc" not in container[probe]
+
+
+def test_the_operator_scrapes_with_the_certificate_of_an_observer(tmp_path: Path) -> None:
+    parts = [os.path.relpath(FOLDER / "components" / name, tmp_path.resolve()) for name in ("monitoring", "mtls")]
+    monitors = [r for r in on_top_of("overlays/demo", tmp_path, components=parts) if r["kind"] == "PodMonitor"]
+    named = {r["metadata"]["name"]: r["spec"]["podMetricsEndpoints"][0] for r in monitors}
+    assert {each["scheme"] for each in named.values()} == {"https"}
+    for name, secrets in [("diloco-shard", "diloco-shard-"), ("diloco-worker", "diloco-worker-")]:
+        tls = named[name]["tlsConfig"]
+        scraped = [spec for secret, spec in certificates().items() if secret.startswith(secrets)]
+        assert all(tls["serverName"] in spec["dnsNames"] for spec in scraped)
+        assert subject_of_secret(tls["keySecret"]["name"]).scope is Scope.OBSERVER
+
+
+def test_the_deny_list_is_one_and_a_change_restarts_nobody(tmp_path: Path) -> None:
+    shard, _ = pods(BUILD)
+    settings = load(None, environment(BUILD, shard)).settings
+    (name,) = [v["configMap"]["name"] for v in shard["spec"]["volumes"] if "configMap" in v]
+    (found,) = [r for r in built(BUILD) if r["kind"] == "ConfigMap" and r["metadata"]["name"] == name]
+    assert settings.security.revoked is not None
+    path = tmp_path / settings.security.revoked.name
+    path.write_text(found["data"][path.name])
+    assert read_revocations(path) == []
+    assert name == "diloco-revoked"
+
+
+def test_nobody_else_may_talk_than_without_certificates() -> None:
+    def policies(build: str) -> list[Any]:
+        return [r["spec"] for r in built(build) if r["kind"] == "NetworkPolicy"]
+
+    assert policies(BUILD) == policies("overlays/demo")
+
+
+def test_the_page_of_operations_names_the_overlay() -> None:
+    assert (FOLDER / BUILD).is_dir()
+    assert "overlays/mtls" in (ROOT / "docs/operations.md").read_text()

@@ -1,0 +1,96 @@
+"""Bills of materials: valid CycloneDX, with everything that is locked, and everything that is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packaging.utils import canonicalize_name
+from tools.lock import pins_in
+from tools.sbom import of_debian
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools/sbom.py"
+
+
+def written(*arguments: str, **variables: str) -> dict[str, Any]:
+    """The document; it is valid."""
+    ended = subprocess.run(
+        [sys.executable, TOOL, *arguments],
+        env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(ended.stdout) is None
+    document: dict[str, Any] = json.loads(ended.stdout)
+    return document
+
+
+def libraries(document: dict[str, Any]) -> dict[str, str]:
+    """normalized name -> version of the Python packages."""
+    return {
+        canonicalize_name(part["name"]): part["version"]
+        for part in document["components"] if part.get("purl", "").startswith("pkg:pypi/")
+    }  # fmt: skip
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "decoupled_diloco-0.1.0-py3-none-any.whl"
+    path.write_bytes(b"PK")
+    return path
+
+
+def test_the_bill_of_the_wheel_names_every_locked_package_with_its_hashes(wheel: Path) -> None:
+    document = written("wheel", str(wheel))
+    locked: dict[str, str] = {}
+    for part in ("torch", "run", "cuda"):
+        locked |= pins_in((ROOT / f"requirements/{part}.txt").read_text())
+    assert libraries(document) == locked
+    assert all(part["hashes"] for part in document["components"])
+    assert document["metadata"]["component"]["version"] == "0.1.0"
+
+
+def test_the_same_wheel_has_the_same_bill_and_another_one_another(wheel: Path) -> None:
+    first = written("wheel", str(wheel))
+    assert written("wheel", str(wheel)) == first
+    wheel.write_bytes(b"another")
+    assert written("wheel", str(wheel))["serialNumber"] != first["serialNumber"]
+
+
+def test_the_bill_of_an_image_is_made_by_its_own_python(tmp_path: Path) -> None:
+    """A stand-in for docker, whose image is this machine."""
+    docker = tmp_path / "docker"
+    docker.write_text(
+        "#!/bin/bash\n"
+        'case "$1 $2" in\n'
+        '  "image inspect") [ "${!#}" = an/image:7 ] && echo sha256:abc ;;\n'
+        '  "run --rm") [[ "$*" == *"--network none --entrypoint python an/image:7 - here"* ]] || exit 1\n'
+        f'    while [ "$1" != an/image:7 ]; do shift; done; shift; exec {sys.executable} "$@" ;;\n'
+        "esac\n"
+    )
+    docker.chmod(0o755)
+    document = written("image", "an/image:7", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    subject = document["metadata"]["component"]
+    assert (subject["name"], subject["version"]) == ("an/image:7", "sha256:abc")
+    here = {canonicalize_name(found.metadata["Name"]) for found in metadata.distributions()}
+    assert here <= libraries(document).keys()
+    assert "python" in {part["name"] for part in document["components"]}
+
+
+def test_packages_of_debian_are_those_that_are_installed(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text(
+        "Package: tini\nStatus: install ok installed\nArchitecture: amd64\nVersion: 1:0.19+b3\nSection: x\n\n"
+        "Package: gone\nStatus: deinstall ok config-files\nArchitecture: amd64\nVersion: 1\n"
+    )
+    (found,) = of_debian(status)
+    assert found["purl"] == "pkg:deb/debian/tini@1%3A0.19%2Bb3?arch=amd64"
+    assert of_debian(tmp_path / "absent") == []

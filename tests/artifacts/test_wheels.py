@@ -1,0 +1,158 @@
+"""A platform wheel brings its kernels: used where there is no compiler, they compute the same on any machine."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tools.wheels import compile_library, platform_wheel
+
+from diloco_common.codec import library
+
+MACHINE = platform.machine()
+QEMU, ITS_LIBRARIES = shutil.which("qemu-aarch64"), Path("/usr/aarch64-linux-gnu")
+
+
+@pytest.fixture(scope="module")
+def pure(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pure")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(repository)]
+    subprocess.run(command, capture_output=True, check=True)
+    (path,) = out.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library for other machines like this one, as this machine's compiler makes it."""
+    if MACHINE not in library.PORTABLE or not (compiler := shutil.which("cc")):
+        pytest.skip("this machine has no C compiler, or nobody builds wheels for it")
+    path = tmp_path_factory.mktemp("prebuilt") / "kernels.so"
+    march = library.PORTABLE[MACHINE][0]
+    subprocess.run([compiler, march, *library.FLAGS, "-o", path, *library.sources(), "-lm"], check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(pure: Path, prebuilt: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the platform wheel, as pip installs it."""
+    folder = tmp_path_factory.mktemp("installed")
+    wheel = platform_wheel(pure, MACHINE, prebuilt, folder)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        folder / "all",
+        wheel,
+    ]
+    subprocess.run(command, check=True)
+    return folder / "all"
+
+
+def python(*arguments: object, variables: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python without a compiler on PATH and without a cache folder."""
+    environment = {"PATH": "", "XDG_CACHE_HOME": "/dev/null", **variables}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def without_library(installed: Path, folder: Path) -> Path:
+    copy = folder / "copy"
+    shutil.copytree(installed, copy)
+    for path in (copy / "diloco_common/codec/kernels").glob("*.so"):
+        path.unlink()
+    return copy
+
+
+def test_what_is_installed_from_a_platform_wheel_needs_no_compiler(installed: Path, tmp_path: Path) -> None:
+    ask = ("-m", "diloco_common.codec.native")
+    found = python(*ask, variables={"PYTHONPATH": str(installed)}, folder=tmp_path)
+    inside = installed / "diloco_common/codec/kernels" / library.prebuilt_name(MACHINE)
+    assert found.stdout == f"native kernels: {inside} (prebuilt)\n", found.stderr
+
+    bare = python(*ask, variables={"PYTHONPATH": str(without_library(installed, tmp_path))}, folder=tmp_path)
+    assert bare.returncode == 1
+    assert "torch does their work: there is no C compiler" in bare.stderr
+
+
+def test_what_comes_prebuilt_makes_the_bytes_that_torch_makes(
+    installed: Path, repository: Path, tmp_path: Path
+) -> None:
+    """By the tests of the compiled kernels, run with the prebuilt ones."""
+    tests = repository / "tests/unit/test_codec_native.py"
+    variables = {"PYTHONPATH": f"{installed}:{repository / 'tests'}", "HYPOTHESIS_STORAGE_DIRECTORY": str(tmp_path)}
+    ran = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={repository}", tests,
+        variables=variables, folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "skipped" not in ran.stdout
+
+
+def test_a_library_of_other_sources_is_not_found(installed: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(installed, changed)
+    with (changed / "diloco_common/codec/kernels/topk.c").open("a") as source:
+        source.write("/* changed */\n")
+    found = python("-m", "diloco_common.codec.native", variables={"PYTHONPATH": str(changed)}, folder=tmp_path)
+    assert "there is no C compiler" in found.stderr
+
+
+def test_the_platform_wheel_is_the_other_one_and_a_library(pure: Path, prebuilt: Path, tmp_path: Path) -> None:
+    wheel = platform_wheel(pure, MACHINE, prebuilt, tmp_path)
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_17_{MACHINE}.whl")
+    with zipfile.ZipFile(pure) as without, zipfile.ZipFile(wheel) as archive:
+        told = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))).decode()
+        assert f"Tag: py3-none-manylinux_2_17_{MACHINE}" in told.splitlines()
+        assert set(archive.namelist()) - set(without.namelist()) == {
+            f"diloco_common/codec/kernels/{library.prebuilt_name(MACHINE)}"
+        }
+
+
+# ------------------------------------------------------------------ other machines
+
+
+@pytest.fixture(scope="module")
+def zig(repository: Path) -> Path:
+    path = repository / ".venv-wheels/bin/python"
+    if not path.exists():
+        pytest.skip("`make wheels` installs the compiler for other machines")
+    return path
+
+
+def hashes(runner: list[object], program: Path, compiled: Path) -> str:
+    return subprocess.run([*runner, program, compiled], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(QEMU is None or not ITS_LIBRARIES.exists(), reason="needs qemu-user and libc6-arm64-cross")
+def test_the_kernels_for_aarch64_make_the_same_bytes(
+    zig: Path, prebuilt: Path, repository: Path, tmp_path: Path
+) -> None:
+    source = repository / "tests/artifacts/run_kernels.c"
+    here, there, for_arm = tmp_path / "here", tmp_path / "there", tmp_path / "arm.so"
+    subprocess.run(["cc", "-O1", "-o", here, source, "-ldl", "-lm"], check=True)
+    subprocess.run([zig, "-m", "ziglang", "cc", "-target", "aarch64-linux-gnu.2.17", "-o", there, source], check=True)
+    compile_library(zig, "aarch64", for_arm)
+    assert hashes([QEMU, "-L", ITS_LIBRARIES], there, for_arm) == hashes([], here, prebuilt)
+
+
+def test_the_kernels_that_zig_makes_for_this_machine_make_the_same_bytes(
+    zig: Path, prebuilt: Path, repository: Path, tmp_path: Path
+) -> None:
+    program, compiled = tmp_path / "program", tmp_path / "zig.so"
+    subprocess.run(
+        ["cc", "-O1", "-o", program, repository / "tests/artifacts/run_kernels.c", "-ldl", "-lm"], check=True
+    )
+    compile_library(zig, MACHINE, compiled)
+    assert hashes([], program, compiled) == hashes([], program, prebuilt)

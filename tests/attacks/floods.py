@@ -1,0 +1,173 @@
+"""Attacks on memory and descriptors: bytes that are begun and not ended, connections that say nothing, readers that do
+not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import urllib.request
+from collections import Counter
+from typing import Any
+
+import grpc
+from attack import Evidence, Over, Seen, Target
+from http2 import HalfCall
+from intruder import Intruder, refused
+
+from diloco_protos import parameter_server_pb2 as pb
+
+JOIN_BYTES = 19 * 10**6
+CONNECTIONS = 60
+HTTP_IDLE = 1_100
+HTTP_HALF = 3_000
+PULLS = 256
+OPEN_S = 10.0
+"""For opening all pulls."""
+
+
+def half_joins(target: Target, over: Over) -> Seen:
+    """60 connections, each with a Join of 19 MB that lacks its last byte; then 60 more that have what a learner has."""
+    credential = target.credential
+    metadata = [("diloco-run", target.run), ("diloco-learner", credential.learner_id)]
+    known = [*metadata, ("authorization", f"Bearer {credential.token}")] if credential.token else metadata
+    strangers: list[HalfCall] = []
+    insiders: list[HalfCall] = []
+    for calls, said, tls in (
+        (strangers, metadata, credential.context(shows_it=False)),
+        (insiders, known, credential.context(shows_it=True)),
+    ):
+        for _ in range(CONNECTIONS):
+            with contextlib.suppress(OSError):
+                calls.append(HalfCall(target.grpc, "/diloco.v1.ParameterServer/Join", said, JOIN_BYTES, tls))
+    calls = strangers + insiders
+    threads = [threading.Thread(target=_pour, args=(call, over), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    facts = {
+        "connections": len(calls),
+        "MB taken": sum(call.sent for call in strangers if call.frames) / 1e6,
+        "MB taken of insiders": sum(call.sent for call in insiders if call.frames) / 1e6,
+        "strangers heard": sum(call.frames > 0 for call in strangers),
+        "insiders heard": sum(call.frames > 0 for call in insiders),
+        "ended": sum(call.ended for call in calls),
+    }
+    return Seen(Counter(), facts)
+
+
+def _pour(call: HalfCall, over: Over) -> None:
+    call.pour(over)
+    call.hold(over)
+    call.close()
+
+
+def judge_unheard(found: Evidence) -> list[str]:
+    """With certificates: the shard says no word of HTTP/2 to who shows none, so it takes none of their bytes."""
+    facts = found.seen.facts
+    problems = [] if facts["insiders heard"] else ["nobody was heard, so nothing was tried"]
+    return problems + ([f"{facts['strangers heard']:.0f} without a certificate"] if facts["strangers heard"] else [])
+
+
+# ------------------------------------------------------------------ HTTP
+
+
+def idle_http(target: Target, over: Over) -> Seen:
+    """1,100 connections to the HTTP port that say nothing; whoever is thrown out stays out."""
+    return _hold(target, over, HTTP_IDLE, b"", drip=False)
+
+
+def half_headers(target: Target, over: Over) -> Seen:
+    """3,000 headers of HTTP that are never finished; a third of them goes on, a byte at a time."""
+    return _hold(target, over, HTTP_HALF, b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ", drip=True)
+
+
+def _hold(target: Target, over: Over, count: int, said: bytes, *, drip: bool) -> Seen:
+    host, _, port = target.http.rpartition(":")
+    held: list[socket.socket] = []
+    began, answered, dripped = time.monotonic(), False, time.monotonic()
+    while not over():
+        if len(held) < count:
+            with contextlib.suppress(OSError):
+                one = socket.create_connection((host, int(port)), timeout=1.0)
+                one.setblocking(False)
+                held.append(one)
+                one.send(said)
+        elif not answered:
+            answered = _is_healthy(target)
+        else:
+            time.sleep(0.05)
+        if drip and time.monotonic() - dripped > 1.0:
+            dripped = time.monotonic()
+            for one in held[::3]:
+                with contextlib.suppress(OSError):
+                    one.send(b"a")
+    open_still = sum(_is_open(one) for one in held)
+    for one in held:
+        one.close()
+    lasted_s = time.monotonic() - began
+    return Seen(Counter(), {"connected": len(held), "open": open_still, "healthy": answered, "after s": lasted_s})
+
+
+def _is_healthy(target: Target) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://{target.http}/healthz", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _is_open(one: socket.socket) -> bool:
+    try:
+        while one.recv(1 << 12):
+            pass
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def judge_http(found: Evidence) -> list[str]:
+    facts, problems = found.seen.facts, []
+    if not facts.get("healthy"):
+        problems.append("/healthz does not answer")
+    if facts.get("open"):
+        problems.append(f"{facts['open']:.0f} connections are open after {facts['after s']:.0f} s")
+    return problems
+
+
+# ------------------------------------------------------------------ pulls
+
+
+def deaf_pulls(target: Target, over: Over) -> Seen:
+    """256 Pulls of the whole model that read its header and nothing more."""
+    answers, calls = Counter[str](), list[Any]()
+    threads = [threading.Thread(target=_pull, args=(target, answers, calls), daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(OPEN_S)
+    while not over():
+        time.sleep(0.05)
+    for call in calls:
+        call.cancel()
+    return Seen(answers, {"pulls": len(calls)})
+
+
+def _pull(target: Target, answers: Counter[str], calls: list[Any]) -> None:
+    """An eighth of them, on a connection of their own."""
+    one = Intruder(target)
+    body = pb.PullRequest(fragment_id=0).SerializeToString()
+    for _ in range(PULLS // 8):
+        call = one.stream("Pull", [body], timeout_s=60.0)
+        try:
+            next(call)
+            answers["OK"] += 1
+            calls.append(call)
+        except grpc.RpcError as error:
+            answers[refused(error).code] += 1

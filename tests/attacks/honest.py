@@ -1,0 +1,153 @@
+"""Honest learners that train beside an attack: real ones, by the public `join`, in a process of their own.
+
+A step takes at least `STEP_S`, as it would on a GPU. So a learner that loses steps has lost them to its shard, and not
+to whoever else uses the cores of this machine, unless they leave it less than a quarter of one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+import forks
+import torch
+from torch import Tensor, nn
+
+import diloco_worker
+from builders import TinyText, inner_step
+from diloco_common.errors import DilocoError
+
+STEP_S = 0.02
+SEQUENCES, LENGTH = 4, 8
+TOKENS = SEQUENCES * LENGTH
+"""Of one inner step."""
+ANSWER_S = 20.0
+JOIN_S = 10.0
+LOSS_ALPHA = 0.05
+
+
+@dataclass
+class Report:
+    """What honest learners of one process have done until now."""
+
+    at: float
+    """Seconds, by the monotonic clock."""
+    steps: int = 0
+    """Of the first of them."""
+    tokens: int = 0
+    """That it has trained on."""
+    merged: int = 0
+    """Of these, what is in the latest version of every fragment, as far as it knows."""
+    versions: int = 0
+    """That it holds, summed over fragments."""
+    loss: float = 0.0
+    """Mean of their last losses, a moving average."""
+    largest: float = 0.0
+    """The largest parameter of the first, in magnitude."""
+    stopped: str = ""
+    """The stable code and words of what ended one of them."""
+
+
+class Honest:
+    """Learners in a process of their own, which train until they are killed. Started when made."""
+
+    def __init__(
+        self, names: list[str], shard: str, folder: Path, token: str | None, ballast: int, tls: Mapping[str, Path]
+    ) -> None:
+        """`ballast`: elements of a parameter that is synchronised and never changes. `tls`: folders, by name."""
+        self.names = names
+        self.log = folder / f"{names[0]}.log"
+        self._near, far = forks.context.Pipe()
+        given = (names, shard, token, ballast, dict(tls), far, self.log)
+        self._process = forks.context.Process(target=_train, args=given, daemon=True)
+        self._process.start()
+
+    def ask(self) -> Report:
+        """What they have done. Raises AssertionError if the process has ended."""
+        try:
+            self._near.send("report")
+            if self._near.poll(ANSWER_S):
+                answer: Report = self._near.recv()
+                return answer
+        except (EOFError, OSError):
+            pass
+        raise AssertionError(f"{self.names[0]} does not answer; its log:\n{self.log.read_text()}")
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+# ------------------------------------------------------------------ in the process
+
+
+def lesson(generator: torch.Generator) -> Tensor:
+    """int64 [SEQUENCES, LENGTH]: the next token follows from the last two, so there is something to learn."""
+    first = torch.randint(0, TinyText.VOCABULARY, (SEQUENCES, 1), generator=generator)
+    stride = torch.randint(1, 4, (SEQUENCES, 1), generator=generator)
+    return (first + stride * torch.arange(LENGTH + 1)) % TinyText.VOCABULARY
+
+
+def model_of(ballast: int) -> TinyText:
+    model = TinyText(seed=0)
+    if ballast:
+        model.ballast = nn.Parameter(torch.full((ballast,), 0.01))
+    return model
+
+
+def _train(
+    names: list[str], shard: str, token: str | None, ballast: int, tls: dict[str, Path], control: Connection, log: Path
+) -> None:
+    forks.log_to(log)
+    torch.set_num_threads(1)
+    chance = torch.Generator().manual_seed(sum(names[0].encode()))
+    models = [model_of(ballast) for _ in names]
+    optimizers = [torch.optim.AdamW([p for n, p in m.named_parameters() if n != "ballast"], 3e-3) for m in models]
+    report, learners = Report(time.monotonic()), []
+    try:
+        for name, model in zip(names, models, strict=True):
+            known = {"learner_id": name, "token": token, "tls": tls.get(name), "wait_s": JOIN_S}
+            learners.append(diloco_worker.join(shard, model, **known))
+        while True:
+            began = time.monotonic()
+            for model, optimizer, learner in zip(models, optimizers, learners, strict=True):
+                batch = lesson(chance)
+                loss = float(model.loss(batch).detach())
+                inner_step(model, optimizer, batch)
+                learner.step(tokens=TOKENS, loss=loss)
+                report.loss += (LOSS_ALPHA if report.loss else 1.0) * (loss - report.loss)
+            report.steps += 1
+            if control.poll(max(0.0, STEP_S - (time.monotonic() - began))):
+                control.recv()
+                _look(learners[0], models[0], report)
+                control.send(report)
+    except DilocoError as error:
+        report.stopped = f"{error.code}: {error}"
+    except (EOFError, BrokenPipeError):
+        os._exit(0)
+    while control.recv():
+        report.at = time.monotonic()
+        control.send(report)
+
+
+def _look(learner: diloco_worker.Learner, model: nn.Module, report: Report) -> None:
+    core = learner.core
+    assert core is not None
+    fragments = core.fragments.values()
+    report.at, report.tokens = time.monotonic(), core.tokens
+    report.merged = min(core.tokens - fragment.tokens_since(core.tokens) for fragment in fragments)
+    report.versions = sum(fragment.version for fragment in fragments)
+    report.largest = max(float(p.detach().abs().max()) for p in model.parameters())

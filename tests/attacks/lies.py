@@ -1,0 +1,162 @@
+"""Attacks with numbers that are lies: tokens, steps and seconds that were never trained."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import torch
+from attack import Evidence, Over, Seen, Target
+from intruder import Asked, Mole
+from torch import Tensor
+
+from diloco_server.core.pace import STEPS_FACTOR
+
+TAKEN = "ACCEPTED"
+UNREFUSED = (TAKEN, "LATE", "DUPLICATE")
+
+
+def _quiet(fragment_elements: int) -> Tensor:
+    """A contribution that says nothing."""
+    return torch.zeros(fragment_elements)
+
+
+def tokens_2_62(target: Target, over: Over) -> Seen:
+    """Contributions of 2^62 tokens, in a run with a budget."""
+
+    def make(asked: Asked) -> Tensor:
+        asked.header.tokens = 2**62
+        return _quiet(asked.fragment.num_elements)
+
+    return Mole(target).work(make, over)
+
+
+def tokens_2_64(target: Target, over: Over) -> Seen:
+    """Contributions of 2^64 - 1 tokens, so that the sum of two cannot be sent."""
+
+    def make(asked: Asked) -> Tensor:
+        asked.header.tokens = 2**64 - 1
+        return _quiet(asked.fragment.num_elements)
+
+    return Mole(target).work(make, over)
+
+
+def judge_refused(found: Evidence) -> list[str]:
+    """No such contribution is taken, and the counters say so."""
+    problems = []
+    if taken := found.seen.took(TAKEN):
+        problems.append(f"{taken} such contributions were accepted")
+    if not found.seen.facts.get("asked"):
+        problems.append("the attacker was never asked, so nothing was tried")
+    merged = found.status.get("tokens_merged", 0)
+    if merged > 2**40:
+        problems.append(f"{merged:.3g} tokens are merged")
+    return problems
+
+
+# ------------------------------------------------------------------ weight
+
+NORM_SHARE = 1.0
+"""Of the last update: an ordinary norm."""
+SHARE_MAX = 0.95
+"""Cosine of an update to the attacker's direction. With weights of 1, 1 and at most 2, and directions that are nearly
+orthogonal, it is 2 / sqrt(6) = 0.82; where the attacker has all the weight it is 1."""
+
+
+def all_the_weight(target: Target, over: Over) -> Seen:
+    """As many tokens as are believed, from 2^37 down, behind a contribution of ordinary norm, and reports that fit.
+
+    What it moved is a fact.
+    """
+    mole = Mole(target)
+    mole.tokens_per_report = 2**40
+    claims: dict[int, int] = {}
+    directions: dict[int, Tensor] = {}
+    known: dict[int, tuple[int, Tensor]] = {}
+    pushed: dict[int, int] = {}  # fragment -> the last round in which the attacker was accepted
+    cosines: list[float] = []
+
+    def make(asked: Asked) -> Tensor:
+        p, size = asked.fragment.fragment_id, asked.fragment.num_elements
+        direction = directions.setdefault(p, torch.randn(size, generator=torch.Generator().manual_seed(p)))
+        last, found = known.get(p), mole.pull(p)
+        norm = 0.05
+        if found is not None:
+            if last is not None and found[0] == last[0] + 1:
+                update = last[1] - found[1]
+                norm = float(update.norm())
+                if pushed.get(p) == found[0] and mole.last.get(p) == TAKEN:
+                    cosines.append(float(torch.dot(update, direction) / (update.norm() * direction.norm() + 1e-12)))
+            known[p] = found
+        claims[p] = claims.get(p, 2**37) if mole.last.get(p, TAKEN) in UNREFUSED else claims[p] // 32
+        asked.header.tokens = max(1, claims[p])
+        pushed[p] = asked.header.round
+        return direction * (NORM_SHARE * norm / float(direction.norm()))
+
+    seen = mole.work(make, over)
+    if cosines:
+        seen.facts["cosine"] = sorted(cosines)[len(cosines) // 2]
+    seen.facts["updates"] = len(cosines)
+    seen.facts["tokens"] = max(claims.values(), default=0)
+    return seen
+
+
+def judge_weight(found: Evidence) -> list[str]:
+    if not found.seen.facts.get("asked"):
+        return ["the attacker was never asked, so nothing was tried"]
+    if not found.seen.facts["updates"]:
+        return ["no contribution of the attacker was taken, so its weight was not tried"]
+    cosine = found.seen.facts["cosine"]
+    return [f"the attacker's direction is {cosine:.3f} of an update"] if cosine > SHARE_MAX else []
+
+
+# ------------------------------------------------------------------ steps and seconds
+
+GHOSTS = 5
+GRACE_MAX_S = 2.0
+EXTRA_STEPS = 1_000
+SPARSE = 64
+"""Inner steps between rounds: so few that rounds are not held up by the time that each takes."""
+
+
+def slow_ghosts(target: Target, over: Over) -> Seen:
+    """Five learners that report a million seconds per step, and contribute nothing."""
+    moles = [Mole(target, f"ghost-{index}") for index in range(GHOSTS)]
+    for mole in moles:
+        mole.step_time_s, mole.report_every_s = 1e6, 0.2
+    return _all(moles, over)
+
+
+def judge_grace(found: Evidence) -> list[str]:
+    grace_s = found.status.get("grace_s", 0.0)
+    return [f"the grace window is {grace_s:.0f} s"] if grace_s > GRACE_MAX_S else []
+
+
+def fast_steps(target: Target, over: Over) -> Seen:
+    """A learner that reports a thousand steps more with every report, and contributes nothing but zeros."""
+    mole = Mole(target)
+    mole.steps_per_report, mole.report_every_s = EXTRA_STEPS, 0.02
+    return mole.work(lambda asked: _quiet(asked.fragment.num_elements), over)
+
+
+def judge_rounds(found: Evidence) -> list[str]:
+    """Steps count as fast as those of a learner that is `STEPS_FACTOR` times as fast as the usual one; no faster.
+
+    Learners of one run may differ as much, so the shard cannot tell this one from a fast one that contributes.
+    """
+    if found.before is None or found.after is None:
+        return []
+    rounds = found.status.get("rounds", 0) - found.status_before.get("rounds", 0)
+    fragments = 4
+    most = STEPS_FACTOR * (found.after.steps - found.before.steps) * fragments / SPARSE + 2 * fragments
+    return [f"{rounds} rounds, {most:.0f} at most"] if rounds > most else []
+
+
+def _all(moles: list[Mole], over: Over) -> Seen:
+    threads = [threading.Thread(target=mole.work, args=(None, over), daemon=True) for mole in moles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers = sum((mole.answers for mole in moles), Counter[str]())
+    return Seen(answers, {"asked": float(sum(mole.asked for mole in moles))})

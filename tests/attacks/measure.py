@@ -1,0 +1,228 @@
+"""The 18 attacks of the table, one after the other: what became of each, and what it cost.
+
+    python tests/attacks/measure.py                       # about ten minutes
+    python tests/attacks/measure.py --rows 1,17 --cycles 5
+    python tests/attacks/measure.py --json result.json
+
+Each attack is first judged as the test does (test_attacks.py): nobody honest is hurt, RSS grows by at most 64 MiB, and
+so on. Then come cycles of three windows each, in the same scene:
+
+    quiet       nobody attacks
+    attacked    the attack, in a process of the lowest priority (nice 19)
+    control     a process of the same priority that uses the processor as much as the attack did, and touches nothing
+
+On a real machine the attacker sits elsewhere; here it shares the cores with the honest learner. So what an attack
+costs is the honest learner's step rate `attacked` over that in `control`: medians over the cycles. It must not be
+below 95 %. A learner steps on while its shard does nothing, so the table also has what it keeps of its rounds, and the
+longest that /healthz took: that is how long the event loop of the shard was held up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+import forks
+from attack import Attack
+from scene import Scene
+from table import ATTACKS
+
+LOSS_MAX = 0.05
+"""Share of its steps that an attack may cost an honest learner."""
+NICE = 19
+PROBE_EVERY_S = 0.05
+
+
+@dataclass
+class Row:
+    """What became of one attack."""
+
+    number: int
+    name: str
+    needs: str
+    problems: list[str]
+    answers: dict[str, int]
+    facts: dict[str, float]
+    rss_more_mib: float
+    attacker_cores: float = 0.0
+    """That the attacker's process used, on average."""
+    quiet: list[float] = field(default_factory=list)
+    """Steps per second of the honest learner, window by window."""
+    attacked: list[float] = field(default_factory=list)
+    control: list[float] = field(default_factory=list)
+    rounds_attacked: list[float] = field(default_factory=list)
+    """Versions per second that reach the honest learner."""
+    rounds_control: list[float] = field(default_factory=list)
+    slowest_s: list[float] = field(default_factory=list)
+    """The longest that /healthz took in each attacked window, in seconds."""
+    slowest_quiet_s: list[float] = field(default_factory=list)
+
+    @property
+    def kept(self) -> float | None:
+        """Share of the steps that the honest learner keeps; None: it took none that could be compared."""
+        return _ratio(self.attacked, self.control)
+
+    @property
+    def rounds_kept(self) -> float | None:
+        """The same of its rounds."""
+        return _ratio(self.rounds_attacked, self.rounds_control)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and self.kept is not None and self.kept >= 1 - LOSS_MAX
+
+
+def _ratio(values: list[float], reference: list[float]) -> float | None:
+    if not values or not reference or not median(reference):
+        return None
+    return median(values) / median(reference)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Do the 18 attacks to a real shard, and say what they cost.")
+    parser.add_argument("--rows", default="", help="numbers, separated by commas (default: all)")
+    parser.add_argument("--window", type=float, default=3.0, help="seconds of a window (default: %(default)s)")
+    parser.add_argument("--cycles", type=int, default=3, help="of three windows each (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    args = parser.parse_args()
+    numbers = [int(number) for number in args.rows.split(",") if number] or list(ATTACKS)
+    print(
+        f"Honest learners beside each attack; {args.cycles} cycles of quiet, attacked and control windows of "
+        f"{args.window:g} s.\nAttacker and control run at nice {NICE}. Kept: attacked / control, medians."
+    )
+    print(_line("row", "attack", "needs", "steps/s", "kept", "rounds", "RSS +", "/healthz", "outcome"))
+    rows = []
+    for number in numbers:
+        with tempfile.TemporaryDirectory(prefix="attack-") as folder:
+            row = measure(ATTACKS[number], Path(folder), args.window, args.cycles)
+        rows.append(row)
+        _print(row)
+    held = sum(row.ok for row in rows)
+    print(f"{held} of {len(rows)} attacks fail as they must")
+    if args.json is not None:
+        told = [asdict(row) | {"kept": row.kept, "rounds_kept": row.rounds_kept, "ok": row.ok} for row in rows]
+        whole = {"window_s": args.window, "cycles": args.cycles, "rows": told}
+        args.json.write_text(json.dumps(whole, indent=2) + "\n")
+    return 0 if held == len(rows) else 1
+
+
+def measure(attack: Attack, folder: Path, window_s: float, cycles: int) -> Row:
+    """Judge it, and then compare windows."""
+    with Scene(attack, folder) as scene:
+        found = scene.suffer()
+        row = Row(
+            attack.number, attack.name, attack.needs.value, attack.problems(found), dict(found.seen.answers),
+            found.seen.facts, found.rss_more / 2**20,
+        )  # fmt: skip
+        try:
+            for _ in range(cycles):
+                _compare(scene, row, window_s)
+        except AssertionError as error:
+            row.problems.append(str(error).splitlines()[0])
+    return row
+
+
+def _compare(scene: Scene, row: Row, window_s: float) -> None:
+    with _probed(scene, row.slowest_quiet_s):
+        row.quiet.append(_rates(scene, window_s)[0])
+    striker = scene.striker(NICE)
+    with _probed(scene, row.slowest_s):
+        steps, rounds = _rates(scene, window_s)
+    row.attacked.append(steps)
+    row.rounds_attacked.append(rounds)
+    row.attacker_cores = max(row.attacker_cores, striker.cpu_s() / window_s)
+    striker.end()
+    burner = forks.context.Process(target=_burn, args=(min(1.0, row.attacker_cores),), daemon=True)
+    burner.start()
+    try:
+        steps, rounds = _rates(scene, window_s)
+        row.control.append(steps)
+        row.rounds_control.append(rounds)
+    finally:
+        burner.kill()
+        burner.join()
+
+
+def _rates(scene: Scene, window_s: float) -> tuple[float, float]:
+    """Steps and versions per second of the honest learner."""
+    assert scene.honest is not None
+    before = scene.honest.ask()
+    time.sleep(window_s)
+    after = scene.honest.ask()
+    seconds = after.at - before.at
+    return (after.steps - before.steps) / seconds, (after.versions - before.versions) / seconds
+
+
+@contextmanager
+def _probed(scene: Scene, slowest_s: list[float]) -> Iterator[None]:
+    """Ask for /healthz all the time, and note how long it took at most."""
+    ended, took = threading.Event(), [0.0]
+
+    def probe() -> None:
+        while not ended.wait(PROBE_EVERY_S):
+            began = time.monotonic()
+            try:
+                scene.shard.page("/healthz", 10.0)
+            except OSError:
+                took.append(float("inf"))
+            took.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=probe, name="probe", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(12.0)
+        slowest_s.append(max(took))
+
+
+def _burn(cores: float) -> None:
+    """Use that much of a core, at the attacker's priority."""
+    import os
+
+    os.nice(NICE)
+    while True:
+        began = time.process_time(), time.monotonic()
+        while time.process_time() - began[0] < 0.02 * cores:
+            pass
+        time.sleep(max(0.0, 0.02 - (time.monotonic() - began[1])))
+
+
+def _print(row: Row) -> None:
+    kept, rounds = ("-" if one is None else f"{one:.0%}" for one in (row.kept, row.rounds_kept))
+    quiet = f"{median(row.quiet):.1f}" if row.quiet else "-"
+    slowest = f"{1000 * median(row.slowest_s):.0f} ms" if row.slowest_s else "-"
+    problems = list(row.problems)
+    if row.kept is not None and row.kept < 1 - LOSS_MAX:
+        problems.append(f"the honest learner keeps {row.kept:.0%} of its steps")
+    outcome = "ok" if row.ok else f"MISSED: {'; '.join(problem.splitlines()[0][:150] for problem in problems)}"
+    rss = f"{row.rss_more_mib:.0f} MiB"
+    print(_line(row.number, row.name, row.needs, quiet, kept, rounds, rss, slowest, outcome))
+    print(f"{'':23} answers: {_summary(row.answers)}", flush=True)
+
+
+def _line(*cells: object) -> str:
+    number, name, needs, *figures, outcome = map(str, cells)
+    return f"{number:>3} {name:18} {needs:7} " + " ".join(f"{one:>8}" for one in figures) + f"  {outcome}"
+
+
+def _summary(answers: dict[str, int]) -> str:
+    return ", ".join(f"{code} {count}" for code, count in answers.items()) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

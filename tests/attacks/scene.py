@@ -1,0 +1,377 @@
+"""A real shard, honest learners that train, and an attacker: each in a process of its own, and all end with the scene.
+
+They are forked (tests/e2e/forks.py), so that a scene is there in seconds. The shard keeps its versions in a data
+folder. It asks for a token that all share; where a row is about identities, it asks for certificates instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import secrets
+import ssl
+import sys
+import threading
+import time
+import traceback
+import urllib.request
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+import forks
+import psutil
+from attack import Attack, Credential, Evidence, Needs, Seen, Target
+from honest import Honest, Report
+from processes import sets, until
+
+from certificates import Certificates
+from diloco_common.endpoints import Endpoints, read_address
+from diloco_server import cli
+
+SETTINGS: dict[str, Any] = {
+    "sync.fragments": 4,
+    "sync.sync_every": 8,
+    "lease.lease_s": 4,
+    "lease.heartbeat_s": 0.5,
+}
+WATCH_S = 0.02
+GO_ON_S = 12.0
+"""So long an attack may last until what was trained before it is in versions."""
+BACK_S = 45.0
+"""The attacker's process is killed if it is not back so long after its time was over."""
+
+
+class ShardProcess:
+    """A shard that may be killed and started again, on its ports. Started when made."""
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object], token: str | None, files: int | None,
+        certificates: Certificates | None = None,
+    ) -> None:  # fmt: skip
+        """It asks for the token, if there is one, and for certificates of this authority, if there is one."""
+        self.log = folder / "shard.log"
+        self._address_file = folder / "shard.json"
+        self._token, self._files = token, files
+        self._settings = {**settings, "shard.data_dir": folder / "shard"}
+        if token is not None:
+            path = folder / "token"
+            path.touch(0o600)
+            path.write_text(token)
+            self._settings["security.token_file"] = path
+        self._proof: ssl.SSLContext | None = None
+        if certificates is not None:
+            own = certificates.issue("shard/0")
+            self._settings |= {"security.tls": own, "security.revoked": certificates.deny_list}
+            self._proof = _shown(certificates.issue("admin/watch"))
+        self.start()
+        self.where: Endpoints = until(self._found, f"the shard; see {self.log}")
+        self._settings |= {"shard.listen": self.where.grpc, "shard.http": self.where.http}
+
+    def start(self) -> None:
+        arguments = [f"--address-file={self._address_file}", *sets(self._settings)]
+        self._process = forks.context.Process(target=_serve, args=(arguments, self.log, self._files), daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def status(self) -> dict[str, Any]:
+        """What it says of itself to who may see it; empty where it does not answer."""
+        try:
+            return dict(json.loads(self.page("/status", 5.0)))
+        except (OSError, ValueError):
+            return {}
+
+    def page(self, path: str, timeout_s: float) -> bytes:
+        """One of its pages, shown to who has the token, or a certificate. Raises OSError."""
+        headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
+        doors: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if self._proof is not None:
+            doors.append(urllib.request.HTTPSHandler(context=self._proof))
+        scheme = "http" if self._proof is None else "https"
+        request = urllib.request.Request(f"{scheme}://{self.where.http}{path}", headers=headers)
+        with urllib.request.build_opener(*doors).open(request, timeout=timeout_s) as answer:
+            return bytes(answer.read())
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _found(self) -> Endpoints | None:
+        assert self.alive, f"the shard ended:\n{self.said()}"
+        found = read_address(self._address_file)
+        return found if found is not None and found.pid == self.pid else None
+
+
+class Striker:
+    """An attack under way, in a process of its own."""
+
+    def __init__(self, attack: Attack, target: Target, log: Path, nice: int = 0) -> None:
+        """`nice`: how far it steps back where others want the cores; 19 is furthest."""
+        self._over = forks.context.Event()
+        self._near, far = forks.context.Pipe()
+        given = (attack.number, target, self._over, far, log, nice)
+        self._process = forks.context.Process(target=_strike, args=given, daemon=True)
+        self._process.start()
+        self.process = psutil.Process(self._process.pid)
+
+    def cpu_s(self) -> float:
+        """Seconds of processor that it has used."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    def end(self) -> Seen:
+        """Its time is over: what it saw."""
+        self._over.set()
+        try:
+            if self._near.poll(BACK_S):
+                seen: Seen = self._near.recv()
+                return seen
+            return Seen(error="it did not come back when its time was over")
+        except EOFError:
+            return Seen(error="its process has ended")
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+class Peak:
+    """The largest RSS of a process while this is entered, in bytes."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self.before = self.most = self._process.memory_info().rss
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rss", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            while not self._ended.wait(WATCH_S):
+                self.most = max(self.most, self._process.memory_info().rss)
+
+
+class Scene:
+    """The stage of one attack. A context manager that ends all its processes."""
+
+    def __init__(self, attack: Attack, folder: Path) -> None:
+        self.attack, self.folder = attack, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._ending = contextlib.ExitStack()
+        proven = attack.needs is Needs.CERTIFICATE
+        self.token = None if proven else secrets.token_hex(16)
+        self.certificates = Certificates(folder / "certs") if proven else None
+        settings = SETTINGS | dict(attack.settings)
+        self.shard = ShardProcess(folder, settings, self.token, attack.files, self.certificates)
+        self.honest: Honest | None = None
+        try:
+            if not attack.fresh:
+                self.honest = self.add([f"{n}" for n in _names(attack.learners)])
+                self._settle()
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------ people
+
+    def add(self, names: list[str]) -> Honest:
+        """Honest learners; they join while this goes on."""
+        run = self.certificates
+        tls = {} if run is None else {name: run.issue(f"learner/{name}") for name in names}
+        made = Honest(names, self.shard.where.grpc, self.folder, self.token, self.attack.ballast, tls)
+        self._ending.callback(made.kill)
+        return made
+
+    @property
+    def target(self) -> Target:
+        """What the attacker knows."""
+        credential = Credential(self.token if self.attack.needs is Needs.TOKEN else None)
+        if self.certificates is not None:
+            files = self.certificates.issue(f"learner/{credential.learner_id}")
+            proof = [(files / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem")]
+            credential = Credential(None, *proof)
+        where = self.shard.where
+        return Target(where.grpc, where.http, credential, victim=_names(1)[0], fresh=self.attack.fresh)
+
+    def striker(self, nice: int = 0) -> Striker:
+        """The attack begins."""
+        made = Striker(self.attack, self.target, self.folder / "attacker.log", nice)
+        self._ending.callback(made.kill)
+        return made
+
+    def close(self) -> None:
+        self._ending.close()
+        self.shard.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ the attack
+
+    def suffer(self) -> Evidence:
+        """Let the attack happen, and collect what is known of it."""
+        attack, shard = self.attack, self.shard
+        said, status_before = len(shard.said()), shard.status()
+        before = None if self.honest is None else self.honest.ask()
+        late, restarted = None, ""
+        with Peak(shard.pid) as peak:
+            striker = self.striker()
+            began = time.monotonic()
+            _wait(began + attack.seconds)
+            if attack.late:
+                late = self._comes_late()
+            went_on = self._goes_on(before, began) if before is not None else True
+            kept_up = self._kept_up(before)
+            seen = striker.end()
+        ended = not shard.alive
+        status = shard.status()
+        if attack.restart:
+            restarted = self._restart()
+            late = None if restarted else self._comes_late()
+        if attack.fresh:
+            self.honest = self.add(_names(attack.learners))
+            late = _trains(self.honest)
+        new = shard.said()[said:]
+        return Evidence(
+            seen, peak.most - peak.before, new.count("\n"), new.count("Traceback"), before, self._report(), status,
+            status_before, ended, went_on, kept_up, late, restarted,
+        )  # fmt: skip
+
+    def _report(self) -> Report | None:
+        try:
+            return None if self.honest is None else self.honest.ask()
+        except AssertionError:
+            return None
+
+    def _goes_on(self, before: Report, began: float) -> bool:
+        """Whether what was trained before the attack comes into versions while it is on."""
+        while time.monotonic() < began + GO_ON_S:
+            report = self._report()
+            if report is None or report.stopped:
+                return False
+            if report.merged >= before.tokens:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _kept_up(self, before: Report | None) -> float:
+        now, settings = self._report(), SETTINGS | dict(self.attack.settings)
+        if before is None or now is None or now.steps == before.steps:
+            return 1.0
+        due = (now.steps - before.steps) * settings["sync.fragments"] / settings["sync.sync_every"]
+        return (now.versions - before.versions) / due
+
+    def _settle(self) -> None:
+        """Wait until everybody trains, and what the shard needs for it has been allocated."""
+        assert self.honest is not None
+        assert not (why := _trains(self.honest)), why
+        every = (SETTINGS | dict(self.attack.settings))["sync.sync_every"]
+        versions = self.honest.ask().versions + max(4, 128 // every)
+        until(lambda: self._report().versions >= versions, "rounds before the attack")  # type: ignore[union-attr]
+
+    def _comes_late(self) -> str:
+        return _trains(self.add(["late"]))
+
+    def _restart(self) -> str:
+        self.shard.kill()
+        self.shard.start()
+        try:
+            until(lambda: self.shard.status().get("ready"), "the shard to be ready", 15.0)
+        except AssertionError as error:
+            return f"{error}; it said: {self.shard.said()[-400:]}"
+        return ""
+
+
+def _names(count: int) -> list[str]:
+    return ["ann", "ben", "cem", "dan", "eve", "fay", "gus", "hal"][:count]
+
+
+def _trains(honest: Honest) -> str:
+    """Wait until a learner's work is in a version: "", or why it is not."""
+    deadline = time.monotonic() + 25.0
+    while time.monotonic() < deadline:
+        try:
+            report = honest.ask()
+        except AssertionError as error:
+            return str(error)
+        if report.stopped:
+            return report.stopped
+        if report.merged > 0:
+            return ""
+        time.sleep(0.05)
+    return "nothing of it was merged"
+
+
+def _shown(files: Path) -> ssl.SSLContext:
+    """For a caller of HTTP that shows this certificate."""
+    proof = ssl.create_default_context(cafile=files / "ca.pem")
+    proof.load_cert_chain(files / "cert.pem", files / "key.pem")
+    proof.check_hostname = False  # it is called by its address
+    return proof
+
+
+def _wait(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+# ------------------------------------------------------------------ in the processes
+
+
+def _serve(arguments: list[str], log: Path, files: int | None) -> None:
+    forks.log_to(log)
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    sys.exit(cli.main(arguments))
+
+
+def _strike(number: int, target: Target, over: Any, result: Connection, log: Path, nice: int) -> None:
+    forks.log_to(log)
+    os.nice(nice)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    from table import ATTACKS
+
+    try:
+        seen = ATTACKS[number].strike(target, over.is_set)
+    except Exception:
+        seen = Seen(error=traceback.format_exc())
+    result.send(seen)
+    os._exit(0)  # threads of gRPC that still wait for a shard do not hold it up
+
+
+@contextlib.contextmanager
+def staged(attack: Attack, folder: Path) -> Iterator[Scene]:
+    with Scene(attack, folder) as scene:
+        yield scene

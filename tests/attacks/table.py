@@ -1,0 +1,101 @@
+"""The 18 attacks, by number: each was done to this product once, and succeeded."""
+
+from __future__ import annotations
+
+import floods
+import garbage
+import hoards
+import impostors
+import lies
+import poison
+from attack import Attack, Needs
+from honest import model_of
+
+from diloco_worker import digest_of
+
+FREE, TOKEN, CERTIFICATE = Needs
+BUDGET = {"run.tokens": 10**9}
+TWO = 2
+"""Honest learners beside an attacker, where the median of three is to hold."""
+
+_ROWS = [
+    Attack(
+        1, "half Joins", TOKEN, "60 connections, each a Join of 19 MB without its last byte; 60 more with the token",
+        "bytes in flight are bounded", floods.half_joins, seconds=3.0,
+    ),
+    Attack(
+        2, "idle HTTP", FREE, "1,100 idle HTTP connections, nofile 1024",
+        "capped and closed; versions go on, /healthz answers", floods.idle_http, floods.judge_http,
+        seconds=8.0, files=1024,
+    ),
+    Attack(
+        3, "half HTTP headers", FREE, "3,000 half headers, some of which drip",
+        "closed after 5 s, /healthz answers", floods.half_headers, floods.judge_http, seconds=9.0,
+    ),
+    Attack(
+        4, "random bodies", TOKEN, "240 random bodies to all five calls, half of them without a token",
+        "BAD_REQUEST or UNAUTHENTICATED, no traceback", garbage.random_bodies, garbage.judge_garbage,
+    ),
+    Attack(
+        5, "tokens 2^62", TOKEN, "contributions of 2^62 tokens in a run with a budget",
+        "refused: more than reported", lies.tokens_2_62, lies.judge_refused, settings=BUDGET,
+    ),
+    Attack(
+        6, "tokens 2^64-1", TOKEN, "contributions of 2^64 - 1 tokens, then a restart and another learner",
+        "refused; later learners join", lies.tokens_2_64, lies.judge_refused, late=True, restart=True,
+    ),
+    Attack(
+        7, "all the weight", TOKEN, "as many tokens as are believed, reported too, and an ordinary norm",
+        "the weight is capped", lies.all_the_weight, lies.judge_weight, learners=TWO, seconds=3.0,
+        settings={"outer.optimizer": "sgd", "outer.momentum": 0.0, "sync.sync_every": 16, "sync.grace": 0.1},
+    ),
+    Attack(
+        8, "another's id", CERTIFICATE, "Join under the id of a worker that trains",
+        "refused; the worker goes on", impostors.join_as_another, impostors.judge_identity,
+    ),
+    Attack(
+        9, "another's calls", CERTIFICATE, "Push, Attend and Leave in another's name",
+        "refused", impostors.act_as_another, impostors.judge_identity,
+    ),
+    Attack(
+        10, "empty pushes", TOKEN, "64 pushes with a header and no bytes, or with nothing",
+        "rounds go on", hoards.empty_pushes, seconds=3.0,
+    ),
+    Attack(
+        11, "slow ghosts", TOKEN, "5 ghosts that report 10^6 s per step",
+        "the grace window stays; rounds go on", lies.slow_ghosts, lies.judge_grace, seconds=4.0,
+    ),
+    Attack(
+        12, "fast steps", TOKEN, "1,000 steps more per report, 50 reports a second",
+        "steps count at most as fast as 16 honest learners step", lies.fast_steps, lies.judge_rounds, learners=TWO,
+        seconds=4.0, settings={"sync.sync_every": lies.SPARSE},
+    ),
+    Attack(
+        13, "norm ratchet", TOKEN, "each contribution is 12 times the one before",
+        "neither norms nor theta go on growing", poison.ratchet, poison.judge_theta, learners=TWO, seconds=6.0,
+    ),
+    Attack(
+        14, "sign flip", TOKEN, "1 of 8 sends -10 x and -500 x what it trained",
+        "the loss stays within 5 %", poison.sign_flip, poison.judge_loss, learners=7, seconds=5.0,
+        settings={"sync.quorum": "all"},
+    ),
+    Attack(
+        15, "enormous Joins", TOKEN, "200,000 held, 1 M tensors, 20,000 dims, names twice",
+        "BAD_REQUEST within 50 ms", garbage.enormous_joins, garbage.judge_enormous,
+    ),
+    Attack(
+        16, "first model", TOKEN, "the first Join on a fresh shard brings another model, and seeds it",
+        "refused by the digest; honest learners train", impostors.first_model, impostors.judge_model,
+        settings={"run.model": digest_of(model_of(0))}, fresh=True,
+    ),
+    Attack(
+        17, "deaf Pulls", TOKEN, "256 Pulls that read only the header",
+        "bytes in flight are bounded", floods.deaf_pulls, ballast=3_000_000, settings={"sync.fragments": 1},
+    ),
+    Attack(
+        18, "ghosts", CERTIFICATE, "1,024 ids and its own, joined again and again",
+        "no lease for any of them; other learners join", impostors.ghosts, impostors.judge_ghosts, late=True,
+    ),
+]  # fmt: skip
+
+ATTACKS = {attack.number: attack for attack in _ROWS}

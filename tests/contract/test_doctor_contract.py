@@ -1,0 +1,298 @@
+"""`diloco doctor` before real shards: it names what is wrong, changes nothing, and takes no more than it may."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from in_process import InProcessShard, LoopThread, settings_with
+
+from certificates import Certificates
+from diloco_common import rpc
+from diloco_common.protocol import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
+from diloco_common.settings import Settings
+from diloco_deploy.doctor import run_of_shards
+from diloco_deploy.doctor.command import Patient, look
+from diloco_deploy.doctor.finding import Finding, State
+from diloco_deploy.doctor.known import Door, Known
+from diloco_deploy.doctor.runner import Check
+from diloco_deploy.doctor.runner import run as run_checks
+from diloco_deploy.explain.catalogue import CODES
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_server.callers import Callers
+from diloco_server.probe import PROBES, Probe
+from diloco_server.servicer import ParameterServer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path / "certs")
+
+
+@pytest.fixture
+def secure(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
+    return serve(settings_with(security={"tls": run.issue("shard/0", days=80)}))
+
+
+def found_at(*addresses: str, tls: Path | None = None, **sections: dict[str, object]) -> list[Finding]:
+    """What the doctor finds on the way to shards."""
+    if tls is not None:
+        sections["security"] = {"tls": tls}
+    patient = Patient(Settings.model_validate(sections), addresses)
+    findings = [found.finding for found in look(patient)]
+    assert [finding.code for finding in findings if finding.code not in CODES] == []
+    return findings
+
+
+def failures(findings: list[Finding]) -> list[str]:
+    return [finding.code for finding in findings if finding.state is State.FAILURE]
+
+
+def codes(findings: list[Finding]) -> set[str]:
+    return {finding.code for finding in findings}
+
+
+def closed_port() -> str:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+# ---------------------------------------------------------------- what is wrong has a name
+
+
+def test_a_healthy_shard_fails_nothing(serve, train):
+    shard = serve()
+    train(shard.address, "a").step()
+    findings = found_at(shard.address)
+    assert failures(findings) == []
+    said = " ".join(finding.what for finding in findings)
+    assert "shard 0 of 1 of run local" in said
+    assert "agree within a second" in said
+    assert "a round trip takes" in said
+
+
+def test_a_wrong_port_is_named():
+    assert failures(found_at(closed_port())) == ["PORT_CLOSED"]
+
+
+def test_the_port_of_http_is_no_shard(serve):
+    shard = serve()
+    assert failures(found_at(shard.server.http_address)) == ["NOT_A_SHARD"]
+
+
+def test_a_name_that_there_is_not():
+    assert failures(found_at("no-such-host.invalid:50051")) == ["NAME_UNKNOWN"]
+
+
+def test_what_needs_a_check_that_failed_is_skipped():
+    findings = found_at(closed_port())
+    assert [f.code for f in findings].count("SKIPPED") == 3
+
+
+def test_a_frozen_shard_is_named():
+    """The kernel takes its connections; nobody answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert failures(found_at(address)) == ["NO_ANSWER"]
+
+
+def test_plaintext_on_tls_and_the_reverse(secure, serve, run):
+    assert failures(found_at(secure.address)) == ["TLS_NEEDED"]
+    assert failures(found_at(serve().address, tls=run.issue("learner/a"))) == ["TLS_NOT_SPOKEN"]
+
+
+@pytest.mark.parametrize(
+    ("begins", "code"),
+    [(timedelta(days=-3), "CERTIFICATE_EXPIRED"), (timedelta(days=3), "CERTIFICATE_NOT_YET_VALID")],
+)
+def test_a_certificate_out_of_its_time(secure, run, begins, code):
+    assert failures(found_at(secure.address, tls=run.issue("learner/a", begins=begins))) == [code]
+
+
+def test_a_certificate_of_another_authority(secure, tmp_path):
+    other = Certificates(tmp_path / "other")
+    assert failures(found_at(secure.address, tls=other.issue("learner/a"))) == ["FOREIGN_CERTIFICATE"]
+
+
+def test_a_certificate_that_ends_soon(secure, run):
+    found = found_at(secure.address, tls=run.issue("observer/x", days=3))
+    soon = [f for f in found if f.code == "CERTIFICATE_ENDS_SOON"]
+    assert failures(found) == []
+    assert len(soon) == 1, "that of the caller, and not that of the shard"
+    assert "observer/x" in soon[0].what
+
+
+def test_a_revoked_certificate(secure, run):
+    folder = run.issue("learner/a", days=80)
+    secure.loop.look(lambda: secure.server._access.callers.deny(frozenset({run.serials["learner/a"]})))
+    assert failures(found_at(secure.address, tls=folder)) == ["REVOKED"]
+
+
+def test_another_run(serve):
+    assert failures(found_at(serve().address, run={"id": "other"})) == ["WRONG_RUN"]
+
+
+def test_a_token_that_is_missing(serve, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("a-token-of-enough-letters")
+    token.chmod(0o600)
+    shard = serve(settings_with(security={"token_file": token}))
+    assert failures(found_at(shard.address)) == ["UNAUTHENTICATED"]
+    assert failures(found_at(shard.address, security={"token_file": token})) == []
+
+
+def test_another_version_of_the_protocol(serve):
+    door = Door(serve().address, "local")
+    check = Check("run", door.address, 10.0, lambda: run_of_shards.describe(door, Known(), PROTOCOL + 1))
+    (found,) = run_checks([check], time.monotonic, time.monotonic() + 10)
+    assert (found.finding.state, found.finding.code) == (State.FAILURE, "PROTOCOL_MISMATCH")
+
+
+def test_shards_that_were_not_named(serve, train):
+    first, second = (serve(settings_with(sync={"fragments": 2}, shard={"count": 2, "index": i})) for i in (0, 1))
+    train(f"{first.address},{second.address}", "a").step()
+    assert failures(found_at(first.address)) == ["SHARDS_MISSING"]
+    assert failures(found_at(first.address, second.address)) == []
+
+
+# ---------------------------------------------------------------- clocks and versions
+
+
+@pytest.fixture
+def skewed(serve, loop: LoopThread) -> Iterator[str]:
+    """The address of a shard whose clock is an hour behind, and whose package is another one."""
+    shard = serve()
+
+    async def start() -> tuple[grpc.aio.Server, str]:
+        callers = Callers(time.time)
+        servicer = ParameterServer(shard.server.service, "local", callers, shard.server.host.telemetry.call_refused)
+        probe = Probe(servicer.admitted, lambda: time.time() - 3600, "0.0.1" + "x" * 10_000)
+        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((servicer.handler(), probe.handler()))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, f"127.0.0.1:{port}"
+
+    server, address = loop.run(start())
+    yield address
+    loop.run(server.stop(0))
+
+
+def test_a_skewed_clock_and_another_package_are_named(skewed):
+    found = found_at(skewed)
+    assert {"CLOCK_SKEWED", "PACKAGES_DIFFER"} <= codes(found)
+    (clock,) = [f for f in found if f.code == "CLOCK_SKEWED"]
+    assert "behind" in clock.what
+    assert max(len(f.what) for f in found) < 500, "a shard does not fill the screen"
+    assert clock.figures["clock_skew_s"] == pytest.approx(-3600, abs=30)
+
+
+# ---------------------------------------------------------------- it changes nothing, and no stranger gains by it
+
+
+def test_the_doctor_leaves_no_trace_in_the_run(serve, train):
+    shard = serve()
+    train(shard.address, "a").step()
+    before = shard.loop.look(lambda: shard.server.host.shard.membership.live())
+    found_at(shard.address)
+    after = shard.loop.look(lambda: shard.server.host.shard.membership.live())
+    assert [m.learner_id for m in before] == [m.learner_id for m in after] == ["a"]
+    assert shard.loop.look(lambda: len(shard.server.service._pulls)) == 0
+
+
+class Caller:
+    """Measures by hand."""
+
+    def __init__(self, loop: LoopThread, address: str, run_id: str = "local") -> None:
+        self._loop, self._address = loop, address
+        self._metadata = (("diloco-run", run_id),)
+
+    def measure(self, messages: Callable[[], AsyncIterator[pb.ProbeRequest]]) -> pb.ProbeResponse:
+        async def ask() -> pb.ProbeResponse:
+            async with grpc.aio.insecure_channel(self._address) as channel:
+                call = channel.stream_unary(
+                    f"/{rpc.PROBE}/Measure",
+                    request_serializer=pb.ProbeRequest.SerializeToString,
+                    response_deserializer=pb.ProbeResponse.FromString,
+                )
+                return await call(messages(), metadata=self._metadata, timeout=10)
+
+        return self._loop.run(ask())
+
+    def refused(self, messages: Callable[[], AsyncIterator[pb.ProbeRequest]]) -> str:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            self.measure(messages)
+        refusal = rpc.refusal_of(ended.value)
+        return "" if refusal is None else refusal.code
+
+
+async def few() -> AsyncIterator[pb.ProbeRequest]:
+    for _ in range(3):
+        yield pb.ProbeRequest(zeros=bytes(1000))
+
+
+async def endless() -> AsyncIterator[pb.ProbeRequest]:
+    while True:
+        yield pb.ProbeRequest(zeros=bytes(PROBE_MESSAGE_BYTES - 16))
+
+
+async def silent() -> AsyncIterator[pb.ProbeRequest]:
+    yield pb.ProbeRequest(zeros=bytes(1000))
+    await asyncio.Event().wait()
+
+
+async def too_large() -> AsyncIterator[pb.ProbeRequest]:
+    yield pb.ProbeRequest(zeros=bytes(2 * PROBE_MESSAGE_BYTES))
+
+
+def test_a_probe_is_answered_with_what_came(serve, loop):
+    answer = Caller(loop, serve().address).measure(few)
+    assert 2000 <= answer.num_bytes <= 2020, "the first message starts the clock"
+    assert abs(answer.clock - time.time()) < 60
+
+
+def test_a_probe_without_end_is_ended(serve, loop):
+    answer = Caller(loop, serve().address).measure(endless)
+    assert PROBE_BYTES_MAX <= answer.num_bytes <= PROBE_BYTES_MAX + PROBE_MESSAGE_BYTES
+
+
+def test_a_probe_that_falls_silent_is_answered(serve, loop):
+    began = time.monotonic()
+    answer = Caller(loop, serve().address).measure(silent)
+    assert answer.num_bytes == 0
+    assert time.monotonic() - began >= PROBE_S * 0.9
+
+
+def test_a_message_that_is_too_large_is_refused(serve, loop):
+    assert Caller(loop, serve().address).refused(too_large) == "BAD_REQUEST"
+
+
+def test_probes_have_a_quota(serve, loop):
+    caller = Caller(loop, serve().address)
+    for _ in range(PROBES):
+        caller.measure(few)
+    assert caller.refused(few) == "BUSY"
+
+
+def test_strangers_measure_nothing(serve, loop):
+    assert Caller(loop, serve().address, run_id="other").refused(few) == "WRONG_RUN"
+
+
+@pytest.mark.parametrize(("who", "may"), [("observer/x", True), ("admin/x", True), ("shard/1", False)])
+def test_only_those_may_measure_who_may_read_the_model(secure, run, who, may):
+    assert failures(found_at(secure.address, tls=run.issue(who, days=80))) == ([] if may else ["WRONG_SCOPE"])
+
+
+def test_a_run_that_waits_for_its_first_learner_fails_nothing(serve):
+    found = found_at(serve().address)
+    assert failures(found) == []
+    assert any("waits for its first learner" in f.what for f in found)
+    (link,) = [f for f in found if f.code == "LINK_UNMEASURED"]
+    assert "no model yet" in link.what

@@ -1,0 +1,275 @@
+"""The end of a run, and what a loop is told when something is wrong with its model: real learners and real shards."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+
+import pytest
+import torch
+from in_process import InProcessShard, settings_with
+from torch import nn
+from training import Training, tiny_model
+
+import diloco_worker
+from diloco_common.errors import ConfigError, LearnerEnded, ModelChanged, NotFinite
+from diloco_worker.core.diverging import REFUSALS_MAX
+from diloco_worker.export import lay_out
+from diloco_worker.interrupts import Interrupted
+from waiting import until
+
+EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
+
+
+def global_values(*shards: InProcessShard) -> torch.Tensor:
+    """Of the whole model, in its own order."""
+    tensors = {name: torch.empty_like(p) for name, p in tiny_model().named_parameters()}
+    for shard in shards:
+        for state in shard.loop.look(lambda core=shard.core: list(core.fragments.values())):
+            lay_out(state.values.theta, state.fragment, tensors)
+    return torch.cat([values.flatten() for values in tensors.values()])
+
+
+def run_until_done(*learners: Training) -> None:
+    def all_are_done() -> bool:
+        for training in learners:
+            if not training.learner.done:
+                training.step()
+        return all(training.learner.done for training in learners)
+
+    until(all_are_done, "all are done")
+
+
+# ------------------------------------------------------------------ finish
+
+
+def test_at_the_end_every_learner_holds_the_final_model(serve, train):
+    shards = [
+        serve(settings_with(run={"tokens": 400}, sync=EXACT | {"fragments": 4}, shard={"index": i, "count": 2}))
+        for i in range(2)
+    ]
+    addresses = ",".join(shard.address for shard in shards)
+    a, b = train(addresses, "a"), train(addresses, "b", seed=1)
+    run_until_done(a, b)
+    for _ in range(20):
+        a.step()  # what it trains now belongs to nobody
+
+    assert a.learner.finish()
+    assert b.learner.finish()
+
+    final = global_values(*shards)
+    assert torch.equal(a.values(), final)
+    assert torch.equal(b.values(), final)
+    assert (a.learner.state, shards[0].member_state("a")) == ("done", "left")
+    assert a.learner.finish()  # changes nothing
+
+
+def test_who_finishes_before_the_budget_is_reached_gets_the_latest_versions(serve, train):
+    shard = serve(settings_with(sync=EXACT | {"fragments": 4}))
+    a = train(shard.address, "a")
+    a.until(lambda: all(f.version >= 2 for f in shard.core.fragments.values()), "versions")
+    a.learner.stop()
+    assert a.learner.done
+
+    assert a.learner.finish()
+    assert torch.equal(a.values(), global_values(shard))
+
+
+def test_finish_says_which_shard_is_away_and_gives_what_there_is(serve, train, written):
+    shard = serve(settings_with(sync=EXACT | {"fragments": 4}))
+    a = train(shard.address, "a")
+    a.until(lambda: shard.version() >= 2, "versions")
+    shard.stop()
+    until(lambda: not a.connection.is_up, "the loss is noticed")
+    before = a.values()
+
+    assert not a.learner.finish(wait_s=0.3)
+
+    assert f'not everything is of the last version why="no answer from {shard.address}"' in written.getvalue()
+    fragments = [(f.fragment, f.tensors.values()) for f in a.learner.core.fragments.values()]
+    tensors = {name: torch.empty_like(p) for name, p in a.model.named_parameters()}
+    for fragment, values in fragments:
+        lay_out(values, fragment, tensors)
+    assert all(torch.equal(p, tensors[name]) for name, p in a.model.named_parameters())
+    assert not torch.equal(a.values(), before)
+
+
+def test_after_the_end_a_step_is_refused_in_words(serve, train):
+    a = train(serve(settings_with()).address, "a")
+    a.learner.finish()
+    with pytest.raises(LearnerEnded, match=r"join again with state=learner.state_dict\(\)"):
+        a.step()
+    b = train(serve(settings_with()).address, "b")
+    b.learner.close()
+    with pytest.raises(LearnerEnded):
+        b.learner.finish()
+
+
+# ------------------------------------------------------------------ who a learner is
+
+
+def test_a_learner_goes_on_from_its_state_as_the_same_one(serve, train):
+    shard = serve(settings_with())
+    other, a = train(shard.address, "other"), train(shard.address, "a")
+    for _ in range(3):
+        a.step()
+    state, seed = a.learner.state_dict(), a.learner.seed
+    a.learner.close()
+
+    again = diloco_worker.join(shard.address, tiny_model(), state=state, wait_s=20)
+    with again:
+        assert again.learner_id == "a"
+        assert (again.inner_step, again.tokens, again.index) == (3, 24, a.learner.index)
+        assert (again.seed, again.seed == other.learner.seed) == (seed, False)
+        assert again.state_dict() == state
+
+
+def test_every_learner_has_a_number_and_knows_how_many_there_are(serve, train):
+    shard = serve(settings_with(lease={"lease_s": 60.0, "heartbeat_s": 0.1}))
+    learners = [train(shard.address, name).learner for name in "abc"]
+    assert [learner.index for learner in learners] == [0, 1, 2]
+    until(lambda: all(learner.learners_alive == 3 for learner in learners), "all have heard of all")
+    learners[1].close()
+    until(lambda: learners[0].learners_alive == 2, "one has left")
+    assert train(shard.address, "d").learner.index == 1
+
+
+def test_a_number_outlives_the_restart_of_the_shard(serve, train):
+    first = serve(settings_with())
+    a, b = train(first.address, "a"), train(first.address, "b")
+    a.learner.close()
+    address = first.address
+    first.stop()
+    second = serve(settings_with(shard={"listen": address}))
+    b.until(lambda: second.member_state("b") == "alive", "b is back")
+    assert train(address, "c").learner.index == 0  # b still has 1
+    assert b.learner.index == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"inner_step": 3}, "state= is not what learner.state_dict() gave: it has no index, learner_id, run, tokens"),
+        ({"run": "other", "learner_id": "a", "index": 0, "inner_step": 1, "tokens": 1}, "state= is of run 'other'"),
+    ],
+)
+def test_what_is_no_state_of_this_run_is_refused(state, words):
+    with pytest.raises(ConfigError) as told:
+        diloco_worker.join("127.0.0.1:9", tiny_model(), state=state)
+    assert words in str(told.value)
+
+
+def test_learners_with_the_same_batches_are_named_by_the_shard(serve, train, written):
+    shard = serve(settings_with(sync={"sync_every": 10_000}))
+    a, b = train(shard.address, "a"), train(shard.address, "b")  # both with seed 0
+
+    def both_stepped() -> bool:
+        a.step()
+        b.step()
+        return "same losses" in written.getvalue()
+
+    until(both_stepped, "the shard says it", every_s=0.03)  # reports that follow faster are drawn together
+    assert "learner=b other=a" in written.getvalue() or "learner=a other=b" in written.getvalue()
+
+
+# ------------------------------------------------------------------ a model that is not what it was
+
+
+def test_parameters_that_were_replaced_are_named_at_the_next_step(serve, train):
+    a = train(serve(settings_with()).address, "a")
+    a.step()
+    a.model.load_state_dict({k: v.clone() for k, v in a.model.state_dict().items()}, assign=True)
+    with pytest.raises(ModelChanged, match=r"0.weight, 0.bias, 2.weight and 1 more: replaced .* before `join`"):
+        a.learner.step(tokens=1)
+
+
+@pytest.mark.parametrize("change", ["to", "one", "removed"])
+def test_one_parameter_that_was_replaced_is_enough(serve, train, change):
+    a = train(serve(settings_with()).address, "a")
+    if change == "to":
+        a.model[2].to(torch.float64)
+    elif change == "one":
+        a.model[2].weight = nn.Parameter(a.model[2].weight.detach().clone())
+    else:
+        del a.model[2].weight
+    with pytest.raises(ModelChanged, match=r"2\.weight"):
+        a.learner.step(tokens=1)
+
+
+@pytest.mark.parametrize("part", ["all", "a submodule"])
+def test_values_that_were_overwritten_from_a_checkpoint_are_noticed(serve, train, part):
+    a = train(serve(settings_with()).address, "a")
+    module = a.model if part == "all" else a.model[0]
+    module.load_state_dict({k: torch.zeros_like(v) for k, v in module.state_dict().items()})
+    with pytest.raises(ModelChanged, match="load_state_dict has overwritten the model since it joined"):
+        a.learner.step(tokens=1)
+
+
+def test_a_model_that_has_joined_can_be_copied_and_pickled(serve, train):
+    a = train(serve(settings_with()).address, "a")
+    twins = copy.deepcopy(a.model), pickle.loads(pickle.dumps(a.model))
+    for twin in twins:
+        twin.load_state_dict(a.model.state_dict())
+        assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), a.model.parameters(), strict=True))
+    a.step()  # nobody has touched the model itself
+    a.learner.close()
+    assert not any(m._load_state_dict_post_hooks for m in a.model.modules())
+
+
+def test_a_model_that_is_not_finite_ends_the_learner_after_some_rounds(serve, train):
+    shard = serve(settings_with(sync={"quorum": 1}))
+    a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)
+    a.until(lambda: shard.version() >= 1, "a version")
+    with torch.no_grad():
+        a.model[0].weight.fill_(float("nan"))
+
+    def forever() -> bool:
+        a.step()
+        b.step()
+        return False
+
+    with pytest.raises(NotFinite, match=f"{REFUSALS_MAX} rounds in a row"):
+        until(forever, "the learner gives up")
+    assert a.learner.state == "stopped"
+    assert b.learner.core.contributions["NOT_FINITE"] == 0
+
+
+# ------------------------------------------------------------------ with
+
+
+def test_an_error_in_the_loop_ends_the_lease_at_once(serve):
+    shard = serve(settings_with())
+    with pytest.raises(ZeroDivisionError), diloco_worker.join(shard.address, tiny_model(), learner_id="a", wait_s=20):
+        raise ZeroDivisionError
+    assert shard.member_state("a") == "left"
+
+
+def test_ctrl_c_is_one_line_and_leaves_the_run(serve, capsys):
+    shard = serve(settings_with())
+    learner = diloco_worker.join(shard.address, tiny_model(), learner_id="a", wait_s=20)
+    with pytest.raises(KeyboardInterrupt) as told, learner:
+        raise KeyboardInterrupt
+    assert isinstance(told.value, Interrupted)
+    assert told.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "diloco: interrupted; a has left the run after 0 steps"
+    assert shard.member_state("a") == "left"
+
+
+def test_a_learner_leaves_no_task_behind_in_its_loop(serve, train):
+    """grpc.aio has some of its own, which end a moment after their calls."""
+    shard = serve(settings_with(sync={"fragments": 4}))
+    for _ in range(10):
+        a = train(shard.address, "a")
+        a.until(lambda: shard.version() >= 1, "a version")
+        loop = a.learner._background._loop
+        a.learner.close()
+        assert loop.is_closed()
+        assert not asyncio.all_tasks(loop)
+
+
+@pytest.mark.parametrize("tokens", [-1, 2**41])
+def test_a_step_of_impossible_tokens_is_refused(serve, train, tokens):
+    a = train(serve(settings_with()).address, "a")
+    with pytest.raises(ConfigError, match="a step has 0 to"):
+        a.learner.step(tokens=tokens)

@@ -1,0 +1,176 @@
+"""A Trainer of Hugging Face with our callback, as a learner of a real shard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import settings_with
+
+from diloco_common.errors import ConfigError
+from diloco_worker.global_model import pull_global_model
+
+transformers = pytest.importorskip(
+    "transformers", reason="NOT RUN: transformers is not installed (pip install 'decoupled-diloco[hf]')"
+)
+pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed")
+from diloco_worker.hf import DilocoCallback  # noqa: E402
+
+EXACT = {"push": "float32", "pull": "float32", "quorum": 1, "fragments": 2, "sync_every": 2}
+TOKENS_PER_STEP = 4 * 8
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Windows of tokens; remembers which were drawn."""
+
+    def __init__(self, kind: str = "text") -> None:
+        self.drawn: list[int] = []
+        self._kind = kind
+        self._windows = torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        self.drawn.append(i)
+        if self._kind == "images":
+            return {"pixel_values": torch.full((3, 8, 8), i / 64), "labels": i % 2}
+        return {"input_ids": self._windows[i], "labels": self._windows[i]}
+
+
+def gpt() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=1, n_embd=16, n_positions=8, vocab_size=32, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def trainer(
+    address: str, folder: Path, *, learner_id: str = "a", model: Any = None, data: Any = None, **arguments: Any
+) -> Any:
+    given = {
+        "per_device_train_batch_size": 4, "logging_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "learning_rate": 1e-2, "max_steps": 10_000,
+    }  # fmt: skip
+    callback = DilocoCallback(address, learner_id=learner_id, wait_s=20.0)
+    made = transformers.Trainer(
+        model if model is not None else gpt(), transformers.TrainingArguments(str(folder), **given | arguments),
+        train_dataset=data if data is not None else Drawn(), eval_dataset=Drawn(), callbacks=[callback],
+    )  # fmt: skip
+    made.diloco = callback
+    return made
+
+
+def test_it_stops_at_the_budget_and_saves_the_global_model(serve, tmp_path, written):
+    shard = serve(settings_with(run={"tokens": 20 * TOKENS_PER_STEP}, sync=EXACT))
+    training = trainer(shard.address, tmp_path)
+    training.train()
+
+    learner = training.diloco.learner
+    assert learner.state == "done"
+    assert learner.tokens == learner.inner_step * TOKENS_PER_STEP
+    assert 20 <= learner.inner_step < 200
+    found = pull_global_model([shard.address])
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "global")
+    for model in (training.model, loaded):
+        mine = dict(model.named_parameters(remove_duplicate=False))
+        assert all(torch.equal(mine[name], values) for name, values in found.tensors.items())
+    assert 'training ends after="640 tokens of all learners, or 10000 steps of this one' in written.getvalue()
+    assert f"budget reached steps={learner.inner_step} of=10000" in written.getvalue()
+
+
+def test_max_steps_ends_it_before_the_run_and_says_so(serve, tmp_path, written):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    training = trainer(shard.address, tmp_path, max_steps=6)
+    training.train()
+    assert training.diloco.learner.inner_step == 6
+    assert "max_steps reached before the run has ended: the others go on steps=6" in written.getvalue()
+    assert (tmp_path / "global" / "model.safetensors").exists()
+
+
+def test_every_learner_draws_its_data_in_an_order_of_its_own_and_the_same_one_again(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    orders = []
+    for learner_id in ("a", "b", "a"):
+        data = Drawn()
+        trainer(shard.address, tmp_path, learner_id=learner_id, data=data, max_steps=5).train()
+        orders.append(data.drawn[:20])
+    assert orders[0] == orders[2]
+    assert orders[0] != orders[1]
+
+
+def test_a_trainer_that_resumes_goes_on_as_the_same_learner_where_it_was_in_the_data(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    whole, first, second = Drawn(), Drawn(), Drawn()
+    saving = {"save_strategy": "steps", "save_steps": 5}
+    trainer(shard.address, tmp_path / "whole", data=whole, max_steps=10).train()
+    trainer(shard.address, tmp_path / "parts", data=first, max_steps=5, **saving).train()
+    state = json.loads((tmp_path / "parts/checkpoint-5/diloco.json").read_text())
+    assert (state["learner_id"], state["inner_step"], state["tokens"]) == ("a", 5, 5 * TOKENS_PER_STEP)
+
+    again = trainer(shard.address, tmp_path / "parts", learner_id="", data=second, max_steps=10, **saving)
+    again.train(resume_from_checkpoint=True)
+
+    learner = again.diloco.learner
+    assert (learner.learner_id, learner.inner_step) == ("a", 10)
+    assert whole.drawn[:40] == first.drawn[:20] + second.drawn[:20]
+
+
+def test_a_trainer_that_resumes_from_another_folder_says_that_it_is_a_new_learner(serve, tmp_path, written):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    trainer(shard.address, tmp_path / "one", max_steps=5, save_strategy="steps", save_steps=5).train()
+    assert "it is a new one" not in written.getvalue()
+
+    again = trainer(shard.address, tmp_path / "other", learner_id="b", max_steps=6)
+    again.train(resume_from_checkpoint=str(tmp_path / "one/checkpoint-5"))
+
+    assert "nothing is left there of its learner: it is a new one" in written.getvalue()
+    assert again.diloco.learner.inner_step == 1
+
+
+def test_an_island_is_refused_before_anything_is_dialed():
+    with pytest.raises(ConfigError, match="takes no island=: the Trainer has summed the tokens of all ranks already"):
+        DilocoCallback("nobody:1", island=object())
+
+
+@pytest.mark.parametrize("off", ["no", False])
+def test_tokens_are_counted_whatever_a_trainer_calls_not_counting(serve, tmp_path, off):
+    """In older versions it is a bool."""
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    training = trainer(shard.address, tmp_path, max_steps=2)
+    training.args.include_num_input_tokens_seen = off
+    training.train()
+    assert training.diloco.learner.tokens == 2 * TOKENS_PER_STEP
+
+
+def test_the_rate_follows_the_run_and_not_the_steps_of_the_trainer(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 200 * TOKENS_PER_STEP}, sync=EXACT))
+    training = trainer(shard.address, tmp_path, lr_scheduler_type="linear", max_steps=100_000)
+    training.train()
+    rates = [line["learning_rate"] for line in training.state.log_history if "learning_rate" in line]
+    assert rates[0] == pytest.approx(1e-2)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.8e-2, "by the steps of the Trainer it would still be 0.998e-2"
+
+
+def test_where_there_are_no_tokens_samples_count(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, image_size=8, patch_size=4
+    )
+    model = transformers.ViTForImageClassification(config)
+    training = trainer(shard.address, tmp_path, model=model, data=Drawn("images"), max_steps=3)
+    training.train()
+    assert training.diloco.learner.tokens == 3 * 4
+
+
+def test_the_best_model_of_one_learner_is_not_put_in_the_place_of_the_global_one(serve, tmp_path):
+    shard = serve(settings_with(sync=EXACT))
+    steps = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 5, "eval_steps": 5}
+    training = trainer(shard.address, tmp_path, load_best_model_at_end=True, max_steps=5, **steps)
+    with pytest.raises(ConfigError, match="load_best_model_at_end=True would put an earlier model"):
+        training.train()

@@ -1,0 +1,150 @@
+"""Islands under torchrun, with a real shard: what several ranks train together is what one process trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import InProcessShard, settings_with
+from island_rank import batch, plain, whole
+
+import diloco_worker
+from diloco_common.history import read_histories
+from diloco_common.judge import violations
+from diloco_worker.export import lay_out
+from waiting import DEADLINE_S
+
+STEPS = 60
+EXACT = {"push": "float32", "pull": "float32", "sync_every": 3, "fragments": 3}
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Runs island_rank.py in so many ranks, and gives what each of them has written."""
+    return partial(run, tmp_path)
+
+
+def run(out: Path, ranks: int, *args: object) -> list[dict[str, Any]]:
+    script = Path(__file__).with_name("island_rank.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    ran = subprocess.run(
+        [*command, *map(str, (out, *args))], capture_output=True, text=True, timeout=4 * DEADLINE_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def trained_alone(first: list[float], steps: int) -> torch.Tensor:
+    """One process with the batches of all ranks, without any shard."""
+    model = plain()
+    torch.nn.utils.vector_to_parameters(torch.tensor(first), model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        x = batch(step)
+        (model(x) - x[:, :3].sin()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def global_values(shard: InProcessShard) -> list[float]:
+    """What the shard holds of the whole model, in its order."""
+    tensors = {name: torch.empty_like(p) for name, p in plain().named_parameters()}
+    for state in shard.loop.look(lambda: list(shard.core.fragments.values())):
+        lay_out(state.values.theta, state.fragment, tensors)
+    return torch.cat([values.flatten() for values in tensors.values()]).tolist()
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_an_island_trains_as_one_process_with_all_batches(serve, torchrun, kind: str, ranks: int) -> None:
+    """The only learner, with an outer step that takes its weights over: what torn, misplaced or double elements would
+    change is the model. So it is the same as without any shard, but for rounding."""
+    shard = serve(settings_with(sync=EXACT))
+    said = torchrun(ranks, kind, shard.address, STEPS, "island", 0.0)
+
+    assert len(said) == ranks
+    for key in ("steps", "tokens", "contributions", "versions", "values"):
+        assert all(one[key] == said[0][key] for one in said), key
+    assert said[0]["tokens"] == 16 * said[0]["steps"]
+    assert [one["alive"] for one in said] == [1] * ranks, "one learner, and all ranks know it"
+    assert [one["is_watched"] for one in said] == [kind == "ddp"] * ranks
+    expected = trained_alone(said[0]["first"], STEPS)
+    assert [one["is_whole"] for one in said] == [True] * ranks
+    assert [one["final"] for one in said] == [global_values(shard)] * ranks, "finish leaves what the shard has"
+    torch.testing.assert_close(torch.tensor(said[0]["values"]), expected, rtol=1e-4, atol=1e-5)
+
+    ledger = shard.ledger
+    assert ledger.rounds >= 6
+    assert ledger.participants == ledger.rounds, "every round has one contribution, of the whole island"
+    assert not ledger.rejected
+    assert ledger.tokens_merged == ledger.tokens_accepted
+    assert {m.learner_id for m in shard.core.membership.all()} == {"island"}
+
+
+def test_ranks_of_ddp_are_equal_bit_for_bit_while_versions_arrive(serve, torchrun) -> None:
+    shard = serve(settings_with(sync={"push": "int8", "pull": "bfloat16", "sync_every": 4, "fragments": 4}))
+    said = torchrun(2, "ddp", shard.address, 500, "island", 0.0)
+    assert said[0]["values"] == said[1]["values"]
+    assert min(said[0]["versions"].values()) > 5
+    assert shard.ledger.participants == shard.ledger.rounds
+
+
+def test_ranks_of_fsdp2_with_mixed_precision_push_and_pull_what_they_hold(serve, torchrun) -> None:
+    shard = serve(settings_with(sync={"push": "int8", "pull": "int4", "sync_every": 4, "fragments": 3}))
+    said = torchrun(2, "mixed", shard.address, STEPS, "island", 0.005)
+    assert said[0]["values"] == said[1]["values"]
+    assert min(said[0]["versions"].values()) >= 2
+    assert sum(one["local"] for one in said) == len(said[0]["values"])
+    pushed = [one["pushed"] for one in said]
+    assert 0.8 < pushed[0] / pushed[1] < 1.25
+
+
+def test_an_island_goes_on_from_its_checkpoint_with_another_number_of_ranks(serve, torchrun, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint holds the model and the learner's counts; every step of both processes counts."""
+    shard = serve(settings_with(run={"history": tmp_path / "history"}, sync=EXACT))
+    before = torchrun(2, "fsdp", shard.address, 20, "island", 0.0, tmp_path / "checkpoint")
+    after = torchrun(3, "fsdp", shard.address, 20, "", 0.0, tmp_path / "checkpoint")
+
+    assert [one["state"]["inner_step"] for one in before + after] == [20] * 2 + [40] * 3
+    assert [one["state"]["tokens"] for one in before + after] == [20 * 16] * 2 + [40 * 16] * 3
+    assert [one["state"]["learner_id"] for one in after] == ["island"] * 3
+    assert [one["loaded"] for one in after] == [before[0]["values"]] * 3
+    (island,) = shard.core.membership.all()
+    assert (island.learner_id, island.generation) == ("island", 2)
+    assert not list(violations(read_histories(tmp_path / "history")))
+
+
+def test_a_process_and_two_islands_are_three_learners_of_one_run(serve, tmp_path: Path) -> None:
+    """Of the same model, in other meshes: the manifest is made of global shapes."""
+    shard = serve(settings_with(sync={"push": "int8", "sync_every": 4, "fragments": 3, "quorum": 3}))
+    ended: list[list[dict[str, Any]]] = []
+
+    def island(kind: str, ranks: int) -> None:
+        out = tmp_path / kind
+        out.mkdir()
+        ended.append(run(out, ranks, kind, shard.address, 400, kind, 0.02))
+
+    islands = [threading.Thread(target=island, args=args) for args in (("ddp", 4), ("fsdp", 2))]
+    for thread in islands:
+        thread.start()
+    alone = diloco_worker.join(shard.address, plain(), learner_id="alone", wait_s=120.0)
+    with alone:
+        while any(thread.is_alive() for thread in islands):
+            alone.step(tokens=16)
+            time.sleep(0.02)
+    assert len(ended) == 2
+    for said in ended:
+        assert said[0]["contributions"]["merged"] >= 3
+        assert all(one["values"] == said[0]["values"] for one in said)
+    merged = {m.learner_id: m.merged for m in shard.core.membership.all()}
+    assert merged.keys() == {"alone", "ddp", "fsdp"}
+    assert min(merged.values()) >= 3

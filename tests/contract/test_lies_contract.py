@@ -1,0 +1,313 @@
+"""A caller with every right to call, and nothing true to say, beside a learner that trains (faults.md, hostile).
+
+Whatever is sent, the answer has a stable code, no traceback is logged, and the honest learner's work goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from in_process import TENSORS, Attendance, Caller, Clock, InProcessShard, contribution, refusal, settings_with
+
+from diloco_common import bounds, protobuf, rpc
+from diloco_common.errors import WORDS_MAX
+from diloco_common.manifest import TensorSpec, model_digest
+from diloco_common.messages import Progress
+from diloco_common.protocol import PROTOCOL
+from diloco_protos import parameter_server_pb2 as pb
+from waiting import DEADLINE_S, until
+
+ACCEPTED, REJECTED = pb.PushResponse.ACCEPTED, pb.PushResponse.REJECTED
+Serve = Callable[..., InProcessShard]
+CALLS = ("Join", "Attend", "Push", "Pull", "Leave")
+TOKENS = 100
+"""Of each step."""
+
+
+class Honest:
+    """A learner that takes a step per second of the test's clock, and contributes whenever it is asked."""
+
+    def __init__(self, shard: InProcessShard, clock: Clock) -> None:
+        self.shard, self.clock = shard, clock
+        self.caller = shard.caller("honest")
+        self.caller.join()
+        self.caller.seed()
+        self.stream: Attendance = self.caller.attend()
+        self.steps = self.merged_until = 0
+        self.report()
+
+    def report(self) -> None:
+        told = protobuf.progress_to_pb(Progress(self.steps, TOKENS * self.steps, 2.5, 1.0))
+        self.shard.loop.run(self.stream.call.write(told))
+        until(lambda: self.seen() == self.steps, "the report")
+
+    def seen(self) -> int | None:
+        member = self.shard.core.membership.get("honest")
+        return member.progress.inner_step if member is not None and member.trail is not None else None
+
+    def step(self) -> None:
+        self.clock.now += 1.0
+        self.steps += 1
+        self.report()
+        state = self.shard.core.fragments[0]
+        until(lambda: not state.computing, "the version")
+        if self.shard.loop.look(lambda: state.round is not None and "honest" in state.round.missing):
+            self.contribute()
+
+    def contribute(self) -> None:
+        state, payload = self.shard.core.fragments[0], contribution(0.001)
+        version = self.shard.version()
+        header = self.caller.header(
+            payload, round=version + 1, base_version=version, tokens=TOKENS * (self.steps - self.merged_until),
+            steps=self.steps - self.merged_until,
+        )  # fmt: skip
+        assert self.caller.push(header, payload).outcome == ACCEPTED
+        self.merged_until = self.steps
+        until(lambda: state.version == version + 1, "a version")
+
+
+def lively(serve: Serve, clock: Clock, **sections: Any) -> tuple[InProcessShard, Honest]:
+    """A shard with one honest learner in its ordinary course: H is 4 steps."""
+    sync = {"quorum": 1, "sync_every": 4} | sections.pop("sync", {})
+    lease = {"lease_s": 1000.0, "heartbeat_s": 100.0}
+    shard = serve(settings_with(sync=sync, lease=lease, **sections), clock)
+    honest = Honest(shard, clock)
+    for _ in range(12):
+        honest.step()
+    assert shard.version() >= 2
+    return shard, honest
+
+
+def mallory(shard: InProcessShard, name: str = "mallory") -> Caller:
+    caller = shard.caller(name)
+    caller.join()
+    return caller
+
+
+def raw(caller: Caller, method: str, *bodies: bytes) -> None:
+    """A call with these messages, whatever they are; to its end. Raises AioRpcError."""
+
+    async def call() -> None:
+        made = caller.channel.stream_stream(f"/diloco.v1.ParameterServer/{method}")(
+            metadata=caller.metadata(), timeout=DEADLINE_S
+        )
+        try:
+            for body in bodies:
+                await made.write(body)
+            await made.done_writing()
+        except (grpc.aio.AioRpcError, Exception):  # answered already: reading says how
+            pass
+        while await made.read() is not rpc.EOF:
+            pass
+        if not (await made.code()) == grpc.StatusCode.OK:
+            raise grpc.aio.AioRpcError(
+                await made.code(), await made.initial_metadata(), await made.trailing_metadata(),
+                details=await made.details(),
+            )  # fmt: skip
+
+    caller.loop.run(call())
+
+
+# ---------------------------------------------------------------- 4: bytes that are no message
+
+
+def test_random_bytes_are_answered_with_a_code_and_leave_no_traceback(
+    serve: Serve, clock: Clock, written: io.StringIO
+) -> None:
+    shard, honest = lively(serve, clock)
+    caller, drawn, codes, words = mallory(shard), random.Random(4), set[str](), [""]
+    for number in range(240):
+        body = drawn.randbytes(drawn.choice((1, 7, 60, 900)))
+        try:
+            raw(caller, CALLS[number % 5], body)
+        except grpc.aio.AioRpcError as error:
+            trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
+            codes.add(trailing.get(rpc.CODE_KEY, f"without a code: {error.code()} {error.details()}"))
+            words.append(error.details() or "")
+    assert max(len(said.encode()) for said in words) <= WORDS_MAX
+    assert "BAD_REQUEST" in codes
+    assert codes <= {"BAD_REQUEST", "PROTOCOL_MISMATCH", "NOT_JOINED", "UNKNOWN_FRAGMENT", "UNKNOWN_ENCODING"}
+    assert "Traceback" not in written.getvalue()
+    assert shard.metric("refused_calls_total", code="BAD_REQUEST") > 100
+    before = shard.version()
+    for _ in range(8):
+        honest.step()
+    assert shard.version() > before
+
+
+# ---------------------------------------------------------------- 5, 6: tokens
+
+
+@pytest.mark.parametrize("tokens", [2**64 - 1, 2**62, bounds.TOKENS_MAX + 1])
+def test_a_push_of_more_tokens_than_there_are_is_no_push(serve: Serve, clock: Clock, tokens: int) -> None:
+    shard, honest = lively(serve, clock, run={"tokens": 10**6})
+    caller, payload, before = mallory(shard), contribution(), shard.state()
+
+    found = refusal(lambda: caller.push(caller.header(payload, tokens=tokens), payload))
+
+    assert (found.code, f"PushHeader.tokens is {tokens}" in found.words) == ("BAD_REQUEST", True)
+    assert shard.state() == before
+    assert not shard.core.done
+    honest.step()
+    assert mallory(shard).identity.generation > 0, "Join is still answered"
+
+
+@pytest.mark.parametrize("tokens", [bounds.TOKENS_MAX, 10**9])
+def test_a_push_of_more_tokens_than_were_reported_is_refused(serve: Serve, clock: Clock, tokens: int) -> None:
+    shard, honest = lively(serve, clock, run={"tokens": 10**6})
+    caller, payload = mallory(shard), contribution()
+    caller.attend().say(0)
+    honest.stream.say(honest.steps)
+    until(lambda: shard.core.membership.get("mallory").first_step is not None, "the report")
+    state = shard.core.fragments[0]
+    while state.round is None or "mallory" not in state.round.asked:
+        if state.round is not None:
+            honest.contribute()
+        clock.now += 1.0
+        honest.steps += 1
+        honest.report()
+    before = shard.version()
+    header = caller.header(payload, round=before + 1, base_version=before, tokens=tokens)
+
+    answer = caller.push(header, payload)
+
+    assert (answer.outcome, answer.code) == (REJECTED, "IMPLAUSIBLE")
+    assert f"pushes {tokens} tokens" in answer.message
+    assert not shard.core.done
+    honest.contribute()
+    assert shard.version() == before + 1
+    assert shard.core.tokens_merged == TOKENS * honest.steps
+
+
+def test_counters_stop_before_they_could_not_be_sent(serve: Serve, clock: Clock) -> None:
+    shard = serve(settings_with(lease={"lease_s": 1000.0, "heartbeat_s": 100.0}), clock)
+    caller = mallory(shard, "honest")
+    payload = contribution(0.5, "float32")
+    header = caller.header(
+        payload, round=0, tokens=0, steps=0, tokens_merged=bounds.TOKENS_COUNTED_MAX, epoch=shard.core.epoch
+    )
+    assert caller.push(header, payload).outcome == ACCEPTED
+    until(lambda: shard.core.all_seeded, "the seed")
+    stream = caller.attend()
+    for step in (0, 1):
+        stream.say(step, tokens=TOKENS * step)
+    until(lambda: shard.core.fragments[0].round is not None, "a round")
+    assert caller.push(caller.header(contribution()), contribution()).outcome == ACCEPTED
+    until(lambda: shard.version() == 1, "version 1")
+
+    answer = shard.caller("next").join()
+
+    assert answer.pulse.tokens_merged == bounds.TOKENS_COUNTED_MAX
+    assert caller.pull()[0].tokens_merged == bounds.TOKENS_COUNTED_MAX
+
+
+# ---------------------------------------------------------------- 11, 12: time and steps
+
+
+def ghosts(shard: InProcessShard, names: Sequence[str]) -> list[tuple[str, Attendance]]:
+    return [(name, mallory(shard, name).attend()) for name in names]
+
+
+def say(shard: InProcessShard, ghost: tuple[str, Attendance], step: int, step_time_s: float = 0.0) -> None:
+    name, stream = ghost
+    shard.loop.run(stream.call.write(pb.Progress(inner_step=step, tokens=10 * step, step_time_s=step_time_s)))
+    until(lambda: shard.core.membership.get(name).progress.inner_step == step, "the report")
+
+
+def test_ghosts_with_long_steps_do_not_hold_the_rounds_of_others_open(serve: Serve, clock: Clock) -> None:
+    shard, honest = lively(serve, clock, sync={"grace": "adaptive"})
+    before = shard.core.grace_s()
+    haunting = ghosts(shard, [f"ghost-{i}" for i in range(5)])
+    for step in range(1, 13):
+        for ghost in haunting:
+            say(shard, ghost, step, 1e6)
+        clock.now += 1.0
+        assert shard.core.grace_s() <= max(before, 1.1)
+        honest.steps += 1
+        honest.report()
+
+
+def test_a_ghost_that_leaps_opens_no_rounds(serve: Serve, clock: Clock) -> None:
+    shard, honest = lively(serve, clock)
+    (ghost,) = ghosts(shard, ["ghost"])
+    leaps = 0
+
+    def both(steps: int) -> int:
+        nonlocal leaps
+        opened = shard.core.fragments[0].rounds_opened
+        for _ in range(steps):
+            for _ in range(5):
+                leaps += 1
+                say(shard, ghost, 1000 * leaps)
+            honest.step()
+        return int(shard.core.fragments[0].rounds_opened) - opened
+
+    both(64)  # until it is known for what it is
+    assert both(80) <= 80 / 4 + 1
+
+
+# ---------------------------------------------------------------- 15: a large Join
+
+WIDE: list[tuple[str, Callable[[pb.JoinRequest], object], str]] = [
+    (
+        "200,000 held",
+        lambda r: r.held.extend([pb.Held(fragment_id=i % 4096) for i in range(200_000)]),
+        "too many entries",
+    ),
+    ("5,000 held", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 5000), "JoinRequest.held has 5000 entries"),
+    ("one held twice", lambda r: r.held.extend([pb.Held(fragment_id=1)] * 2), "names a fragment twice"),
+    ("a million tensors", lambda r: r.tensors.extend([pb.Tensor(name="w", shape=[1])] * 10**6), "JoinRequest"),
+    ("20,000 dimensions", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[1] * 20_000)), "more than 8192 bytes"),
+    ("a thousand dimensions", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[1] * 1000)), "has 1000 entries"),
+    ("a long name", lambda r: r.tensors.append(pb.Tensor(name="w" * 10**3, shape=[1])), "has 1000 characters"),
+    ("a huge tensor", lambda r: r.tensors.append(pb.Tensor(name="w", shape=[2**62])), "0 to 2^42"),
+    ("a long process id", lambda r: setattr(r, "process_id", "p" * 10**3), "process_id has 1000 characters"),
+    ("many encodings", lambda r: r.decodes.extend(["x"] * 100), "decodes has 106 entries"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), [(c, w) for _, c, w in WIDE], ids=[name for name, _, _ in WIDE])
+def test_a_join_beyond_all_measure_is_refused(
+    serve: Serve, clock: Clock, change: Callable[[pb.JoinRequest], object], words: str
+) -> None:
+    shard = serve(settings_with(), clock)
+    request = pb.JoinRequest(
+        protocol=PROTOCOL, process_id="p", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES
+    )  # fmt: skip
+    change(request)
+    caller = shard.caller("mallory")
+
+    found = refusal(lambda: raw(caller, "Join", request.SerializeToString()))
+
+    assert (found.code, words in found.words) == ("BAD_REQUEST", True), found.words
+    assert len(found.words.encode()) <= WORDS_MAX
+    assert shard.core.manifest is None
+    assert mallory(shard, "honest").identity.generation == 1
+
+
+def test_names_that_come_twice_are_refused_in_words(serve: Serve, clock: Clock) -> None:
+    shard = serve(settings_with(), clock)
+    found = refusal(lambda: shard.caller("mallory").join([TensorSpec("w\x1b[31m\n", (3,))] * 30_000))
+    assert found.code == "MANIFEST_MISMATCH"
+    assert "the same name" in found.words
+    assert found.words.isprintable()
+
+
+# ---------------------------------------------------------------- 16: another model
+
+
+def test_a_shard_that_knows_its_model_takes_no_other_from_whoever_comes_first(serve: Serve, clock: Clock) -> None:
+    mine, other = model_digest(TENSORS), [TensorSpec("evil", (7,))]
+    shard = serve(settings_with(run={"model": mine}), clock)
+
+    found = refusal(lambda: shard.caller("mallory").join(other))
+
+    assert found.code == "MANIFEST_MISMATCH"
+    assert mine in found.words
+    assert f"run.model={model_digest(other)}" in found.words
+    mallory(shard, "honest").seed()

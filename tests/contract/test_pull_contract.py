@@ -1,0 +1,139 @@
+"""`diloco pull` as a person types it, against real shards: what is in the folder, and what is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from in_process import settings_with
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import diloco_worker
+from diloco_deploy.cli import main
+from diloco_deploy.pull import adapter_name
+
+EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
+
+
+class Tied(nn.Module):
+    """An embedding that is the head as well, a frozen layer, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Embedding(7, 4)
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+
+def trained(shards: str, model: nn.Module) -> nn.Module:
+    """It joined, trained a little, and holds the final model."""
+    with diloco_worker.join(shards, model, learner_id="a", wait_s=20) as learner:
+        while not learner.done:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(0.01 * torch.randn_like(parameter))
+            learner.step(tokens=8)
+        assert learner.finish()
+    return model
+
+
+@pytest.fixture
+def addresses(serve) -> str:
+    shards = [
+        serve(settings_with(run={"tokens": 80}, sync=EXACT | {"fragments": 2}, shard={"index": i, "count": 2}))
+        for i in range(2)
+    ]
+    return ",".join(shard.address for shard in shards)
+
+
+def test_the_model_is_written_under_all_of_its_names(addresses, tmp_path, capsys):
+    model = trained(addresses, nn.Sequential(Tied(), nn.Linear(3, 2)))
+    out = tmp_path / "out"
+    assert main(["pull", "--shards", addresses, "--out", str(out)]) == 0
+
+    found = load_file(out / "model.safetensors")
+    expected = {name: p for name, p in model.state_dict().items() if name not in ("0.scale", "0.base.weight")}
+    del expected["0.base.bias"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+    said = capsys.readouterr().out
+    assert f"{out}/model.safetensors: 36 parameters as float32" in said
+    assert "of 2 fragments" in said
+
+
+def test_what_the_run_does_not_train_comes_from_the_folder_of_the_model(addresses, tmp_path):
+    config, out = tmp_path / "config", tmp_path / "out"
+    config.mkdir()
+    begun = {name: values.clone() for name, values in Tied().state_dict().items()}
+    save_file(begun, config / "model.safetensors")
+    (config / "config.json").write_text("{}")
+    (config / "tokenizer.json").write_text('{"a": 1}')
+    (config / "optimizer.pt").write_text("not for others")
+    model = trained(addresses, nn.Sequential(Tied(), nn.Linear(3, 2))[0])
+
+    assert main(["pull", "--shards", addresses, "--out", str(out), "--config", str(config), "--dtype", "bfloat16"]) == 0
+
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    found = load_file(out / "model.safetensors")
+    assert found["wte.weight"].dtype == torch.bfloat16
+    assert torch.equal(found["head.weight"], model.wte.weight.detach().bfloat16())
+    assert torch.equal(found["scale"], begun["scale"])
+    model.load_state_dict({name: values.float() for name, values in found.items()})  # strict: all names are there
+
+
+def test_an_adapter_is_written_as_one(addresses, tmp_path):
+    config, out = tmp_path / "config", tmp_path / "out"
+    config.mkdir()
+    (config / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    trained(addresses, nn.ModuleDict({"lora_A": nn.ModuleDict({"default": nn.Linear(4, 2)})}))
+    assert main(["pull", "--shards", addresses, "--out", str(out), "--config", str(config)]) == 0
+    assert load_file(out / "adapter_model.safetensors").keys() == {"lora_A.weight", "lora_A.bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "in_file"),
+    [
+        ("base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.h.0.c_attn.lora_A.weight"),
+        ("base_model.model.wte.lora_embedding_A.default", "base_model.model.wte.lora_embedding_A"),
+        ("base_model.model.score.modules_to_save.default.weight", "base_model.model.score.weight"),
+    ],
+)
+def test_names_of_an_adapter_are_those_of_its_file(name, in_file):
+    assert adapter_name(name) == in_file
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        (["--config", "/no/such/folder"], "BAD_DATA"),
+        (["--run", "another"], "WRONG_RUN"),
+        (["--dtype", "int8"], "BAD_CONFIG"),
+        (["--shards", "127.0.0.1"], "BAD_CONFIG"),
+        (["--shards", "127.0.0.1:9", "--wait", "0.1"], "CANNOT_CONNECT"),
+    ],
+)
+def test_a_mistake_is_one_line(addresses, tmp_path, capsys, more, code):
+    trained(addresses, nn.Linear(4, 4))
+    assert main(["pull", "--shards", addresses, "--out", str(tmp_path), *more]) != 0
+    said = capsys.readouterr().err.strip()
+    assert said.endswith(f"[{code}]")
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_evaluation_of_the_built_in_model_refuses_another_one(addresses, tmp_path):
+    trained(addresses, nn.Linear(4, 4))
+    out = tmp_path / "model.safetensors"
+    command = [sys.executable, "-m", "diloco_worker", "evaluate", "--shards", addresses, "--export", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "`diloco pull --out DIR` writes it [BAD_CONFIG]" in ended.stderr
+    assert not out.exists()

@@ -1,0 +1,537 @@
+"""Identities over TLS: who is let in, as whom, for which calls, and for how long."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from in_process import NUM_ELEMENTS, InProcessShard, contribution, refusal, settings_with
+
+from certificates import Certificates
+from diloco_common import protobuf, rpc
+from diloco_common.codec import encode_payload, usual_chunk_elements
+from diloco_common.errors import ConfigError, Revoked
+from diloco_common.identity import MAY
+from diloco_common.manifest import TensorSpec, cut
+from diloco_common.messages import PushHeader
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_worker.global_model import pull_global_model
+from secret_files import secret_file
+from waiting import DEADLINE_S, until
+
+STATUS = grpc.StatusCode
+OUT_S = 1.0
+"""Whoever is revoked is out within this time."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path / "certs")
+
+
+@pytest.fixture
+def shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
+    """It asks for certificates, and watches the master copy of the deny-list."""
+    return serve(settings_with(security={"tls": run.issue("shard/0"), "revoked": run.deny_list}))
+
+
+def calls_of(caller: Any) -> dict[str, Callable[[], Any]]:
+    payload = contribution()
+    return {
+        "Join": caller.join,
+        "Observe": lambda: caller.join((), observe=True),
+        "Attend": lambda: caller.attend().ends(),
+        "Push": lambda: caller.push(caller.header(payload), payload),
+        "Pull": caller.pull,
+        "Leave": caller.leave,
+    }
+
+
+def seeded(shard: InProcessShard, run: Certificates, learner_id: str = "b") -> Any:
+    """An honest learner that has joined, and brought the model."""
+    caller = shard.caller(learner_id, tls=run.issue(f"learner/{learner_id}"))
+    caller.join()
+    caller.seed()
+    return caller
+
+
+def test_the_certificate_of_one_learner_is_no_good_for_another(shard, run):
+    honest = seeded(shard, run, "b")
+    thief = shard.caller("b", tls=run.issue("learner/a"))
+    thief.identity = honest.identity
+    before = shard.state()
+
+    found = {name: refusal(call) for name, call in calls_of(thief).items()}
+
+    assert {how.code for how in found.values()} == {"WRONG_IDENTITY"}
+    assert {how.status for how in found.values()} == {STATUS.PERMISSION_DENIED}
+    assert all("learner/a calls as learner b" in how.words for how in found.values())
+    assert shard.state() == before
+    assert shard.member_state("b") == "alive"
+    assert shard.metric("refused_calls_total", code="WRONG_IDENTITY") >= len(found)  # a push is repeated: ANSWER_LOST
+
+
+@pytest.mark.parametrize("who", ["learner/a", "observer/x", "admin/x", "shard/1"])
+def test_a_scope_makes_the_calls_of_its_row_and_no_others(shard, run, who):
+    seeded(shard, run)
+    scope, _, name = who.partition("/")
+    caller = shard.caller(name if scope == "learner" else "", tls=run.issue(who))
+    if scope == "learner":
+        caller.join()
+
+    refused = set()
+    for call, make in calls_of(caller).items():
+        if call == "Attend" and scope == "learner":
+            continue  # it would last
+        try:
+            make()
+        except grpc.aio.AioRpcError as error:
+            code = dict(error.trailing_metadata() or ()).get("diloco-code")
+            if code == "WRONG_SCOPE":
+                refused.add(call)
+
+    assert refused == {"Join", "Observe", "Attend", "Push", "Pull", "Leave"} - MAY[scope]
+
+
+def test_a_certificate_of_another_run_is_refused(shard, run, tmp_path):
+    """The same authority may have signed it."""
+    run.authority.run_id = "other"
+    foreign = shard.caller("a", tls=run.issue("learner/a"))
+
+    found = refusal(foreign.join)
+
+    assert found.code == "WRONG_IDENTITY"
+    assert "diloco://other/learner/a" in found.words
+
+
+def test_a_caller_without_a_certificate_does_not_get_to_a_call(shard, run, tmp_path):
+    ca_alone = tmp_path / "bare"
+    ca_alone.mkdir()
+    (ca_alone / "ca.pem").write_bytes((run.authority.folder / "ca.pem").read_bytes())
+
+    assert refusal(shard.caller("a", tls=ca_alone).join).status is STATUS.UNAVAILABLE
+    assert refusal(shard.caller("a").join).status is STATUS.UNAVAILABLE
+    assert shard.metric("refused_calls_total", code="UNAUTHENTICATED") == 0
+
+
+@pytest.mark.parametrize(
+    ("who", "kept_for", "words"),
+    [
+        ("shard/1", {}, "diloco://local/shard/1, and this is diloco://local/shard/0"),
+        ("learner/a", {}, "diloco certs issue shard/0"),
+        ("shard/0", {"begins": timedelta(days=-2)}, "expired at"),
+    ],
+)
+def test_a_shard_does_not_start_with_a_certificate_that_nobody_would_take(loop, run, who, kept_for, words):
+    with pytest.raises(ConfigError, match=words):
+        InProcessShard(loop, settings_with(security={"tls": run.issue(who, **kept_for)}))
+
+
+# ---------------------------------------------------------------- hostile callers
+
+
+def test_a_real_worker_is_not_superseded_by_somebody_with_another_certificate(shard, run, train):
+    training = train(shard.address, "b", tls=run.issue("learner/b"))
+    impostor = shard.caller("b", tls=run.issue("learner/a"))
+
+    assert refusal(lambda: impostor.join(process_id="impostor")).code == "WRONG_IDENTITY"
+
+    tokens = shard.core.tokens_merged
+    training.until(lambda: shard.core.tokens_merged > tokens, "the worker goes on")
+    assert training.generation == 1
+
+
+def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serve, run):
+    security = {"tls": run.issue("shard/0"), "revoked": run.deny_list}
+    shard = serve(settings_with(security=security, shard={"max_learners": 2}))
+    bad = run.issue("learner/a")
+
+    ghosts = {refusal(shard.caller(f"ghost-{i}", tls=bad).join).code for i in range(5)}
+    shard.caller("a", tls=bad).join()
+    shard.caller("b", tls=run.issue("learner/b")).join()
+
+    assert ghosts == {"WRONG_IDENTITY"}
+    assert [member.learner_id for member in shard.core.membership.live()] == ["a", "b"]
+
+
+# ---------------------------------------------------------------- revoked
+
+
+def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
+    honest, bad = seeded(shard, run, "b"), shard.caller("a", tls=run.issue("learner/a"))
+    bad.join()
+    control, honest_control = bad.attend(), honest.attend()
+    control.hear(object)
+    honest_control.hear(object)
+
+    began = time.monotonic()
+    run.revoke(run.serials["learner/a"])
+    found = refusal(control.ends)
+
+    assert found.code == Revoked.code
+    assert shard.member_state("a") == "left"
+    assert time.monotonic() - began < 20 * OUT_S, "a deadline against hanging; 1 s is the rule"
+    assert {refusal(call).code for call in calls_of(bad).values()} == {Revoked.code}
+    honest_control.hear(object)
+    assert shard.member_state("b") == "alive"
+
+
+def test_a_lease_ends_at_once_although_no_call_is_open(serve, run):
+    security, lease = {"tls": run.issue("shard/0"), "revoked": run.deny_list}, {"lease_s": 600.0}
+    shard = serve(settings_with(security=security, lease=lease))
+    seeded(shard, run, "b")
+    bad = shard.caller("a", tls=run.issue("learner/a"))
+    bad.join()
+    assert not shard.loop.look(lambda: shard.server._access.callers._open)
+
+    run.revoke(run.serials["learner/a"])
+
+    until(lambda: shard.member_state("a") == "left", "its lease ends")
+    assert shard.member_state("b") == "alive"
+
+
+def test_a_lease_is_of_the_certificate_that_attends_last(serve, run):
+    security, lease = {"tls": run.issue("shard/0"), "revoked": run.deny_list}, {"lease_s": 600.0}
+    shard = serve(settings_with(security=security, lease=lease))
+    before = shard.caller("a", tls=run.issue("learner/a"))
+    before.join()
+    old = run.serials["learner/a"]
+    renewed = shard.caller("a", tls=run.issue("learner/a"))
+    renewed.identity = before.identity
+    renewed.attend().hear(object)
+
+    run.revoke(old)
+    until(lambda: _code_of(before.pull) == Revoked.code, "the old one is revoked")
+
+    assert shard.member_state("a") == "alive"
+    run.revoke(run.serials["learner/a"])
+    until(lambda: shard.member_state("a") == "left", "so is the new one")
+
+
+def test_whoever_is_revoked_does_not_hear_of_its_health_either(shard, run):
+    bad = shard.caller("a", tls=run.issue("learner/a"))
+    stub = health_pb2_grpc.HealthStub(bad.channel)
+
+    async def watch() -> Any:
+        call = stub.Watch(health_pb2.HealthCheckRequest())
+        await call.read()
+        return call
+
+    async def check() -> Any:
+        return await stub.Check(health_pb2.HealthCheckRequest())
+
+    call = bad.loop.run(watch())
+    assert bad.loop.run(check()).status == health_pb2.HealthCheckResponse.SERVING
+    run.revoke(run.serials["learner/a"])
+
+    assert refusal(lambda: bad.loop.run(call.read())).code == Revoked.code
+    assert refusal(lambda: bad.loop.run(check())).code == Revoked.code
+
+
+def test_a_push_that_is_open_ends_when_its_learner_is_revoked(shard, run):
+    bad = shard.caller("a", tls=run.issue("learner/a"))
+    bad.join()
+    header = bad.header(encode_payload(torch.zeros(NUM_ELEMENTS), "float32"), round=0, tokens=0, steps=0)
+    pushing = bad.loop.begin(_push_header_and_wait(bad, header))
+    open_calls = shard.server._access.callers._open
+    until(lambda: open_calls, "the push is open")
+
+    run.revoke(run.serials["learner/a"])
+
+    assert dict(pushing.exception(DEADLINE_S).trailing_metadata())["diloco-code"] == Revoked.code
+    assert not open_calls
+
+
+async def _push_header_and_wait(caller: Any, header: PushHeader) -> Any:
+    call = caller.stub.Push(metadata=caller.metadata(), timeout=DEADLINE_S)
+    await call.write(pb.PushRequest(header=protobuf.push_header_to_pb(header)))
+    return await call
+
+
+NUMBER = '{"revoked": [{"serial": 123, "who": "somebody", "at": "today"}]}'
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("damaged", ['{"revoked": [', NUMBER, DEEP], ids=["half", "number", "deep"])
+def test_a_damaged_deny_list_pardons_nobody(shard, run, written, damaged):
+    bad = seeded(shard, run, "a")
+    run.revoke(run.serials["learner/a"])
+    until(lambda: _code_of(bad.pull) == Revoked.code, "the deny-list is read")
+
+    whole = run.deny_list.read_text()
+    run.deny_list.write_text(damaged)
+    until(lambda: "copy it again" in written.getvalue(), "the damage is said")
+
+    assert refusal(bad.pull).code == Revoked.code
+    later = shard.caller("c", tls=run.issue("learner/c"))
+    later.join()
+    run.deny_list.write_text(whole)
+    run.revoke(run.serials["learner/c"])
+    until(lambda: _code_of(later.pull) == Revoked.code, "the list is read once it is whole")
+
+
+def test_whatever_goes_wrong_with_the_files_they_are_looked_at_again(shard, run, written, monkeypatch):
+    bad = seeded(shard, run, "a")
+
+    def fails(_: object) -> Any:
+        raise AttributeError("nobody thought of this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard.server._access, "refresh", fails)
+        until(lambda: "nobody thought of this" in written.getvalue(), "it is said")
+    run.revoke(run.serials["learner/a"])
+
+    until(lambda: _code_of(bad.pull) == Revoked.code, "the deny-list is read all the same")
+
+
+def _code_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except grpc.aio.AioRpcError as error:
+        return str(dict(error.trailing_metadata() or ()).get("diloco-code", ""))
+    return ""
+
+
+# ---------------------------------------------------------------- renewed
+
+
+def test_a_shard_serves_with_its_renewed_certificate_and_connections_go_on(shard, run, written):
+    caller = seeded(shard, run, "a")
+    control = caller.attend()
+    control.hear(object)
+
+    run.issue("shard/0", days=2.0)
+    until(lambda: "certificate read again" in written.getvalue(), "the shard has seen it")
+
+    newcomer = shard.caller("c", tls=run.issue("learner/c"))
+    newcomer.join()
+    control.hear(object)
+    assert shard.member_state("a") == "alive"
+    assert shown_serial(shard.address) == run.serials["shard/0"]
+
+
+def shown_serial(address: str) -> str:
+    from diloco_common.handshake import certificate_at
+
+    certificate = certificate_at(address, 2.0)
+    assert certificate is not None
+    return format(certificate.serial_number, "x")
+
+
+def test_half_a_renewal_is_not_served_with(shard, run, written):
+    before = run.serials["shard/0"]
+    folder = run.authority.folder / "shard-0"
+    old_key = (folder / "key.pem").read_bytes()
+    run.issue("shard/0")
+    (folder / "key.pem").write_bytes(old_key)
+
+    until(lambda: "is not the key of" in written.getvalue(), "the shard says so")
+
+    assert shown_serial(shard.address) in (before, run.serials["shard/0"])
+    shard.caller("a", tls=run.issue("learner/a")).join()
+
+
+def test_a_learner_goes_on_with_its_renewed_certificate(shard, run, train):
+    folder = run.issue("learner/a")
+    training = train(shard.address, "", tls=folder)
+    assert training.learner.learner_id == "a", "the certificate says who it is"
+    old = run.serials["learner/a"]
+    run.issue("learner/a")
+    shard.break_streams()
+    training.until(lambda: training.connection.times_up == 2, "it dialed again")
+
+    run.revoke(old)
+    until(lambda: old in shard.server._access._deny_list.serials, "the old one is revoked")
+
+    tokens = shard.core.tokens_merged
+    training.until(lambda: shard.core.tokens_merged > tokens, "it contributes")
+    assert training.connection.times_up == 2
+    assert shard.metric("refused_calls_total", code="REVOKED") == 0
+
+
+def test_learners_train_and_observers_read_over_tls(shard, run, train):
+    training = train(shard.address, "a", tls=run.issue("learner/a"))
+    training.until(lambda: shard.version() >= 2, "versions are made")
+
+    for who in ("observer/x", "learner/a"):
+        model = pull_global_model([shard.address], tls=run.issue(who))
+        assert model.versions[0] >= 2
+
+
+def test_a_learner_with_the_certificate_of_another_does_not_dial(shard, run, train):
+    with pytest.raises(ConfigError, match="diloco://local/learner/a, and this is learner b of run local"):
+        train(shard.address, "b", tls=run.issue("learner/a"))
+
+
+# ---------------------------------------------------------------- signed tokens
+
+
+@pytest.fixture
+def token_shard(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
+    """A proxy ends TLS before it; callers prove themselves by signed tokens."""
+    run.token("learner/nobody")  # makes the key
+    key = run.authority.folder / "token.pub"
+    return serve(settings_with(security={"token_key": key, "revoked": run.deny_list}))
+
+
+def test_a_signed_token_is_one_learners_alone(token_shard, run):
+    right = token_shard.caller("a", token=run.token("learner/a"))
+    right.join()
+    right.seed()
+    thief = token_shard.caller("a", token=run.token("learner/b"))
+    thief.identity = right.identity
+
+    assert {refusal(call).code for call in calls_of(thief).values()} == {"WRONG_IDENTITY"}
+    assert refusal(token_shard.caller("a").join).code == "UNAUTHENTICATED"
+    token_shard.caller("", token=run.token("observer/x")).pull(encodings=["float32"])
+    assert token_shard.member_state("a") == "alive"
+
+
+def test_a_revoked_token_is_out_at_once(token_shard, run):
+    bad = token_shard.caller("a", token=run.token("learner/a"))
+    bad.join()
+    control = bad.attend()
+    control.hear(object)
+
+    run.revoke(run.serials["learner/a"])
+
+    assert refusal(control.ends).code == Revoked.code
+    assert token_shard.member_state("a") == "left"
+
+
+def test_a_learner_goes_on_with_the_next_token_in_its_file(token_shard, run, train, tmp_path):
+    file = secret_file(tmp_path / "token", run.token("learner/a"))
+    training = train(token_shard.address, "a", token=file)
+    old = run.serials["learner/a"]
+    file.write_text(run.token("learner/a"))
+
+    run.revoke(old)
+    training.until(lambda: training.connection.times_up == 2, "it dialed again")
+
+    tokens = token_shard.core.tokens_merged
+    training.until(lambda: token_shard.core.tokens_merged > tokens, "it contributes")
+
+
+def test_settings_that_prove_callers_twice_are_refused(loop, run):
+    run.token("learner/a")
+    both = {"token_key": run.authority.folder / "token.pub", "tls": run.issue("shard/0")}
+    with pytest.raises(ConfigError, match=r"security\.token_key and security\.tls exclude each other"):
+        InProcessShard(loop, settings_with(security=both))
+
+
+# ---------------------------------------------------------------- audit
+
+
+def test_the_audit_log_tells_who_came_went_and_was_refused(serve, run, tmp_path):
+    security = {"tls": run.issue("shard/0"), "revoked": run.deny_list, "audit": tmp_path / "audit"}
+    shard = serve(settings_with(security=security))
+    learner = seeded(shard, run, "a")
+    thief = shard.caller("a", tls=run.issue("learner/b"))
+    refusal(thief.join)
+    learner.leave()
+    run.revoke(run.serials["learner/b"])
+    lines = until(lambda: _audited(tmp_path, "Revoke"), "the revocation is noted")
+
+    found = [(line["what"], line["outcome"], line.get("who")) for line in lines]
+
+    assert found == [
+        ("Join", "OK", "diloco://local/learner/a"),
+        ("Seed", "OK", "diloco://local/learner/a"),
+        ("Join", "WRONG_IDENTITY", "diloco://local/learner/b"),
+        ("Leave", "OK", "diloco://local/learner/a"),
+        ("Revoke", "OK", None),
+    ]
+    assert lines[2]["serial"] == run.serials["learner/b"], "the culprit's, not the victim's"
+    assert lines[2]["why"].startswith("learner/b calls as learner a")
+    assert lines[0]["serial"] == run.serials["learner/a"]
+    assert lines[0]["peer"] == "ipv4:127.0.0.1"
+
+
+def test_the_audit_log_names_whoever_was_revoked_under_any_name(serve, run, tmp_path):
+    security = {"tls": run.issue("shard/0"), "revoked": run.deny_list, "audit": tmp_path / "audit"}
+    thief_files = run.issue("learner/b")
+    run.revoke(run.serials["learner/b"])
+    shard = serve(settings_with(security=security))
+    refusal(shard.caller("a", tls=thief_files).join)
+
+    (line,) = [line for line in _audited(tmp_path, "Join") if line["outcome"] == "REVOKED"]
+
+    assert (line["who"], line["serial"]) == ("diloco://local/learner/b", run.serials["learner/b"])
+
+
+def test_the_audit_log_tells_of_a_goodbye_only_where_a_lease_ended(serve, run, tmp_path):
+    shard = serve(settings_with(security={"tls": run.issue("shard/0"), "audit": tmp_path / "audit"}))
+    learner = shard.caller("a", tls=run.issue("learner/a"))
+    learner.leave()
+    learner.join()
+    learner.leave()
+
+    assert [line["what"] for line in _audited(tmp_path, "Leave")] == ["Join", "Leave"]
+
+
+def _audited(folder: Path, last: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "audit/shard-0.jsonl").read_text().splitlines()]
+    return lines if lines and lines[-1]["what"] == last else []
+
+
+def test_the_audit_log_holds_no_secret(serve, run, tmp_path):
+    token = run.token("learner/a")
+    security = {"token_key": run.authority.folder / "token.pub", "audit": tmp_path / "audit"}
+    shard = serve(settings_with(security=security))
+    shard.caller("a", token=token).join()
+    refusal(shard.caller("b", token=token).join)
+
+    text = (tmp_path / "audit/shard-0.jsonl").read_text()
+
+    assert len(text.splitlines()) == 2
+    assert token[:40] not in text
+    assert token.partition(".")[2] not in text
+
+
+def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(serve, run, written):
+    """Revoked in the middle of a chunk, which the network does not take."""
+    wide = (TensorSpec("weight", (3, usual_chunk_elements("bfloat16"))),)
+    shard = serve(settings_with(security={"tls": run.issue("shard/0"), "revoked": run.deny_list}))
+    bad = shard.caller("a", tls=run.issue("learner/a"))
+    bad.manifest = cut(wide, 1, 1)
+    bad.join(wide)
+    bad.seed()
+    open_calls = shard.server._access.callers._open
+
+    async def pull_and_do_not_read() -> Any:
+        request = pb.PullRequest(epoch=bad.identity.epoch)
+        return bad.stub.Pull(request, metadata=bad.metadata(), timeout=DEADLINE_S)
+
+    call = bad.loop.run(pull_and_do_not_read())
+    until(lambda: open_calls, "the pull is open")
+    run.revoke(run.serials["learner/a"])
+    until(lambda: not open_calls, "it has ended")
+
+    async def read_all() -> None:
+        while await call.read() is not rpc.EOF:
+            pass
+
+    assert refusal(lambda: bad.loop.run(read_all())).code == Revoked.code
+    assert "Traceback" not in written.getvalue()
+
+
+def test_learners_behind_one_proxy_are_not_neighbours_once_they_prove_who_they_are(serve, run):
+    run.token("learner/nobody")
+    security = {"token_key": run.authority.folder / "token.pub"}
+    proven = serve(settings_with(security=security, shard={"max_learners_per_host": 1}))
+    unproven = serve(settings_with(shard={"max_learners_per_host": 1}))
+
+    for learner_id in "abc":
+        proven.caller(learner_id, token=run.token(f"learner/{learner_id}")).join()
+    unproven.caller("a").join()
+
+    assert len(proven.core.membership.live()) == 3
+    assert refusal(unproven.caller("b").join).code == "BUSY"

@@ -1,0 +1,366 @@
+"""The live page over HTTP: who gets it, what it is allowed to load, and what it tells while it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from certificates import Certificates
+from diloco_common.endpoints import write_address
+from diloco_common.errors import ConfigError
+from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
+from diloco_deploy.polling import Asker
+from diloco_deploy.status_schema import ClusterRecord, MemberRecord
+from diloco_deploy.web import app, command, credentials, live_page
+from diloco_deploy.web.asking import Answered, NoAnswer, ask
+from diloco_deploy.web.beside import PageThread
+from diloco_deploy.web.credentials import Credentials
+from diloco_deploy.web.live_page import LivePage
+from diloco_deploy.web.members import Members, given, in_folder
+from secret_files import secret_file
+from waiting import DEADLINE_S
+
+NOWHERE = "127.0.0.1:1"
+TOKEN = "a-secret-that-nobody-shows"
+Scenario = Callable[[str, httpx.AsyncClient], Coroutine[Any, Any, None]]
+
+
+def serve(page: LivePage, scenario: Scenario, **of_client: Any) -> None:
+    """Run the scenario with the printed address of a page, and a client of it."""
+
+    async def body() -> None:
+        url = await page.start()
+        try:
+            async with httpx.AsyncClient(base_url=url.partition("#")[0], trust_env=False, **of_client) as client:
+                await scenario(url, client)
+        finally:
+            await page.stop()
+
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+
+
+def open_page() -> LivePage:
+    return command.page_of("127.0.0.1:0", given([NOWHERE]), SecuritySettings(), None)
+
+
+def guarded_page(folder: Path) -> LivePage:
+    security = SecuritySettings(token_file=secret_file(folder / "token", TOKEN))
+    return command.page_of("127.0.0.1:0", given([NOWHERE]), security, None)
+
+
+def not_json(word: str) -> None:
+    raise AssertionError(f"a browser cannot read {word}")
+
+
+async def first_state(client: httpx.AsyncClient) -> dict[str, Any]:
+    """What a viewer is told first."""
+    async with client.stream("GET", "/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                return dict(json.loads(line.removeprefix("data: "), parse_constant=not_json))
+    raise AssertionError("the stream ended")
+
+
+def test_the_page_says_that_no_shard_has_answered():
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        while "connection refused" not in (state := await first_state(client))["shards"][0]["why_not"]:
+            pass  # each stream begins with what is known then
+        assert (state["headlines"]["learning"]["title"], state["run"]["tokens_merged"]) == ("Not known", None)
+
+    serve(open_page(), scenario)
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/static/vendor/uPlot.iife.min.js", "/learners", "/nothing"])
+def test_no_answer_lets_the_browser_load_from_elsewhere(path):
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        policy = (await client.get(path)).headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';")
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+
+    serve(open_page(), scenario)
+
+
+def test_a_name_that_somebody_leads_here_is_refused():
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        assert (await client.get("/", headers={"host": "evil.example"})).status_code == 421
+
+    serve(open_page(), scenario)
+
+
+@pytest.mark.parametrize("query", ["sort=nonsense", "page=x"])
+def test_a_query_that_makes_no_sense_is_refused_in_words(query):
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        answer = await client.get(f"/learners?{query}")
+        assert (answer.status_code, bool(answer.json()["error"])) == (400, True)
+
+    serve(open_page(), scenario)
+
+
+def test_where_the_run_has_a_token_the_page_asks_for_a_key(tmp_path):
+    async def scenario(url: str, client: httpx.AsyncClient) -> None:
+        assert TOKEN not in url, "the secret of the run is not printed"
+        closed = await client.get("/")
+        assert (closed.status_code, "asks for a key" in closed.text) == (401, True)
+        assert [(await client.get(path)).status_code for path in ("/events", "/learners")] == [401, 401]
+        assert (await client.post("/enter", content="wrong")).status_code == 403
+
+        assert (await client.post("/enter", content=url.partition("#key=")[2])).status_code == 204
+        assert "Is it learning?" in (await client.get("/")).text
+        assert (await client.get("/learners")).status_code == 200
+
+    serve(guarded_page(tmp_path), scenario)
+
+
+def test_the_shared_token_opens_the_page_and_the_cookie_cannot_be_read_by_scripts(tmp_path):
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        assert (await client.get("/learners", headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
+        given = (await client.post("/enter", content=TOKEN)).headers["set-cookie"]
+        assert "HttpOnly" in given
+        assert "SameSite=strict" in given
+        assert TOKEN not in given
+
+    serve(guarded_page(tmp_path), scenario)
+
+
+def test_a_body_without_end_is_cut_off(tmp_path):
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        assert (await client.post("/enter", content=b"x" * 100_000)).status_code == 413
+
+    serve(guarded_page(tmp_path), scenario)
+
+
+async def announced_key(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A stranger who says that a key comes, and sends none."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    writer.write(b"POST /enter HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n")
+    await writer.drain()
+    return reader, writer
+
+
+def test_a_key_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "ENTER_S", 0.05)
+
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        reader, writer = await announced_key(client)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+    serve(guarded_page(tmp_path), scenario)
+
+
+def test_few_keys_are_awaited_at_once_and_who_goes_leaves_no_traceback(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(app, "ENTERING_MAX", 1)
+    monkeypatch.setattr(app, "ENTER_S", DEADLINE_S)
+
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        _, writer = await announced_key(client)
+        while (await client.post("/enter", content="wrong")).status_code != 503:
+            pass
+        writer.close()
+        while (await client.post("/enter", content="wrong")).status_code != 403:
+            pass
+
+    serve(guarded_page(tmp_path), scenario)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answered(0.0, {"role": "shard", "learners": [{"id": "x"}]}, None),
+        RecursionError("nested"),
+        OverflowError("large"),
+    ],
+)
+def test_a_shard_that_answers_nonsense_is_away_and_is_asked_again(monkeypatch, answer):
+    asked = 0
+
+    def ask_instead(*_: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(live_page, "ask", ask_instead)
+    monkeypatch.setattr(live_page, "EVERY_S", 0.01)
+
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        while "makes no sense" not in (await first_state(client))["shards"][0]["why_not"] or asked < 3:
+            pass
+        assert (await client.get("/learners")).json()["total"] == 0
+
+    serve(open_page(), scenario)
+
+
+def test_a_look_that_fails_does_not_stop_the_page(monkeypatch, caplog):
+    monkeypatch.setattr(live_page, "EVERY_S", 0.01)
+    looks = 0
+
+    def watched() -> Members:
+        nonlocal looks
+        looks += 1
+        if looks in (2, 3):
+            raise RuntimeError("the disk is gone")
+        return Members({"shard-0": None} if looks > 3 else {})
+
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        while not (await first_state(client))["shards"]:
+            pass
+
+    serve(command.page_of("127.0.0.1:0", watched, SecuritySettings(), None), scenario)
+    assert caplog.text.count("could not take a look") == 1
+
+
+def test_a_renewal_that_cannot_be_used_yet_leaves_the_page_with_what_it_has(tmp_path, monkeypatch):
+    run = Certificates(tmp_path / "certs")
+    own = Credentials(run.issue("observer/page"), None)
+    before = own.asker()
+    run.issue("observer/page")
+    with monkeypatch.context() as patched:
+        patched.setattr(credentials, "Asker", half_written)
+        assert own.asker() is before
+    assert own.asker() is not before
+
+
+def test_an_answer_that_drips_is_cut_off():
+    with socket.create_server(("127.0.0.1", 0)) as shard:
+        thread = threading.Thread(target=drip, args=(shard,))
+        thread.start()
+        with pytest.raises(NoAnswer, match="no answer in time"):
+            ask(Asker(), f"127.0.0.1:{shard.getsockname()[1]}", 0, 0, timeout_s=0.3)
+        thread.join()
+
+
+def drip(shard: socket.socket) -> None:
+    """Send an answer by single bytes, until nobody listens any more or it is over."""
+    connection, _ = shard.accept()
+    with connection, suppress(OSError):
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n")
+        for _ in range(200):
+            connection.sendall(b" ")
+            threading.Event().wait(0.02)
+
+
+@pytest.mark.parametrize(
+    ("bound", "shown"),
+    [("0.0.0.0:7", "127.0.0.1:7"), ("10.0.0.0:7", "10.0.0.0:7"), ("[::]:7", "[::1]:7"), ("[fe80::]:7", "[fe80::]:7")],
+)
+def test_the_printed_address_is_one_that_this_machine_can_call(bound, shown):
+    assert live_page._shown(bound) == shown
+
+
+def half_written(*_: Any) -> None:
+    raise ConfigError("the files do not fit together")
+
+
+@pytest.mark.parametrize(
+    ("who", "code"), [(None, 401), ("observer/eve", 200), ("learner/a", 401), ("observer/revoked", 401)]
+)
+def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certificate_opens_it(tmp_path, who, code):
+    run = Certificates(tmp_path / "certs")
+    own = run.issue("observer/page")
+    if who == "observer/revoked":
+        run.issue(who)
+        run.revoke(run.serials[who])
+    security = SecuritySettings(revoked=run.deny_list if run.deny_list.exists() else None)
+    page = command.page_of("0.0.0.0:0", given([NOWHERE]), security, own, certificate=run.issue("shard/0"))
+    context = ssl.create_default_context(cafile=str(run.authority.folder / "ca.pem"))
+    context.check_hostname = False
+    if who is not None:
+        folder = run.authority.folder / who.replace("/", "-")
+        folder = folder if folder.exists() else run.issue(who)
+        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+
+    async def scenario(url: str, client: httpx.AsyncClient) -> None:
+        assert url.startswith("https://127.0.0.1:")
+        assert (await client.get("/")).status_code == code
+
+    serve(page, scenario, verify=context)
+
+
+def test_other_machines_get_nothing_without_consent():
+    with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
+        command.page_of("0.0.0.0:7171", given([NOWHERE]), SecuritySettings(), None)
+
+
+def key_of_tokens(folder: Path) -> SecuritySettings:
+    return SecuritySettings(token_key=secret_file(folder / "key", TOKEN))
+
+
+def test_a_key_for_tokens_of_the_run_does_not_protect_the_page(tmp_path):
+    with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
+        command.page_of("0.0.0.0:7171", given([NOWHERE]), key_of_tokens(tmp_path), None)
+
+
+def test_where_the_run_has_a_key_for_tokens_the_page_asks_for_a_key(tmp_path):
+    async def scenario(url: str, client: httpx.AsyncClient) -> None:
+        assert "#key=" in url
+        assert (await client.get("/learners")).status_code == 401
+
+    serve(command.page_of("127.0.0.1:0", given([NOWHERE]), key_of_tokens(tmp_path), None), scenario)
+
+
+def test_numbers_that_json_has_not_are_null():
+    async def scenario(_: str, client: httpx.AsyncClient) -> None:
+        page._feed.expect([f"shard at {NOWHERE}"])
+        page._feed.heard(f"shard at {NOWHERE}", {"role": "shard", "uptime_s": float("inf")}, None, 1e9, 0.0)
+        assert (await first_state(client))["shards"][0]["uptime_s"] is None
+
+    page = open_page()
+    serve(page, scenario)
+
+
+# ------------------------------------------------------------ beside `diloco up`
+
+
+def beside(folder: Path, page: str) -> PageThread:
+    return PageThread(folder, Settings(cluster=ClusterSettings(page=page)))
+
+
+def test_diloco_up_has_a_page_also_where_the_port_is_taken(tmp_path):
+    first, second = beside(tmp_path, "127.0.0.1:0"), None
+    try:
+        url = first.start().removeprefix("live page: ")
+        second = beside(tmp_path, url.removeprefix("http://").rstrip("/"))
+        other = second.start().removeprefix("live page: ")
+        assert url != other
+        assert [httpx.get(one, trust_env=False).status_code for one in (url, other)] == [200, 200]
+    finally:
+        for page in (first, second):
+            if page is not None:
+                page.stop()
+
+
+@pytest.mark.parametrize(("page", "words"), [("", "no live page"), ("10.0.0.256:1", "no live page (cluster.page): ")])
+def test_a_page_that_cannot_be_served_ends_no_run(tmp_path, page, words):
+    thread = beside(tmp_path, page)
+    assert thread.start().startswith(words)
+    thread.stop()
+
+
+def test_the_members_of_a_cluster_are_read_from_its_folder(tmp_path):
+    watched = in_folder(tmp_path)
+    assert not watched().shards, "nothing runs there yet"
+    (tmp_path / "run").mkdir()
+    died = MemberRecord(role="shard", process="died", since=0.0, why="died (signal 9)")
+    ClusterRecord(run="r", shards=2, workers=1, fragments=4, members={"shard-1": died}).write(tmp_path)
+    write_address(tmp_path / "run/shard-0.json", "shard", "shard-0", grpc="127.0.0.1:5", http="127.0.0.1:6")
+    write_address(tmp_path / "run/worker-0.json", "worker", "worker-0", http="127.0.0.1:7")
+
+    members = watched()
+    assert members.shards == {"shard-0": "127.0.0.1:6", "shard-1": None}
+    assert (members.learners, members.why) == (["worker-0"], {"shard-1": "died (signal 9)"})

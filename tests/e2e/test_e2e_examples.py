@@ -1,0 +1,109 @@
+"""Every example, by the commands that its first lines give: it ends by itself, and says what it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from processes import TINY, environment, sets, until
+
+from diloco_common.endpoints import read_address
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = "127.0.0.1:50051"
+"""As the examples have it; here, the port is one that is free."""
+PROGRAMS = {"diloco-server": "diloco_server", "diloco": "diloco_deploy", "torchrun": "torch.distributed.run"}
+SAYS = {
+    "own_loop.py": ["% of held-out points on the right spiral"],
+    "resume.py": ["begins at step 0", "begins at step 200", "% of held-out points on the right spiral"],
+    "ddp.py": ["% of held-out points on the right spiral"],
+    "fsdp2.py": ["% of held-out points on the right spiral"],
+    "hf_trainer.py": [" parameters, after "],
+    "lora.py": ["an adapter of 4608 parameters", "adapter_model.safetensors: 4.61k parameters as float32"],
+}
+RULES = "own_outer_rule.py"
+"""Rules of a shard: it joins none."""
+NEEDS = {"hf_trainer.py": ["transformers", "accelerate"], "lora.py": ["transformers", "peft"]}
+
+
+def commands(example: Path) -> list[list[str]]:
+    """The lines of its docstring that are commands, without what they say."""
+    docstring = example.read_text().split('"""')[1]
+    lines = [line for line in docstring.splitlines() if line.startswith(("diloco", "python", "torchrun"))]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def as_here(command: list[str], address: str, folder: Path) -> list[str]:
+    """The command with this interpreter, this shard, and files of this test."""
+    program, *arguments = command
+    arguments = [a.replace(ADDRESS, address).replace("runs/", f"{folder}/") for a in arguments]
+    if program == "python":
+        return [sys.executable, *arguments]
+    return [sys.executable, "-m", PROGRAMS[program], *arguments]
+
+
+@contextmanager
+def shard(command: list[str], folder: Path) -> Iterator[str]:
+    """Runs the shard, and gives its address."""
+    file = folder / "shard.json"
+    arguments = as_here(command, "127.0.0.1:0", folder)
+    with (folder / "shard.log").open("w") as log:
+        process = subprocess.Popen([*arguments, f"--address-file={file}"], stdout=log, stderr=log, env=environment())
+        try:
+            until(file.exists, "the shard listens")
+            found = read_address(file)
+            assert found is not None
+            yield found.grpc
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def test_every_example_is_here() -> None:
+    assert SAYS.keys() | {RULES} == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> None:
+    for package in NEEDS.get(name, []):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"NOT RUN: {package} is not installed (pip install 'decoupled-diloco[hf]' peft)")
+    serve, *others = commands(ROOT / "examples" / name)
+    said = ""
+    with shard(serve, tmp_path) as address:
+        for command in others:
+            ended = subprocess.run(
+                as_here(command, address, tmp_path), capture_output=True, text=True, cwd=ROOT, timeout=110,
+                env=environment() | {"HF_HUB_OFFLINE": "1"}, check=False,
+            )  # fmt: skip
+            assert ended.returncode == 0, ended.stderr
+            assert "Traceback" not in ended.stderr
+            said += ended.stdout
+    missing = [words for words in SAYS[name] if words not in said]
+    assert not missing, said
+
+
+def test_rules_of_ones_own_train_the_built_in_model_as_their_first_lines_say(tmp_path: Path) -> None:
+    (command,) = commands(ROOT / "examples" / RULES)
+    path = os.pathsep.join(filter(None, [str(ROOT / "examples"), environment().get("PYTHONPATH")]))
+    small = ["--shards=1", "--workers=1", "--tokens=20_000", f"--folder={tmp_path / 'run'}", *sets(TINY)]
+
+    ended = subprocess.run(
+        [*as_here(command, ADDRESS, tmp_path), *small], capture_output=True, text=True, timeout=110,
+        env=environment() | {"PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "held-out loss" in ended.stdout
+    assert "Traceback" not in ended.stdout + ended.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["rounds"] > 0
+    assert report["eval_loss_final"] < report["eval_loss_first"]

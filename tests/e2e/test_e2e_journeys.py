@@ -1,0 +1,196 @@
+"""What a new user types, mistyped: every mistake is answered in at most three lines, with a stable code.
+
+Each is an example of ours with one thing wrong. Nobody sees a stack of ours.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import environment, until
+from test_e2e_examples import ROOT, shard
+
+CODE = re.compile(r"\[([A-Z_]+)\]$")
+LOOP = (ROOT / "examples/own_loop.py").read_text()
+RESUME = (ROOT / "examples/resume.py").read_text()
+JOIN = 'diloco_worker.join(shards, model, run="spirals")'
+STEP = "            learner.step(tokens=len(points), loss=loss)"
+
+
+def with_options(options: str) -> str:
+    """The loop, with more options of `join`."""
+    assert JOIN in LOOP
+    return LOOP.replace(JOIN, f'diloco_worker.join(shards, model, run="spirals", wait_s=2.0, {options})')
+
+
+def before_step(lines: str) -> str:
+    """The loop, with something done to the model after the optimizer's step."""
+    assert STEP in LOOP
+    return LOOP.replace(STEP, f"            {lines}\n{STEP}")
+
+
+def in_model(line: str) -> str:
+    """The loop, with something done to the model before it joins."""
+    return LOOP.replace("    optimizer = ", f"    {line}\n    optimizer = ", 1)
+
+
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    # what is wrong -> the script, the shards that it is given, the code that it hears
+    "no port": (LOOP, "127.0.0.1", "BAD_CONFIG"),
+    "a URL": (LOOP, "http://127.0.0.1:50051", "BAD_CONFIG"),
+    "no shards": (LOOP, "", "BAD_CONFIG"),
+    "the same shard twice": (LOOP, "SHARD,SHARD", "BAD_CONFIG"),
+    "a shard too many": (with_options(""), "SHARD,127.0.0.1:9", "BAD_CONFIG"),
+    "a port where nobody is": (with_options(""), "127.0.0.1:9", "CANNOT_CONNECT"),
+    "another run": (LOOP.replace('"spirals"', '"spiral"'), "SHARD", "WRONG_RUN"),
+    "a learner id with a space": (with_options('learner_id="my laptop"'), "SHARD", "BAD_LEARNER_ID"),
+    "a folder without certificates": (with_options('tls="/no/such/folder"'), "SHARD", "BAD_CONFIG"),
+    "a token that is a path": (with_options('token=__import__("pathlib").Path("/no/token")'), "SHARD", "BAD_CONFIG"),
+    "a state of another run": (
+        with_options('state={"run": "x", "learner_id": "a", "index": 0, "inner_step": 1, "tokens": 1}'),
+        "SHARD", "BAD_CONFIG",
+    ),
+    "the model as the state": (with_options("state=model.state_dict()"), "SHARD", "BAD_CONFIG"),
+    "a name that is no parameter": (with_options('mean_merge=["head"]'), "SHARD", "UNSUPPORTED_MODEL"),
+    "an island that is none": (with_options('island="all"'), "SHARD", "UNSUPPORTED_MODEL"),
+    "a rule that is none": (with_options('frozen="some"'), "SHARD", "BAD_CONFIG"),
+    "nothing to train": (in_model("model.requires_grad_(False)"), "SHARD", "UNSUPPORTED_MODEL"),
+    "a model in float64": (in_model("model.double()"), "SHARD", "UNSUPPORTED_MODEL"),
+    "a model on the meta device": (in_model('model.to("meta")'), "SHARD", "UNSUPPORTED_MODEL"),
+    "a checkpoint after join": (before_step("model.load_state_dict(model.state_dict())"), "SHARD", "MODEL_CHANGED"),
+    "a model moved after join": (before_step("model.double()"), "SHARD", "MODEL_CHANGED"),
+    "a step after finish": (before_step("learner.finish()"), "SHARD", "LEARNER_ENDED"),
+    "negative tokens": (LOOP.replace("tokens=len(points)", "tokens=-1"), "SHARD", "BAD_CONFIG"),
+    "an unknown schedule": (RESUME.replace('"cosine"', '"cos"'), "SHARD", "BAD_CONFIG"),
+}  # fmt: skip
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "pull from nowhere": (["pull", "--shards", "127.0.0.1:9", "--out", "OUT", "--wait", "0.2"], "CANNOT_CONNECT"),
+    "pull of another run": (["pull", "--shards", "SHARD", "--out", "OUT", "--run", "x"], "WRONG_RUN"),
+    "pull without --out": (["pull", "--shards", "SHARD"], "BAD_CONFIG"),
+    "pull with a folder that is none": (["pull", "--shards", "SHARD", "--out", "OUT", "--config", "/no"], "BAD_DATA"),
+}
+
+
+def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env=environment(), check=False, **options
+    )
+
+
+def answer(stderr: str) -> list[str]:
+    """What a person is told at the end: without the lines of the log, which begin with the time."""
+    return [line for line in stderr.strip().splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a shard whose run has no end; its model is that of the loop."""
+    folder = tmp_path_factory.mktemp("shard")
+    with shard(["diloco-server", "--listen", "127.0.0.1:50051", "--set", "run.id=spirals"], folder) as found:
+        yield found
+
+
+@pytest.fixture
+def as_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a script in this process, where torch is there already, and ends it as Python does: by `sys.excepthook`."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
+
+    def run_script(script: str, *arguments: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(script)
+        (tmp_path / "own_loop.py").write_text(LOOP)
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return capsys.readouterr().err
+
+    return run_script
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_in_three_lines(mistake: str, address: str, as_a_script: Any) -> None:
+    script, shards, code = MISTAKES[mistake]
+
+    said = as_a_script(script, shards.replace("SHARD", address))
+
+    told = answer(said)
+    assert 1 <= len(told) <= 3, said
+    assert re.match(r"diloco \(train.py, line \d+\): ", told[0]), said
+    found = CODE.search(told[-1])
+    assert found is not None, said
+    assert found[1] == code, said
+
+
+def test_other_errors_keep_their_traceback(address: str, as_a_script: Any) -> None:
+    said = as_a_script(before_step("raise ValueError('mine')"), address)
+    assert "Traceback (most recent call last):" in said
+    assert "ValueError: mine" in said
+
+
+def test_a_process_ends_with_the_same_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LOOP)
+    ended = run([sys.executable, str(path), "127.0.0.1"])
+    assert ended.returncode == 1
+    (told,) = answer(ended.stderr)
+    assert told.endswith("[BAD_CONFIG]")
+
+
+@pytest.mark.parametrize("mistake", COMMANDS)
+def test_a_command_too(mistake: str, address: str, tmp_path: Path) -> None:
+    arguments, code = COMMANDS[mistake]
+    given = [a.replace("SHARD", address).replace("OUT", str(tmp_path / "out")) for a in arguments]
+    ended = run([sys.executable, "-m", "diloco_deploy", *given])
+    told = answer(ended.stderr)
+    assert len(told) == 1, ended.stderr
+    assert told[0].endswith(f"[{code}]")
+
+
+def test_who_waits_for_a_shard_is_told_for_what_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LOOP)
+    process = subprocess.Popen(
+        [sys.executable, str(path), "127.0.0.1:9"], stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    lines: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        until(lambda: any("waiting" in line and "no answer from 127.0.0.1:9" in line for line in lines), "it is said")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+    reader.join(20)
+    (told,) = answer("".join(lines))
+    assert told.startswith("diloco: interrupted; ")
+    assert told.endswith("had not joined yet: no answer from 127.0.0.1:9")
+
+
+def test_ctrl_c_while_training_leaves_the_run_in_one_line(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(before_step('print("step", flush=True)'))
+    process = subprocess.Popen(
+        [sys.executable, str(path), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "step\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    (told,) = answer(said)
+    assert re.fullmatch(r"diloco: interrupted; \S+ has left the run after \d+ steps", told)
+    assert process.returncode == 130

@@ -1,0 +1,195 @@
+"""A member of a Ray cluster, without Ray: when its process dies, and when a former one still lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from processes import TINY, until
+
+from diloco_common.endpoints import Endpoints, Role, read_address
+from diloco_common.errors import DilocoError
+from diloco_common.histories import Line, gather
+from diloco_common.history import read_history
+from diloco_common.judge import violations
+from diloco_common.settings_loader import Given, load, save
+from diloco_deploy import ray_up
+from diloco_deploy.folder import Files, Outputs
+from diloco_deploy.ray_member import Look, Member, Plan
+from diloco_deploy.status_schema import read_record
+
+HOST = "127.0.0.1"
+Make = Callable[[str], Member]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes a member, as Ray does on a node; what it started ends with the test."""
+    flags = {name: Given(str(value), "test") for name, value in TINY.items()}
+    for part in ("run", "logs"):
+        (tmp_path / part).mkdir()
+    save(load(None, {}, flags=flags).settings, tmp_path / "settings.json")
+    made: list[Member] = []
+
+    def member(name: str) -> Member:
+        role: Role = "shard" if name.startswith("shard") else "worker"
+        history = tmp_path / "history"
+        plan = Plan(name, role, 0, tmp_path, 1, "", has_certificates=False, restart=True, history=history)
+        made.append(Member(plan, HOST))
+        return made[-1]
+
+    yield member
+    for each in made:
+        each.stop(0.0)
+
+
+def known(tmp_path: Path) -> Endpoints | None:
+    """Where others look for the shard."""
+    return read_address(tmp_path / "run/shard-0.json")
+
+
+def until_up(member: Member) -> list[str]:
+    """Look after it until it is up. Returns what it said."""
+    events: list[str] = []
+
+    def look() -> Look | None:
+        found = member.look()
+        events.extend(found.events)
+        assert found.over is None, events
+        return found if found.is_up else None
+
+    until(look, "a member that is up")
+    return events
+
+
+def test_a_member_starts_again_what_dies(make: Make, tmp_path: Path) -> None:
+    shard = make("shard-0")
+    assert until_up(shard) == [f"shard-0 is up on {HOST}"]
+    first = known(tmp_path)
+    assert first is not None
+
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: shard.look().events, "its death")
+    until_up(shard)
+
+    second = known(tmp_path)
+    assert second is not None
+    assert second.pid != first.pid
+
+
+def test_the_next_life_of_a_shard_waits_for_the_former_one(make: Make, tmp_path: Path) -> None:
+    former = make("shard-0")
+    until_up(former)
+    first = known(tmp_path)
+
+    events: list[str] = []
+    following = make("shard-0")
+    until(lambda: events.extend(following.look().events) or events, "the next life to meet the former one")
+    assert events == [f"shard-0 on {HOST} waits for its former process to end"]
+    assert known(tmp_path) == first, "nobody is sent to one that does not serve"
+
+    assert former.stop(20.0)
+    until_up(following)
+    found = known(tmp_path)
+    assert found is not None
+    assert first is not None
+    assert found.pid != first.pid
+    assert following.look().life == 1
+
+
+@pytest.mark.timeout(300)
+def test_old_and_new_under_one_learner_id_count_nothing_twice(make: Make, tmp_path: Path) -> None:
+    def lines(name: str, life: int) -> list[Line]:
+        path = tmp_path / f"history/{life}/{name}.jsonl"
+        return read_history(path) if path.exists() else []
+
+    def merged(life: int, generations: range) -> bool:
+        found = (c for line in lines("shard-0", life) if line["what"] == "merging" for c in line["contributions"])
+        return any(c["generation"] in generations for c in found)
+
+    shard, old = make("shard-0"), make("worker-0")
+    until_up(shard)
+    until(lambda: merged(0, range(1, 2)), "work of the old process")
+    new = make("worker-0")
+    until(lambda: merged(0, range(2, 100)), "work of the new process")
+    old_log = tmp_path / "logs/worker-0.0.log"
+    until(lambda: "SUPERSEDED" in old_log.read_text(), "the old process to be refused")
+
+    assert old.stop(20.0)
+    assert new.stop(20.0)
+    assert shard.stop(20.0)
+    lives = [("shard-0", lines("shard-0", 0)), *(("worker-0", lines("worker-0", life)) for life in (0, 1))]
+    assert violations(gather(lives)) == []
+
+
+class Unavailable(Exception):
+    """As ActorUnavailableError."""
+
+
+class FakeRay:
+    """Answers looks with what it is given, in order; an exception is raised."""
+
+    exceptions = SimpleNamespace(
+        RayActorError=(Unavailable, EOFError), ActorUnavailableError=Unavailable, RayTaskError=OSError
+    )
+
+    def __init__(self, *answers: Look | Exception) -> None:
+        self.answers = list(answers)
+
+    def wait(self, asked: list[object], **_: object) -> tuple[list[object], list[object]]:
+        return asked, []
+
+    def get(self, asked: object) -> Look:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def looks_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Looks after one member until all answers are given."""
+    monkeypatch.setattr(ray_up, "_LOOK_EVERY_S", 0.0)
+    (tmp_path / "run").mkdir()
+
+    def look_after(name: str, ray: FakeRay) -> None:
+        files, interrupts = Files(tmp_path, Outputs()), ray_up.Interrupts()
+        run = ray_up._RayRun(ray, load(None, {}, flags={}).settings, files, interrupts)
+        run._actors[name] = SimpleNamespace(look=SimpleNamespace(remote=object))
+        for _ in range(5):
+            run._look_after_all()
+
+    return look_after
+
+
+def state_of(name: str, folder: Path) -> str:
+    """What `diloco status` reads."""
+    record = read_record(folder)
+    assert record is not None
+    return record.members[name].process
+
+
+def test_a_shard_whose_actor_is_dead_ends_the_run(looks_after: Callable[..., None]) -> None:
+    with pytest.raises(DilocoError, match="shard-0: its actor died"):
+        looks_after("shard-0", FakeRay(EOFError()))
+
+
+def test_a_dead_worker_is_lost_and_not_asked_again(
+    looks_after: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks_after("worker-0", FakeRay(EOFError()))
+    assert capsys.readouterr().out.count("its actor died") == 1
+    assert state_of("worker-0", tmp_path) == "lost"
+
+
+def test_what_may_pass_is_looked_at_again(
+    looks_after: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up = Look(HOST, 0, True, None, 0, ())
+    looks_after("shard-0", FakeRay(Unavailable(), OSError("stale file"), OSError("stale file"), up, up))
+    assert capsys.readouterr().out.count("looking after it failed (stale file)") == 1
+    assert state_of("shard-0", tmp_path) == "up"

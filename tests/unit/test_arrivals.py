@@ -1,0 +1,225 @@
+"""Whom a round waits for: predicted arrivals by the shard's own clock, and a bound on what waiting costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from builders import make_settings
+from diloco_common.codec import encode_payload
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Outcome, Progress, PushHeader
+from diloco_server.core.arrivals import Arrivals, next_boundary
+from diloco_server.core.effects import RoundClosed
+from diloco_server.core.pace import Trail
+from lockstep import ShardShell
+
+STEP_S = 1.0
+PATIENCE_S = 2.4
+"""A tenth of H = 24 steps."""
+
+
+def trail(reported_at: float, step_s: float = STEP_S) -> Trail:
+    made = Trail.begin(Progress(0, 0), reported_at)
+    made.step_s = step_s
+    return made
+
+
+# ------------------------------------------------------------------ one learner
+
+
+@pytest.mark.parametrize(
+    ("reported_at", "step_s", "now", "boundary_at"),
+    [
+        (10.0, 1.0, 10.4, 11.0),
+        (10.0, 5.0, 10.4, 15.0),  # five times slower
+        (10.0, 1.0, 11.7, 11.7),  # overdue: any moment now
+        (10.0, 1.0, 13.5, math.inf),  # it hangs
+        (10.0, 0.0, 10.0, 10.0),  # no step yet
+    ],
+)
+def test_a_learner_answers_at_its_next_step_boundary(
+    reported_at: float, step_s: float, now: float, boundary_at: float
+) -> None:
+    assert next_boundary(trail(reported_at, step_s), PATIENCE_S, now) == pytest.approx(boundary_at)
+
+
+def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_measured_link() -> None:
+    arrivals = Arrivals()
+    arrivals.asked(0, 1, trail(9.5), PATIENCE_S, 10.0)
+    assert arrivals.expected_at(0, 1, 1000) == pytest.approx(10.5)  # nothing is known yet
+
+    arrivals.header(0, 1, 10.7, wanted=True)
+    assert arrivals.expected_at(0, 1, 1000) == pytest.approx(10.7)
+    arrivals.bytes_came(0, 1, 1000, 12.7)
+    arrivals.asked(3, 5, trail(20.0), PATIENCE_S, 20.0)
+
+    assert arrivals.expected_at(3, 5, 4000) == pytest.approx(21.0 + 0.2 + 8.0)
+    assert arrivals.expected_at(3, 4, 4000) == math.inf, "another round"
+
+
+def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_once() -> None:
+    arrivals = Arrivals()
+    arrivals.asked(0, 1, trail(9.5), PATIENCE_S, 10.0)
+    for part_at in (10.7, 30.0):
+        arrivals.header(0, 1, part_at, wanted=True)
+        arrivals.bytes_came(0, 1, 1000, part_at + 2.0)
+    assert arrivals.s_per_element == pytest.approx(0.002)
+    assert arrivals.expected_at(0, 1, 1000) == pytest.approx(12.7)
+
+
+def test_repeated_headers_measure_nothing() -> None:
+    arrivals = Arrivals()
+    arrivals.asked(0, 1, trail(9.5), PATIENCE_S, 10.0)
+    arrivals.header(0, 1, 10.7, wanted=True)
+    arrivals.header(0, 1, 99.0, wanted=True)
+    assert arrivals.lag_s == pytest.approx(0.2)
+
+
+def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
+    arrivals = Arrivals(s_per_element=1.0)
+    for round_number in range(1, 101):
+        arrivals.asked(0, round_number, trail(0.0), PATIENCE_S, 0.0)
+        arrivals.header(0, round_number, 9.0, wanted=False)
+    assert arrivals.s_per_element < 1e-4
+
+
+# ------------------------------------------------------------------ rounds
+
+
+class Crowd(ShardShell):
+    """One fragment and learners that step, report and push as they are told, in virtual time."""
+
+    def __init__(self, lease_s: float = 1e6, **sync: Any) -> None:
+        sync = {"grace": "adaptive", "sync_every": 24, "merge": "mean"} | sync
+        super().__init__(make_settings(sync=sync, lease={"lease_s": lease_s, "heartbeat_s": 1.0}), epoch=1)
+        self.members: dict[str, Any] = {}
+        self.steps: dict[str, int] = {}
+        self.merged_steps: dict[str, int] = {}
+
+    def join(self, *learner_ids: str) -> None:
+        for learner_id in learner_ids:
+            self.members[learner_id] = self.shard.join(learner_id, "p", [TensorSpec("w", (8,))], self.now)
+            self.steps[learner_id] = 0
+        payload = encode_payload(torch.zeros(8), "float32")
+        member = self.members[learner_ids[0]]
+        self.push(member, self._header(0, 0, payload), payload)
+
+    def report(self, learner_id: str) -> None:
+        steps = self.steps[learner_id]
+        self.shard.progress(self.members[learner_id], Progress(steps, 10 * steps, None, STEP_S), self.now)
+        self.advance()
+
+    def step(self, learner_id: str) -> None:
+        self.steps[learner_id] += 1
+        self.report(learner_id)
+
+    def contribute(self, learner_id: str) -> Outcome:
+        payload = encode_payload(torch.ones(8), "float32")
+        state = self.shard.fragments[0]
+        round_number = state.version + 1
+        trained = self.steps[learner_id] - self.merged_steps.get(learner_id, 0)
+        header = self._header(round_number, trained, payload)
+        answer = self.push(self.members[learner_id], header, payload)
+        if answer.outcome is Outcome.ACCEPTED:
+            self.merged_steps[learner_id] = self.steps[learner_id]
+        return answer.outcome
+
+    def run(self, seconds: float, step_s: dict[str, float], *, silent: tuple[str, ...] = ()) -> list[RoundClosed]:
+        """Everybody steps at a pace, and answers at the boundary; these do not answer. Rounds that closed meanwhile."""
+        before = len(self.closed)
+        began = self.now
+        due = {name: began + (i + 1) / len(step_s) * s for i, (name, s) in enumerate(step_s.items())}
+        asked: dict[str, int] = {}
+        while self.now < began + seconds:
+            self.now = round(self.now + 0.05, 6)
+            self.advance()
+            for name in sorted(due, key=lambda n: due[n]):
+                if due[name] <= self.now + 1e-9:
+                    due[name] += step_s[name]
+                    self.step(name)
+                    collecting = self.shard.fragments[0].round
+                    if collecting and name in collecting.missing and asked.get(name) != collecting.round:
+                        asked[name] = collecting.round
+                        if name not in silent:
+                            self.contribute(name)
+        return self.closed[before:]
+
+    @property
+    def closed(self) -> list[RoundClosed]:
+        return [event for event in self.events if isinstance(event, RoundClosed)]
+
+    def _header(self, round_number: int, steps: int, payload: Any) -> PushHeader:
+        assert self.shard.manifest is not None
+        version = self.shard.fragments[0].version if self.shard.fragments else 0
+        return PushHeader(
+            0, round_number, 1, version, 10 * steps, steps, payload.header, self.shard.manifest.digest
+        )  # fmt: skip
+
+
+def test_everybody_who_is_alive_is_in_every_round_whatever_the_overlap_leaves() -> None:
+    crowd = Crowd()
+    crowd.join("a", "b", "c")
+    crowd.shard.grace.to_publish.add(5.0)  # a slow disk left Eq. 3 no window at all
+    closed = crowd.run(200.0, {"a": 1.0, "b": 1.1, "c": 1.2})
+    assert len(closed) > 4
+    assert [(c.participants, str(c.why)) for c in closed] == [(3, "all")] * len(closed)
+
+
+def test_a_learner_five_times_slower_is_waited_for_where_its_step_ends_in_time() -> None:
+    crowd = Crowd()
+    crowd.join("a", "b", "c", "slow")
+    closed = crowd.run(600.0, {"a": 1.0, "b": 1.1, "c": 1.2, "slow": 5.0})
+    assert all(c.participants >= 3 for c in closed)
+    with_all = [c for c in closed if c.participants == 4]
+    assert 0.2 < len(with_all) / len(closed) < 0.8
+    assert max(c.open_s for c in closed) <= 1.1 + PATIENCE_S * 1.1 + 0.1, "usual, and the patience on top"
+    assert all(c.open_s < 1.3 for c in closed[2:] if c.participants == 3), "nobody waits in vain"
+    merged = crowd.members["slow"].tokens_merged
+    assert merged >= 10 * crowd.steps["slow"] - 10 * 24, "its tokens count, if later"
+
+
+def test_who_reports_and_never_contributes_costs_the_patience_and_after_some_rounds_nothing() -> None:
+    crowd = Crowd()
+    crowd.join("a", "b", "ghost")
+    paces = {"a": 1.0, "b": 1.1, "ghost": 1.0}
+    waiting = crowd.run(24 * 14.0, paces, silent=("ghost",))
+    assert max(c.open_s for c in waiting) <= 1.1 + PATIENCE_S * 1.1 + 0.1
+    later = crowd.run(24 * 12.0, paces, silent=("ghost",))
+    assert max(c.open_s for c in later[-6:]) < 1.3
+
+
+def test_a_learner_that_has_hung_is_not_waited_for_although_it_holds_a_lease() -> None:
+    crowd = Crowd()
+    crowd.join("a", "b", "hung")
+    crowd.run(60.0, {"a": 1.0, "b": 1.1, "hung": 1.0})
+    closed = crowd.run(120.0, {"a": 1.0, "b": 1.1})
+    assert [c.participants for c in closed[1:]] == [2] * (len(closed) - 1)
+    assert max(c.open_s for c in closed[1:]) < 1.3
+
+
+def test_who_is_asked_late_does_not_say_alone_what_is_usual() -> None:
+    crowd = Crowd(lease_s=10.0, quorum="all")
+    paces = {"a": 1.0, "b": 1.0, "c": 1.0}
+    crowd.join(*paces)
+    while crowd.shard.fragments[0].round is None:
+        crowd.run(1.0, paces, silent=tuple(paces))
+    collecting = crowd.shard.fragments[0].round
+    began = collecting.opened_at
+    assert began <= collecting.usual_at <= began + 2.0
+    crowd.members["late"] = crowd.shard.join("late", "p", [TensorSpec("w", (8,))], crowd.now)
+    crowd.steps["late"] = 0
+    while "late" not in collecting.asked:
+        crowd.run(1.0, paces | {"late": 1.0}, silent=(*paces, "late"))
+        assert crowd.now < began + 30.0
+    assert began <= collecting.usual_at <= began + 2.0
+
+
+def test_overwriting_learners_lose_work_while_a_round_waits_so_it_waits_for_the_slack_alone() -> None:
+    crowd = Crowd(on_commit="overwrite", grace_gamma=0.5, overlap_steps=2)
+    crowd.join("a", "b")
+    crowd.run(30.0, {"a": 1.0, "b": 1.1})
+    assert 0 <= crowd.shard.grace_s() <= 1.1

@@ -1,0 +1,438 @@
+"""Every number, text and list that comes from outside has a limit, and messages become values within it, or a refusal.
+
+The table in docs/wire-format.md is the one in bounds.py; the limits of counters that a shard keeps are below them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_common import bounds, protobuf
+from diloco_common.bounds import LIMITS, Limit
+from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
+from diloco_common.messages import Evicted, PullHeader, PushAnswer
+from diloco_protos import parameter_server_pb2 as pb
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/wire-format.md").read_text(encoding="utf-8")
+FRAMES = {f"{kind}.{name}" for kind in ("PushRequest", "PullResponse") for name in ("chunk", "crc32c", "padding")}
+BY_OTHER_MEANS = {
+    *FRAMES,
+    "Evicted.message",
+    "PushResponse.message",
+    # serves no learner: the shard counts the bytes itself, and only the doctor prints what comes back
+    "ProbeRequest.zeros",
+    "ProbeResponse.num_bytes",
+    "ProbeResponse.seconds",
+    "ProbeResponse.clock",
+    "ProbeResponse.package",
+}
+"""Bytes whose size the header announces, with what comes with them, and words, which are cut."""
+
+READ: dict[str, Callable[[Any], object]] = {
+    "JoinRequest": protobuf.join_request_from_pb,
+    "JoinResponse": protobuf.join_answer_from_pb,
+    "LearnerPolicy": protobuf.policy_from_pb,
+    "FragmentStatus": protobuf.status_from_pb,
+    "Held": lambda held: protobuf.held_from_pb([held]),
+    "FrozenTensor": lambda frozen: protobuf.frozen_from_pb([frozen]),
+    "Tie": lambda tie: protobuf.ties_from_pb([tie]),
+    "Tensor": lambda tensor: protobuf.tensors_from_pb([tensor]),
+    "Progress": protobuf.progress_from_pb,
+    "ShardAway": lambda away: protobuf.progress_from_pb(pb.Progress(away=[away])),
+    "Directive": protobuf.directive_from_pb,
+    "Collect": lambda collect: protobuf.directive_from_pb(pb.Directive(collect=collect)),
+    "Committed": lambda committed: protobuf.directive_from_pb(pb.Directive(committed=committed)),
+    "Evicted": lambda evicted: protobuf.directive_from_pb(pb.Directive(evicted=evicted)),
+    "Pulse": protobuf.pulse_from_pb,
+    "PushHeader": protobuf.push_header_from_pb,
+    "Range": lambda r: protobuf.ranges_from_pb(pb.PullRequest(ranges=[r])),
+    "Payload": protobuf.payload_from_pb,
+    "PushResponse": protobuf.answer_from_pb,
+    "PullRequest": protobuf.pull_request_from_pb,
+    "PullHeader": protobuf.pull_header_from_pb,
+}
+KINDS: dict[str, type[Message]] = {name: getattr(pb, name) for name in READ}
+
+
+def fields(*, with_length: bool | None = None) -> Iterator[tuple[str, str, Limit]]:
+    for kind, limits in LIMITS.items():
+        for name, limit in limits.items():
+            if with_length is None or with_length == bool(limit.counts):
+                yield kind, name, limit
+
+
+def smallest(kind: str) -> Message:
+    """A message of a kind that is taken: the least of every field that must have something."""
+    message = KINDS[kind]()
+    for name, limit in LIMITS.get(kind, {}).items():
+        if limit.least > 0:
+            put(message, name, "x" if limit.counts else limit.least)
+    if kind == "LearnerPolicy":
+        message.on_commit = "carry"  # type: ignore[attr-defined]
+    if kind == "JoinResponse":
+        message.policy.CopyFrom(smallest("LearnerPolicy"))  # type: ignore[attr-defined]
+    return message
+
+
+def put(message: Message, name: str, value: Any) -> None:
+    if name.endswith("[]"):
+        getattr(message, name[:-2]).append(value)
+    elif isinstance(value, list):
+        getattr(message, name).extend(value)
+    else:
+        field = message.DESCRIPTOR.fields_by_name[name]
+        is_float = field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE
+        setattr(message, name, value if is_float or isinstance(value, str) else int(value))
+
+
+def of_length(kind: str, name: str, length: int) -> Any:
+    """A text of so many characters, or a list of so many entries that differ."""
+    field = KINDS[kind].DESCRIPTOR.fields_by_name[name.removesuffix("[]")]
+    if field.message_type is None:
+        if not field.is_repeated or name.endswith("[]"):
+            return "x" * length
+        return ["x"] * length if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else [1] * length
+    entries = [smallest(field.message_type.name) for _ in range(length)]
+    if field.message_type.name in ("Held", "FragmentStatus"):
+        for i, entry in enumerate(entries):
+            entry.fragment_id = min(i, bounds.FRAGMENTS_MAX - 1)  # type: ignore[attr-defined]
+    if field.message_type.name == "Range":
+        for i, entry in enumerate(entries):
+            entry.start, entry.stop = i, i + 1  # type: ignore[attr-defined]
+    return entries
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_every_field_of_the_protocol_has_a_limit_or_needs_none() -> None:
+    needed = set()
+    for kind, descriptor in pb.DESCRIPTOR.message_types_by_name.items():
+        for field in descriptor.fields:
+            if field.cpp_type not in (
+                FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM, FieldDescriptor.CPPTYPE_MESSAGE,
+            ):  # fmt: skip
+                needed.add(f"{kind}.{field.name}")
+                needed |= {f"{kind}.{field.name}[]"} if field.is_repeated else set()
+            elif field.is_repeated:
+                needed.add(f"{kind}.{field.name}")
+    assert {f"{kind}.{name}" for kind, name, _ in fields()} == needed - BY_OTHER_MEANS
+
+
+def test_the_page_has_the_same_table() -> None:
+    rows = re.findall(r"^\| `(\w+)\.(\w+(?:\[\])?)` \| ([^|]+) \| ([^|]+) \| (\w*) ?\|", PAGE, re.MULTILINE)
+    told = {(kind, name): (least, most, counts) for kind, name, least, most, counts in rows}
+    mine = {
+        (kind, name): (bounds.number(limit.least), bounds.number(limit.most), limit.counts)
+        for kind, name, limit in fields()
+    }
+    assert told == mine
+    sizes = re.findall(r"^\| `(\w+)` \| (\d+) \|$", PAGE, re.MULTILINE)
+    assert {kind: int(size) for kind, size in sizes} == dict(bounds.MESSAGE_BYTES_MAX)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4096, "4096"), (2**40, "2^40"), (2**32 - 1, "2^32 - 1"), (1.0, "1"), (1e30, "1e+30"), (-1e30, "-1e+30")],
+)
+def test_limits_are_written_as_people_write_them(value: float, text: str) -> None:
+    assert bounds.number(value) == text
+
+
+def test_counters_that_a_shard_keeps_have_room_below_what_the_wire_takes() -> None:
+    assert bounds.TOKENS_COUNTED_MAX + 4096 * bounds.TOKENS_MAX < bounds.TOKENS_MERGED_MAX < 2**63
+    assert bounds.VERSION_KEPT_MAX < bounds.VERSION_MAX < 10**12
+    assert float(bounds.TOKENS_TOTAL_MAX) == bounds.TOKENS_TOTAL_MAX
+
+
+# ---------------------------------------------------------------- at the limit, and one above
+
+NUMBERS = [(kind, name, limit) for kind, name, limit in fields(with_length=False)
+           if (kind, name) not in {("Progress", "loss"), ("JoinResponse", "shard_index")}]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "limit"), NUMBERS, ids=[f"{k}.{n}" for k, n, _ in NUMBERS])
+def test_a_number_is_taken_up_to_its_limit(kind: str, name: str, limit: Limit) -> None:
+    for value in (limit.least, limit.most):
+        message = smallest(kind)
+        if kind == "Range":
+            message.stop = int(bounds.ELEMENTS_MAX)  # type: ignore[attr-defined]
+        if name == "part":
+            message.num_parts = bounds.PARTS_MAX  # type: ignore[attr-defined]
+        put(message, name, value)
+        READ[kind](message)
+
+
+@pytest.mark.parametrize(("kind", "name", "limit"), NUMBERS, ids=[f"{k}.{n}" for k, n, _ in NUMBERS])
+def test_a_number_beyond_its_limit_is_refused_by_name(kind: str, name: str, limit: Limit) -> None:
+    field = KINDS[kind].DESCRIPTOR.fields_by_name[name.removesuffix("[]")]
+    if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
+        values = [math.nextafter(limit.most, math.inf), math.inf, math.nan, -1.0]
+    elif limit.most == 2**32 - 1:  # all that the field can carry
+        values = []
+    else:
+        values = [int(limit.most) + 1] + ([int(limit.least) - 1] if limit.least > 0 else [])
+    for value in values:
+        message = smallest(kind)
+        put(message, name, value)
+        with pytest.raises(BadRequest) as refused:
+            READ[kind](message)
+        said = str(refused.value)
+        assert kind == "Tensor" or f"{kind}.{name}" in said
+        assert str(value) in said
+        assert bounds.number(limit.most) in said
+
+
+LENGTHS = [(kind, name, limit) for kind, name, limit in fields(with_length=True) if name != "on_commit"]
+
+
+@pytest.mark.parametrize(("kind", "name", "limit"), LENGTHS, ids=[f"{k}.{n}" for k, n, _ in LENGTHS])
+def test_texts_and_lists_are_taken_up_to_their_limit(kind: str, name: str, limit: Limit) -> None:
+    message = smallest(kind)
+    put(message, name, of_length(kind, name, int(limit.most)))
+    READ[kind](message)
+
+    put(message, name, of_length(kind, name, int(limit.most) + 1))
+    with pytest.raises(BadRequest, match=re.escape(f"{kind}.{name.removesuffix('[]')}")):
+        READ[kind](message)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "says"),
+    [
+        ([(3, 3)], "from 3 to 3, which is empty"),
+        ([(4, 3)], "from 4 to 3, which is empty"),
+        ([(0, 4), (3, 5)], "from 3 after one that ends at 4"),
+        ([(4, 5), (0, 1)], "from 0 after one that ends at 5"),
+        ([(0, 1), (0, 1)], "from 0 after one that ends at 1"),
+    ],
+)
+def test_ranges_ascend_and_are_disjoint(ranges: list[tuple[int, int]], says: str) -> None:
+    message = [pb.Range(start=start, stop=stop) for start, stop in ranges]
+    with pytest.raises(BadRequest, match=f"PushHeader.ranges has a range {says}"):
+        protobuf.push_header_from_pb(pb.PushHeader(ranges=message))
+    with pytest.raises(BadRequest, match=f"PullRequest.ranges has a range {says}"):
+        protobuf.pull_request_from_pb(pb.PullRequest(ranges=message))
+    with pytest.raises(BadRequest, match=f"PullHeader.ranges has a range {says}"):
+        protobuf.pull_header_from_pb(pb.PullHeader(ranges=message))
+
+
+def test_ranges_may_touch() -> None:
+    message = pb.PullRequest(ranges=[pb.Range(stop=3), pb.Range(start=3, stop=4)])
+    assert protobuf.pull_request_from_pb(message).ranges == ((0, 3), (3, 4))
+
+
+@pytest.mark.parametrize(("part", "num_parts"), [(1, 0), (1, 1), (2, 2)])
+def test_a_part_is_one_of_its_parts(part: int, num_parts: int) -> None:
+    with pytest.raises(BadRequest, match=f"part is {part} of {max(num_parts, 1)} parts"):
+        protobuf.push_header_from_pb(pb.PushHeader(part=part, num_parts=num_parts))
+
+
+def test_what_is_not_said_about_parts_is_a_whole_contribution() -> None:
+    header = protobuf.push_header_from_pb(pb.PushHeader())
+    assert (header.part, header.num_parts, header.ranges) == (0, 1, ())
+
+
+def test_a_shard_is_one_of_its_shards() -> None:
+    message = smallest("JoinResponse")
+    message.num_shards, message.shard_index = 2, 2  # type: ignore[attr-defined]
+    with pytest.raises(BadRequest, match="shard_index is 2 of 2"):
+        protobuf.join_answer_from_pb(message)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loss", "taken"), [(2.5, 2.5), (math.nan, None), (math.inf, None), (1e31, None), (-3.0, -3.0)]
+)
+def test_a_loss_that_is_no_number_is_dropped_not_refused(loss: float, taken: float | None) -> None:
+    assert protobuf.progress_from_pb(pb.Progress(loss=loss)).loss == taken
+
+
+def test_what_a_learner_reports_of_itself_is_always_taken() -> None:
+    """A machine that slept for a month must not be refused for the step that it slept in."""
+    report = protobuf.progress_to_pb(protobuf.Progress(7, 7, None, 3e6))
+    assert protobuf.progress_from_pb(report).step_time_s == bounds.STEP_TIME_MAX_S
+
+
+def test_tensors_are_counted_before_they_are_read() -> None:
+    with pytest.raises(BadRequest, match=r"JoinRequest\.tensors has 32769 entries"):
+        next(protobuf.tensors_in_turns([pb.Tensor(name="w", shape=[1])] * (bounds.TENSORS_MAX + 1)))
+
+
+def test_a_model_is_bounded_as_a_whole() -> None:
+    half = pb.Tensor(name="w", shape=[bounds.ELEMENTS_MAX // 2])
+    protobuf.tensors_from_pb([half, half])
+    with pytest.raises(BadRequest, match=r"more than 2\^42 elements"):
+        protobuf.tensors_from_pb([half, half, pb.Tensor(name="b", shape=[1])])
+
+
+def test_a_policy_names_what_a_learner_can_do() -> None:
+    message = smallest("LearnerPolicy")
+    message.on_commit = "explode"  # type: ignore[attr-defined]
+    with pytest.raises(BadRequest, match="on_commit is 'explode', none of carry, overwrite, blend"):
+        protobuf.policy_from_pb(message)  # type: ignore[arg-type]
+
+
+def test_a_version_is_held_once() -> None:
+    held = [pb.Held(fragment_id=3), pb.Held(fragment_id=3)]
+    with pytest.raises(BadRequest, match="names a fragment twice"):
+        protobuf.held_from_pb(held)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("kind", sorted(bounds.MESSAGE_BYTES_MAX))
+def test_a_message_that_is_too_long_is_not_parsed(kind: str) -> None:
+    too_long = b"\xff" * (bounds.MESSAGE_BYTES_MAX[kind] + 1)
+    with pytest.raises(BadRequest, match=f"{kind} has {len(too_long)} bytes"):
+        protobuf.parse(getattr(pb, kind), too_long)
+
+
+UNKNOWN = b"\xf2\x07\x00"
+"""A field that no JoinRequest has: number 126, of bytes, empty."""
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pb.JoinRequest(tensors=[pb.Tensor()]).SerializeToString(),
+        pb.JoinRequest(held=[pb.Held()]).SerializeToString(),
+        pb.JoinRequest(frozen=[pb.FrozenTensor()]).SerializeToString(),
+        pb.JoinRequest(ties=[pb.Tie()]).SerializeToString(),
+        pb.JoinRequest(decodes=[""]).SerializeToString(),
+        UNKNOWN,
+    ],
+    ids=["tensors", "held", "frozen", "ties", "decodes", "unknown"],
+)
+@pytest.mark.parametrize("before", [b"", b"\x08\x80\x01", b"\xf1\x07" + bytes(8), b"\x0d" + bytes(4), UNKNOWN])
+def test_entries_of_a_join_are_counted_before_they_are_parsed(before: bytes, entry: bytes) -> None:
+    with pytest.raises(BadRequest, match="too many entries"):
+        protobuf.parse(pb.JoinRequest, before + entry * 1_000_000)
+
+
+def test_an_enormous_entry_of_a_join_is_not_parsed() -> None:
+    data = pb.JoinRequest(tensors=[pb.Tensor(name="deep", shape=[2] * 1_000_000)]).SerializeToString()
+    with pytest.raises(BadRequest, match="one of more than 8192 bytes"):
+        protobuf.parse(pb.JoinRequest, data)
+
+
+def test_the_largest_model_with_the_longest_list_is_parsed() -> None:
+    tensors = [pb.Tensor(name=f"blocks.{i:05}.weight", shape=[26, 26]) for i in range(bounds.TENSORS_MAX)]
+    data = pb.JoinRequest(tensors=tensors).SerializeToString()
+    message = protobuf.parse(pb.JoinRequest, data)
+    assert sum(map(len, protobuf.tensors_in_turns(message.tensors))) == bounds.TENSORS_MAX
+
+
+def within(value: object) -> bool:
+    """Whether all numbers of a value, and in it, fit what carries them."""
+    if isinstance(value, bool) or value is None:
+        return True
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -(2**53) <= value <= bounds.TOKENS_MERGED_MAX
+    if isinstance(value, str):
+        return len(value) <= WORDS_MAX
+    if isinstance(value, tuple | list):
+        return len(value) <= bounds.TENSORS_MAX and all(map(within, value))
+    return all(within(getattr(value, name)) for name in getattr(value, "__dataclass_fields__", ()))
+
+
+def read(kind: str, data: bytes) -> None:
+    value: object
+    try:
+        value = READ[kind](protobuf.parse(KINDS[kind], data))
+    except BadRequest as refused:
+        value = str(refused)
+        is_line = value.isprintable() and len(value.encode()) <= WORDS_MAX
+    else:
+        is_line = True
+    assert is_line
+    assert within(value)
+
+
+@given(kind=st.sampled_from(sorted(READ)), data=st.binary(max_size=200))
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_give_a_value_within_bounds_or_a_bad_request(kind: str, data: bytes) -> None:
+    read(kind, data)
+
+
+VARINTS = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**32, 2**40, 2**53, 2**63, 2**64 - 1]))
+
+
+def varint(number: int) -> bytes:
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def encoded(parts: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Fields of any number and wire type, in any order: what protobuf calls a message."""
+    key = st.integers(1, 13)
+    number = st.builds(lambda k, n: varint(k << 3) + varint(n), key, VARINTS)
+    eight = st.builds(lambda k, b: varint(k << 3 | 1) + b, key, st.binary(min_size=8, max_size=8))
+    nested = st.builds(lambda k, b: varint(k << 3 | 2) + varint(len(b)) + b, key, parts)
+    return st.lists(st.one_of(number, eight, nested), max_size=8).map(b"".join)
+
+
+MESSAGES = st.recursive(
+    st.one_of(st.binary(max_size=40), st.text(max_size=100).map(str.encode)), encoded, max_leaves=12
+)
+
+
+@given(kind=st.sampled_from(sorted(READ)), data=encoded(MESSAGES))
+@settings(max_examples=1000, deadline=None)
+def test_any_message_gives_a_value_within_bounds_or_a_bad_request(kind: str, data: bytes) -> None:
+    read(kind, data)
+
+
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("plain", "plain"),
+        ("two\nlines\x1b[31m\x00", "two\\nlines\\x1b[31m\\x00"),
+        ("\ud800", "\\ud800"),
+        ("größer", "größer"),
+        ("a" * WORDS_MAX, "a" * WORDS_MAX),
+        ("a" * 5000, "a" * (WORDS_MAX - 3) + "…"),
+        ("ö" * 5000, "ö" * ((WORDS_MAX - 3) // 2) + "…"),
+    ],
+)
+def test_words_become_one_line_of_bounded_length(words: str, line: str) -> None:
+    assert plain(words) == line
+    assert len(line.encode()) <= WORDS_MAX
+
+
+def test_words_are_cut_wherever_they_come_from() -> None:
+    words = "x\n" * 5000
+    response = pb.PushResponse(outcome=pb.PushResponse.REJECTED, code="BUSY", message=words)
+    evicted = protobuf.directive_from_pb(pb.Directive(evicted=pb.Evicted(code="BUSY", message=words)))
+    assert isinstance(evicted, Evicted)
+    for said in (
+        str(Busy(words)), str(refusal_from("BUSY", words)), str(refusal_from("NEW", words)), evicted.message,
+        protobuf.answer_from_pb(response).message,
+    ):  # fmt: skip
+        assert len(said.encode()) <= WORDS_MAX
+        assert said.isprintable()
+
+
+def test_what_is_within_bounds_comes_back_as_it_was() -> None:
+    header = PullHeader(3, 8, 2, 7, 0, bounds.TOKENS_MERGED_MAX, None, 7)
+    assert protobuf.pull_header_from_pb(protobuf.pull_header_to_pb(header)) == header
+    answer = PushAnswer(protobuf.Outcome.REJECTED, "BAD_SIZE", "no")
+    assert protobuf.answer_from_pb(protobuf.answer_to_pb(answer)) == answer

@@ -1,0 +1,125 @@
+"""Muon beside AdamW: what goes where, the update by its definition, and its state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco_common.errors import DataError
+from diloco_common.settings import ModelSettings, Settings, SyncSettings, TrainSettings
+from diloco_worker.builtin.checkpoint import load_checkpoint, save_checkpoint
+from diloco_worker.builtin.gpt import GPT, build_gpt
+from diloco_worker.builtin.muon import orthogonal
+from diloco_worker.builtin.training import make_optimizer
+
+MODEL = ModelSettings(layers=2, heads=2, width=32, context=8)
+TRAIN = TrainSettings(optimizer="muon", lr=1e-2, muon_lr=3e-2)
+
+LEARNER = {"run": "run", "inner_step": 0, "tokens": 0}
+
+
+def trained(steps: int, train: TrainSettings = TRAIN) -> tuple[GPT, torch.optim.Optimizer]:
+    model = build_gpt(MODEL, 0)
+    optimizer = make_optimizer(model, train)
+    go_on(model, optimizer, steps)
+    return model, optimizer
+
+
+def go_on(model: GPT, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = torch.randint(0, 256, (2, 9), generator=generator)
+        model.loss(batch[:, :-1], batch[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: GPT) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 88)])
+def test_an_orthogonal_matrix_keeps_directions_and_has_singular_values_near_one(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonal(matrices)
+    for matrix, result in zip(matrices, found, strict=True):
+        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+        values = torch.linalg.svdvals(result)
+        assert 0.3 < values.min() <= values.max() < 1.3
+        off = u.T @ result @ vh.T
+        assert (off - off.diag().diag()).abs().max() < 1e-4, "the same singular vectors"
+
+
+def test_matrices_of_the_layers_take_muon_and_embedding_and_head_take_adamw() -> None:
+    model, optimizer = trained(1)
+    keys = {name: set(optimizer.state[p]) for name, p in model.named_parameters()}
+    assert {name for name, found in keys.items() if found == {"momentum_buffer"}} == {
+        name for name in keys if name.startswith("layers.")
+    }
+    assert all("exp_avg" in keys[name] for name in ("embedding.weight", "lm_head.weight"))
+
+
+def test_fused_matrices_are_stepped_as_the_ones_that_they_fuse() -> None:
+    """Against torch.optim.Muon, which is given each of them alone."""
+    model = build_gpt(MODEL, 0)
+    optimizer = make_optimizer(model, TRAIN)
+    parts = {(id(m), i): p.detach().clone() for m, n in model.hidden_matrices() for i, p in enumerate(m.chunk(n))}
+    theirs = torch.optim.Muon(
+        parts.values(), lr=TRAIN.muon_lr, weight_decay=TRAIN.weight_decay, momentum=TRAIN.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for matrix, n in model.hidden_matrices():
+            matrix.grad = torch.randn(matrix.shape, generator=generator)
+            for i, grad in enumerate(matrix.grad.chunk(n)):
+                parts[id(matrix), i].grad = grad.clone()
+        optimizer.step()
+        theirs.step()
+    for matrix, n in model.hidden_matrices():
+        for i, part in enumerate(matrix.detach().chunk(n)):
+            step = (part - parts[id(matrix), i]).norm() / part.norm()
+            assert step < 0.02, "torch multiplies in bfloat16"
+
+
+def test_each_optimizer_keeps_its_own_rate_below_the_schedule() -> None:
+    optimizer = make_optimizer(build_gpt(MODEL, 0), TRAIN)
+    assert {("parts" in group, group["lr_highest"]) for group in optimizer.param_groups} == {
+        (True, TRAIN.muon_lr), (False, TRAIN.lr),
+    }  # fmt: skip
+
+
+def test_training_goes_on_after_a_checkpoint_as_if_nothing_had_been(tmp_path: Path) -> None:
+    model, optimizer = trained(3)
+    save_checkpoint(tmp_path / "c", model, optimizer, LEARNER, 0)
+    other = build_gpt(MODEL, 5)
+    restored = make_optimizer(other, TRAIN)
+    assert load_checkpoint(tmp_path / "c", other, restored, "run") is not None
+    go_on(model, optimizer, 2)
+    go_on(other, restored, 2)
+    for name, value in weights(model).items():
+        assert torch.equal(value, weights(other)[name]), name
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    model, optimizer = trained(1, TrainSettings(optimizer="adamw"))
+    save_checkpoint(tmp_path / "c", model, optimizer, LEARNER, 0)
+    with pytest.raises(DataError, match=r"AdamW.*MuonWithAdamW.*train\.optimizer"):
+        load_checkpoint(tmp_path / "c", model, make_optimizer(model, TRAIN), "run")
+
+
+@pytest.mark.parametrize(
+    ("sync", "optimizer", "merge"),
+    [({}, "muon", "mean"), ({}, "adamw", "rda"), ({"merge": "rda"}, "muon", "rda")],
+)
+def test_the_merge_rule_follows_the_optimizer_unless_one_was_given(
+    sync: dict[str, str], optimizer: str, merge: str
+) -> None:
+    settings = Settings(
+        sync=SyncSettings.model_validate(sync),
+        train=TrainSettings.model_validate({"optimizer": optimizer}),
+    )  # fmt: skip
+    assert settings.for_built_in().sync.merge == merge

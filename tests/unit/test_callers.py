@@ -1,0 +1,153 @@
+"""Who calls, as a certificate or a signed token proves it, and how long that holds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from certificates import Certificates
+from diloco_common.errors import Expired, Revoked, Unauthenticated, WrongIdentity, WrongScope
+from diloco_common.identity import MAY, Identity, Scope
+from diloco_common.tls import proof_of
+from diloco_common.tokens import read_token_key
+from diloco_server.callers import Callers
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path / "certs")
+
+
+def pem(run: Certificates, who: str) -> bytes:
+    return (run.issue(who) / "cert.pem").read_bytes()
+
+
+def test_where_nothing_is_asked_for_callers_are_who_they_say(run: Certificates) -> None:
+    caller = Callers(lambda: 0.0).proven(Identity("local", "b"), pem(run, "learner/a"), None)
+    assert caller == Identity("local", "b")
+    caller.check_may("Join")
+
+
+@pytest.mark.parametrize("scope", list(Scope))
+def test_a_scope_may_what_the_table_says(run: Certificates, scope: Scope) -> None:
+    proof = proof_of(pem(run, f"{scope.value}/1"))
+    caller = Identity("local", proof=proof)
+    for call in ("Join", "Observe", "Attend", "Push", "Pull", "Leave", "Drain", "Checkpoint"):
+        if call in MAY[scope]:
+            caller.check_may(call)
+        else:
+            with pytest.raises(WrongScope):
+                caller.check_may(call)
+
+
+def test_nobody_may_more_than_a_learner(run: Certificates) -> None:
+    """There are no calls that drain, checkpoint or read what other learners did: signals and files do that."""
+    assert set().union(*MAY.values()) == MAY[Scope.LEARNER]
+
+
+@pytest.mark.parametrize(
+    ("who", "claimed"), [("learner/a", "b"), ("observer/a", "a"), ("admin/a", "a"), ("shard/0", "0")]
+)
+def test_a_call_is_of_whom_the_certificate_names(run: Certificates, who: str, claimed: str) -> None:
+    callers = Callers(lambda: 0.0, needs_certificate=True)
+    with pytest.raises(WrongIdentity):
+        callers.proven(Identity("local", claimed), pem(run, who), None)
+
+
+def test_a_token_proves_as_much_as_a_certificate(run: Certificates) -> None:
+    token = run.token("learner/a")
+    callers = Callers(lambda: 0.0, token_key=read_token_key(run.authority.folder / "token.pub"))
+
+    caller = callers.proven(Identity("local", "a"), None, f"Bearer {token}")
+
+    assert str(caller.proof and caller.proof.subject) == "learner/a"
+    with pytest.raises(WrongIdentity):
+        callers.proven(Identity("local", "b"), None, f"Bearer {token}")
+    with pytest.raises(WrongIdentity):
+        Callers(lambda: 0.0, token_key=read_token_key(run.authority.folder / "token.pub")).proven(
+            Identity("other", "a"), None, f"Bearer {token}"
+        )
+    for wrong in (None, token, "Basic x", f"Bearer {token}x"):
+        with pytest.raises(Unauthenticated):
+            callers.proven(Identity("local", "a"), None, wrong)
+
+
+def test_what_has_expired_proves_nothing(run: Certificates) -> None:
+    certificate = pem(run, "learner/a")
+    expires = proof_of(certificate).expires
+    clock = [expires - 1]
+    callers = Callers(lambda: clock[0], needs_certificate=True)
+    callers.proven(Identity("local", "a"), certificate, None)
+
+    clock[0] = expires
+    with pytest.raises(Expired, match="issue another"):
+        callers.proven(Identity("local", "a"), certificate, None)
+
+
+def test_an_open_call_ends_when_its_proof_expires(run: Certificates) -> None:
+    certificate = pem(run, "learner/a")
+    proof = proof_of(certificate)
+    callers = Callers(lambda: proof.expires - 0.01, needs_certificate=True)
+
+    async def call() -> None:
+        async with callers.holding(Identity("local", "a", proof=proof)):
+            await asyncio.Event().wait()
+
+    with pytest.raises(Expired):
+        asyncio.run(asyncio.wait_for(call(), 20))
+
+
+def test_open_calls_of_the_revoked_end_and_no_others(run: Certificates) -> None:
+    proofs = {name: proof_of(pem(run, f"learner/{name}")) for name in "ab"}
+    callers = Callers(lambda: 0.0, needs_certificate=True)
+
+    async def call(name: str, generation: int) -> None:
+        async with callers.holding(Identity("local", name, generation, proof=proofs[name])):
+            await asyncio.Event().wait()
+
+    async def scene() -> None:
+        calls = [
+            asyncio.create_task(call("a", 7)),
+            asyncio.create_task(call("a", 7)),
+            asyncio.create_task(call("b", 8)),
+        ]
+        await asyncio.sleep(0)
+        leases = callers.revoke(frozenset({proofs["a"].serial}))
+        assert [(lease.learner_id, lease.generation) for lease in leases] == [("a", 7)], "each lease once"
+        done, open_yet = await asyncio.wait(calls, timeout=20, return_when=asyncio.FIRST_EXCEPTION)
+        done |= (await asyncio.wait(calls[:2], timeout=20))[0]
+        assert done == set(calls[:2])
+        assert all(isinstance(task.exception(), Revoked) for task in done)
+        assert calls[2] in open_yet
+        calls[2].cancel()
+
+    asyncio.run(scene())
+
+
+def test_a_call_that_is_ending_by_itself_can_be_revoked(run: Certificates) -> None:
+    proof = proof_of(pem(run, "learner/a"))
+    callers = Callers(lambda: proof.expires - 0.01, needs_certificate=True)
+
+    async def call() -> None:
+        async with callers.holding(Identity("local", "a", 7, proof=proof)):
+            try:
+                await asyncio.Event().wait()
+            finally:  # its time is up, and it has not ended yet
+                assert [lease.generation for lease in callers.revoke(frozenset({proof.serial}))] == [7]
+
+    with pytest.raises(Revoked):
+        asyncio.run(asyncio.wait_for(call(), 20))
+
+
+def test_a_time_out_of_the_call_itself_is_not_taken_for_the_end_of_its_proof(run: Certificates) -> None:
+    proof = proof_of(pem(run, "learner/a"))
+    callers = Callers(lambda: 0.0, needs_certificate=True)
+
+    async def call() -> None:
+        async with callers.holding(Identity("local", "a", proof=proof)):
+            raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        asyncio.run(call())

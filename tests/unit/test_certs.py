@@ -1,0 +1,302 @@
+"""`diloco certs` and `diloco token issue`: what is in the folder, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from certificates import Certificates
+from diloco_common.errors import ConfigError, SecretExposed, WrongIdentity
+from diloco_common.identity import Identity, Proof, Scope, Subject, subject_of, subject_of_uri
+from diloco_common.revocations import read_revocations
+from diloco_common.tls import TlsFolder, proof_of, read_folder
+from diloco_deploy.certs.authority import open_authority
+from diloco_deploy.cli import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of an authority that the command line has made, where the command looks for it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["certs", "init", "--run", "r1"]) == 0
+    return tmp_path / "certs"
+
+
+def certificate_in(folder: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
+
+
+def test_a_certificate_names_its_holder_for_90_days(folder: Path) -> None:
+    assert main(["certs", "issue", "learner/a"]) == 0
+
+    files = read_folder(folder / "learner-a", needs_pair=True)
+    found = certificate_in(folder / "learner-a")
+
+    assert files.subject == Subject("r1", Scope.LEARNER, "a")
+    assert files.subject.uri == "diloco://r1/learner/a"
+    left = found.not_valid_after_utc - datetime.now(UTC)
+    assert timedelta(days=89) < left <= timedelta(days=90)
+    found.verify_directly_issued_by(x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes()))
+
+
+def test_only_a_shard_may_serve_and_under_its_hosts(folder: Path) -> None:
+    assert main(["certs", "issue", "shard/0", "--host", "ps-0", "--host", "10.0.0.7", "--host", "[fd00::1]"]) == 0
+    assert main(["certs", "issue", "observer/x", "admin/y"]) == 0
+
+    names = certificate_in(folder / "shard-0").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    uses = {
+        path.name: ExtendedKeyUsageOID.SERVER_AUTH
+        in certificate_in(path).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        for path in (folder / "shard-0", folder / "observer-x", folder / "admin-y")
+    }
+
+    assert names.get_values_for_type(x509.DNSName) == ["ps-0", "localhost"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "fd00::1", "127.0.0.1", "::1"]
+    assert uses == {"shard-0": True, "observer-x": False, "admin-y": False}
+
+
+def test_keys_are_for_their_owner_alone(folder: Path) -> None:
+    main(["certs", "issue", "learner/a"])
+    main(["token", "issue", "learner/a", "--out", "t"])
+
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*"), Path("t")]}
+
+    assert {modes[name] for name in ("ca.key", "key.pem", "token.key", "t", "issued.jsonl")} == {0o600}
+    assert {modes[name] for name in ("certs", "learner-a")} == {0o700}
+    (folder / "learner-a" / "key.pem").chmod(0o644)
+    with pytest.raises(SecretExposed):
+        read_folder(folder / "learner-a")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["issue", "a"], "names nobody: write learner/ID"),
+        (["issue", "learner/../x"], "names nobody"),
+        (["issue", "learner/a\nb"], "names nobody"),
+        (["issue", "learner/" + "x" * 65], "names nobody"),
+        (["issue", "shard/one"], "shard/N with the shard's index"),
+        (["issue", "shard/01"], "shard/N with the shard's index"),
+        (["issue", "pope/x"], "names nobody"),
+        (["issue", "learner/a", "--host", "ps-0"], "only shards are dialed"),
+        (["issue", "shard/0", "--host", "ps-0:50051"], "leave out the port"),
+        (["issue", "shard/0", "--host", ""], "neither a host name"),
+        (["issue", "learner/a", "--days", "0"], "must be days"),
+        (["issue", "learner/a", "learner/b", "--out", "x"], "--out takes one identity"),
+        (["revoke", "learner/nobody"], "was issued nothing here"),
+        (["revoke", "12ab"], "whole serial"),
+        (["revoke", "nobody"], "neither an identity"),
+        (["init", "--run", "r2"], "the authority of run 'r1', not of 'r2'"),
+        (["list", "--folder", "absent"], "`diloco certs init` makes one"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys, words: list[str], said: str) -> None:
+    assert main(["certs", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_what_was_issued_is_listed_and_revoked_by_name_or_serial(folder: Path, capsys) -> None:
+    main(["certs", "issue", "learner/a", "learner/b"])
+    main(["certs", "issue", "learner/a"])
+    main(["token", "issue", "learner/a", "--out", "t"])
+    registry = open_authority(folder).registry
+    (b,) = [one.serial for one in registry.issued() if one.who == "diloco://r1/learner/b"]
+
+    assert main(["certs", "revoke", "learner/a"]) == 0
+    assert main(["certs", "revoke", ":".join(b[i : i + 2] for i in range(0, len(b), 2)).upper()]) == 0
+    assert main(["certs", "revoke", "learner/a"]) == 0
+    capsys.readouterr()
+    assert main(["certs", "list"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [
+        ["learner/a", "certificate", "revoked"],
+        ["learner/b", "certificate", "revoked"],
+        ["learner/a", "certificate", "revoked"],
+        ["learner/a", "token", "revoked"],
+    ]
+    revoked = read_revocations(folder / "revoked.json")
+    assert {one.serial for one in revoked} == {one.serial for one in registry.issued()}
+    assert len(revoked) == 4
+
+
+def test_a_serial_that_somebody_else_issued_can_be_revoked(folder: Path) -> None:
+    assert main(["certs", "revoke", "3a:a6:c6:8d:58:75:06:27"]) == 0
+    assert [one.serial for one in read_revocations(folder / "revoked.json")] == ["3aa6c68d58750627"]
+
+
+def test_keep_renews_what_is_old_revoked_or_for_other_hosts(folder: Path, capsys) -> None:
+    def serial_after(*words: str) -> int:
+        assert main(["certs", "issue", "--keep", "shard/0", *words]) == 0
+        return certificate_in(folder / "shard-0").serial_number
+
+    first = serial_after("--host", "ps-0")
+    assert serial_after("--host", "ps-0") == first
+    second = serial_after("--host", "ps-0", "--host", "ps-9")
+    assert second != first
+    main(["certs", "revoke", format(second, "x")])
+    third = serial_after("--host", "ps-9")
+    assert third != second
+    open_authority(folder).issue(
+        subject_of("r1", "shard/0"), datetime.now(UTC) - timedelta(days=70), hosts=["ps-9"], days=90
+    )
+    old = certificate_in(folder / "shard-0").serial_number
+    assert serial_after("--host", "ps-9") != old
+
+
+def test_a_pair_that_does_not_fit_is_not_taken(tmp_path: Path) -> None:
+    run = Certificates(tmp_path / "certs")
+    folder = run.issue("learner/a")
+    watched = TlsFolder(folder)
+    before = watched.files
+    assert not watched.refresh()
+
+    key = (folder / "key.pem").read_bytes()
+    run.issue("learner/a")
+    new_key = (folder / "key.pem").read_bytes()
+    (folder / "key.pem").write_bytes(key)
+    assert not watched.refresh()
+    assert "is not the key of" in watched.why_not
+    assert watched.files is before
+
+    (folder / "key.pem").write_bytes(new_key)
+    assert watched.refresh()
+    assert not watched.why_not
+    assert watched.files.pair == (new_key, (folder / "cert.pem").read_bytes())
+
+
+@pytest.mark.parametrize("missing", ["ca.pem", "cert.pem", "key.pem"])
+def test_a_folder_with_a_file_too_few_is_refused_by_name(tmp_path: Path, missing: str) -> None:
+    folder = Certificates(tmp_path / "certs").issue("shard/0")
+    (folder / missing).unlink()
+    with pytest.raises(ConfigError, match=missing):
+        read_folder(folder, needs_pair=True)
+
+
+def test_a_certificate_that_names_nobody_proves_nothing(tmp_path: Path) -> None:
+    run = Certificates(tmp_path / "certs")
+    with pytest.raises(WrongIdentity, match="names 0 identities"):
+        proof_of((run.authority.folder / "ca.pem").read_bytes())
+
+
+@pytest.mark.parametrize(
+    "uri", ["diloco://r/learner/a/b", "diloco://r", "http://r/learner/a", "diloco://r/learner/", ""]
+)
+def test_a_uri_that_is_not_ours_names_nobody(uri: str) -> None:
+    with pytest.raises(ConfigError):
+        subject_of_uri(uri)
+
+
+def test_what_is_proven_is_charged_under_its_own_name() -> None:
+    def account(who: str, learner_id: str = "") -> str:
+        proof = Proof(subject_of("r", who), "1", 0.0)
+        return Identity("r", learner_id, peer="ipv4:10.0.0.1", proof=proof).account
+
+    assert account("learner/a", "a") == "a"
+    assert account("learner/a") == "a", "also where it only observes"
+    assert account("observer/a") == "observer/a"
+    assert Identity("r", "a", peer="ipv4:10.0.0.1").account == "ipv4:10.0.0.1", "it may make up any id"
+
+
+def test_the_records_survive_a_damaged_line(folder: Path, capsys) -> None:
+    main(["certs", "issue", "learner/a"])
+    with (folder / "issued.jsonl").open("a") as file:
+        file.write('{"kind": "certif')
+    assert main(["certs", "list"]) == 2
+    assert "a line is damaged" in capsys.readouterr().err
+    assert json.loads((folder / "revoked.json").read_text()) == {"revoked": []}
+
+    assert main(["certs", "revoke", "3aa6c68d58750627"]) == 0
+    assert [one.serial for one in read_revocations(folder / "revoked.json")] == ["3aa6c68d58750627"]
+
+
+def test_those_who_revoke_at_once_lose_nothing_of_each_other(folder: Path) -> None:
+    serials = [format(0x3AA6C68D58750000 + i, "x") for i in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda one: open_authority(folder).registry.revoke_serial(one, datetime.now(UTC)), serials))
+    assert {one.serial for one in read_revocations(folder / "revoked.json")} == set(serials)
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("left", [["ca.pem", "revoked.json", "issued.jsonl"], ["revoked.json"], ["token.key"]])
+def test_an_authority_whose_key_is_kept_elsewhere_is_not_made_again(
+    folder: Path, tmp_path: Path, capsys, left: list[str]
+) -> None:
+    main(["certs", "issue", "learner/a"])
+    main(["certs", "revoke", "learner/a"])
+    main(["token", "issue", "learner/a", "--out", "t"])
+    for path in [path for path in folder.iterdir() if path.is_file()]:
+        if path.name not in left:
+            path.rename(tmp_path / f"away-{path.name}")
+    before = everything_in(tmp_path)
+
+    assert main(["certs", "init", "--run", "r1"]) == 2
+
+    assert "but not its ca.key" in capsys.readouterr().err
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["token", "issue", "learner/b", "--out", "certs/ca.key"], "a file of the authority"),
+        (["token", "issue", "learner/b", "--out", "certs/issued.jsonl"], "a file of the authority"),
+        (["token", "issue", "learner/b", "--out", "notes.txt"], "exists and holds no token of this authority"),
+        (["token", "issue", "learner/b", "--out", "a.token"], "holds a token of learner/a, not of learner/b"),
+        (["certs", "issue", "learner/b", "--out", "certs/learner-a"], "certificate of learner/a, not of learner/b"),
+        (["certs", "issue", "learner/b", "--out", "certs"], "the folder of an authority"),
+        (["certs", "issue", "learner/b", "--out", "other"], "the folder of an authority"),
+        (["certs", "issue", "learner/b", "--out", "other-copied"], "ca.pem of another authority"),
+        (["certs", "issue", "learner/b", "--out", "web"], "key.pem without a certificate"),
+    ],
+)
+def test_what_is_of_others_is_not_overwritten(
+    folder: Path, tmp_path: Path, capsys, words: list[str], said: str
+) -> None:
+    main(["certs", "issue", "learner/a"])
+    main(["token", "issue", "learner/a", "--out", "a.token"])
+    main(["certs", "init", "--folder", "other"])
+    for name in ("other-copied", "web"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other-copied/ca.pem").write_bytes((tmp_path / "other/ca.pem").read_bytes())
+    (tmp_path / "web/key.pem").write_text("a key")
+    (tmp_path / "notes.txt").write_text("notes")
+    before = everything_in(tmp_path)
+    capsys.readouterr()
+
+    assert main(words) == 2
+
+    assert said in capsys.readouterr().err
+    assert everything_in(tmp_path) == before
+
+
+def test_the_first_token_does_not_replace_the_key_that_signs_it(folder: Path) -> None:
+    assert main(["token", "issue", "learner/a", "--out", "certs/token.key"]) == 2
+    assert main(["token", "issue", "learner/a", "--out", "t"]) == 0
+
+
+def test_the_same_again_renews_wherever_it_was_put(folder: Path) -> None:
+    for _ in range(2):
+        assert main(["certs", "issue", "learner/a", "--out", "elsewhere/a"]) == 0
+        assert main(["token", "issue", "learner/a", "--out", "t"]) == 0
+    assert len(open_authority(folder).registry.issued()) == 4
+
+
+def test_a_certificate_is_listed_before_anybody_can_use_it(folder: Path) -> None:
+    (folder / "learner-a/cert.pem").mkdir(parents=True)
+    authority = open_authority(folder)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        authority.issue(subject_of("r1", "learner/a"), datetime.now(UTC))
+    assert [str(one.subject) for one in authority.registry.issued()] == ["learner/a"]

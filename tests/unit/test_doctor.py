@@ -1,0 +1,287 @@
+"""The verdicts of `diloco doctor`: what a measurement means, and that no check harms another."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from diloco_common.codec import native
+from diloco_common.errors import CannotConnect
+from diloco_common.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
+from diloco_common.settings import Settings, ShardSettings
+from diloco_deploy.cli import main
+from diloco_deploy.doctor import command, disk, machine, run_of_shards, way
+from diloco_deploy.doctor.disk import Shard, Written
+from diloco_deploy.doctor.finding import Finding, State, failure, ok
+from diloco_deploy.doctor.runner import Check, Found, run
+from diloco_deploy.explain.catalogue import CODES
+from diloco_deploy.plan.choice import Link
+from diloco_server.storage.filesystem import Disk, NewFile
+
+SHARD = Shard(
+    params=1e8, fragments=24, learners=8, push="int8", pull="bfloat16", outer="nesterov", every=24, step_s=1.0,
+    checkpoints=0,
+)  # fmt: skip
+"""A version of a fragment has 33 MB."""
+
+
+def verdict(finding: Finding) -> tuple[str, str]:
+    return finding.state.value, finding.code
+
+
+def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
+    said = {
+        code
+        for path in (repository / "deploy/diloco_deploy/doctor").glob("*.py")
+        for code in re.findall(r'"([A-Z]{3,}_[A-Z_]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert len(said) > 15
+    assert said - set(CODES) == set()
+
+
+# ---------------------------------------------------------------- the link
+
+
+def answer(push: str = "int8", pull: str = "bfloat16", every: int = 24) -> JoinAnswer:
+    policy = LearnerPolicy(
+        sync_every=every,
+        push_encoding=push,
+        pull_encoding=pull,
+        on_commit="carry",
+        blend_alpha=0.5,
+        error_feedback=True,
+    )
+    fragment = FragmentStatus(0, seeded=True, version=3, merged_version=0, epoch=1)
+    return JoinAnswer(
+        generation=0, epoch=1, heartbeat_s=1.0, shard_index=0, num_shards=1, num_fragments=24, manifest_digest="",
+        policy=policy, fragments=(fragment,), pulse=Pulse(0, 0, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mbit", "expected"),
+    [  # 10^9 parameters, H = 24, 1 s: 667 Mbit/s down
+        (2000, ("ok", "OK")),
+        (1000, ("warning", "LINK_THIN")),
+        (500, ("failure", "LINK_THIN")),
+    ],
+)
+def test_a_link_is_judged_by_what_the_run_asks_for(mbit: float, expected: tuple[str, str]) -> None:
+    found = run_of_shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), answer(), 1e9, 1.0, "so much")
+    assert verdict(found) == expected
+
+
+def test_a_thin_link_is_told_what_it_allows() -> None:
+    found = run_of_shards.advice(Link(1e8, 1e8, 0.02), answer(), 1e9, 1.0, "so much")
+    assert "sync_every = 163, push = int4, pull = int8" in found.do
+    assert "steps of 13.3 s or longer" in found.do
+
+
+def test_slow_steps_make_a_thin_link_thick_enough() -> None:
+    assert verdict(run_of_shards.advice(Link(1e8, 1e8), answer(), 1e9, 20.0, "")) == ("ok", "OK")
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "proven", "expected"),
+    [
+        (0.2, True, ("ok", "OK")),
+        (-30.0, True, ("warning", "CLOCK_SKEWED")),
+        (3600.0, False, ("warning", "CLOCK_SKEWED")),
+        (-3600.0, True, ("failure", "CLOCK_SKEWED")),
+    ],
+)
+def test_a_clock_matters_most_where_something_proves_who_calls(
+    skew_s: float, proven: bool, expected: tuple[str, str]
+) -> None:
+    found = run_of_shards.clock("ps-0:1", skew_s, proven=proven)
+    assert verdict(found) == expected
+    if skew_s < -1:
+        assert "behind" in found.what
+
+
+def test_a_far_link_is_a_warning() -> None:
+    assert verdict(way.round_trip("ps-0:1", 0.7)) == ("warning", "LINK_FAR")
+    assert verdict(way.round_trip("ps-0:1", 0.08)) == ("ok", "OK")
+
+
+def test_a_certificate_is_renewed_before_it_ends() -> None:
+    now = datetime(2026, 11, 22, tzinfo=UTC)
+    assert verdict(way.validity("it", now + timedelta(days=13), now)) == ("warning", "CERTIFICATE_ENDS_SOON")
+    assert verdict(way.validity("it", now + timedelta(days=15), now)) == ("ok", "OK")
+
+
+# ---------------------------------------------------------------- the disk
+
+
+class SlowDisk(Disk):
+    """Its fsync takes as long as the test says, in the test's own time."""
+
+    def __init__(self, folder: Path, sync_s: float) -> None:
+        super().__init__(folder)
+        self.now, self._sync_s = 0.0, sync_s
+
+    def clock(self) -> float:
+        return self.now
+
+    def create(self, name: str) -> NewFile:
+        made = super().create(name)
+        sync = made.sync
+
+        def slowly() -> None:
+            self.now += self._sync_s
+            sync()
+
+        made.sync = slowly  # type: ignore[method-assign]
+        return made
+
+
+@pytest.mark.parametrize(
+    ("sync_s", "expected"),
+    [
+        (0.01, ("ok", "OK")),  # 8 MiB in 10 ms: 33 MB in 40 ms
+        (0.2, ("warning", "DISK_SLOW")),  # 33 MB in 0.8 s, 24 times in 24 s
+        (1.0, ("failure", "DISK_SLOW")),  # 4 s each: never done
+    ],
+)
+def test_a_slow_disk_is_named(tmp_path: Path, sync_s: float, expected: tuple[str, str]) -> None:
+    slow = SlowDisk(tmp_path, sync_s)
+    written = disk.write(slow, slow.clock)
+    assert written.seconds == pytest.approx(sync_s)
+    assert verdict(disk.fast_enough(tmp_path, written, SHARD)) == expected
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "data"
+    victim.write_text("precious")
+    folder.mkdir()
+    for name in ("doctor-", "probe", "probe.tmp", f"doctor-{os.getpid()}", f"doctor-{os.getpid()}.tmp"):
+        (folder / name).symlink_to(victim)
+    before = sorted(folder.iterdir())
+    assert disk.speed(folder, None, time.monotonic).code in ("OK", "DISK_SLOW")
+    assert victim.read_text() == "precious"
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_disk_is_slow_whatever_the_model() -> None:
+    assert verdict(disk.fast_enough(Path("x"), Written(1.5, 8 << 20), None)) == ("warning", "DISK_SLOW")
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert verdict(disk.speed(Path("/proc/self"), None, lambda: 0.0)) == ("failure", "DISK_UNUSABLE")
+
+
+@pytest.mark.parametrize(
+    ("free", "used", "checkpoints", "expected"),
+    [  # 8 bytes x (2 x 10^8 + 2 x 4.2 x 10^6) = 1.67 GB
+        (2e9, 0.0, 0, "OK"),
+        (1e9, 0.0, 0, "DISK_SMALL"),
+        (1e9, 1e9, 0, "OK"),
+        (2e9, 0.0, 3, "DISK_SMALL"),
+    ],
+)
+def test_there_is_room_for_what_is_kept(free: float, used: float, checkpoints: int, expected: str) -> None:
+    shard = SHARD._replace(checkpoints=checkpoints)
+    assert disk.enough_room(Path("x"), free, used, shard).code == expected
+
+
+# ---------------------------------------------------------------- the machine
+
+
+@pytest.mark.parametrize(
+    ("hard", "expected"),
+    [(1 << 20, ("ok", "OK")), (1024, ("warning", "FILES_FEW")), (256, ("failure", "FILES_FEW"))],
+)
+def test_few_files_are_named(hard: int, expected: tuple[str, str]) -> None:
+    assert verdict(machine.enough_files(hard, ShardSettings())) == expected
+
+
+def test_little_memory_is_named() -> None:
+    assert verdict(machine.enough_memory(1e9, SHARD)) == ("failure", "MEMORY_SHORT")
+    assert verdict(machine.enough_memory(8e9, SHARD)) == ("ok", "OK")
+
+
+def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert machine.available_bytes(meminfo, tmp_path) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("2048000\n")
+    (tmp_path / "memory.current").write_text("48000\n")
+    assert machine.available_bytes(meminfo, tmp_path) == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("why", "code"),
+    [("there is no C compiler (cc)", "COMPILER_MISSING"), ("DILOCO_NATIVE is 0", "KERNELS_MISSING")],
+)
+def test_kernels_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, why: str, code: str) -> None:
+    monkeypatch.setattr(native, "find", lambda: why)
+    assert verdict(machine.kernels()) == ("warning", code)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def checks(*looks: Callable[[], Finding], needs: tuple[str, ...] = ()) -> list[Check]:
+    return [Check(f"check {i}", "here", 5.0, look, needs if i else ()) for i, look in enumerate(looks)]
+
+
+def codes_of(some: list[Check], ends_at: float = 100.0) -> list[str]:
+    return [found.finding.code for found in run(some, lambda: 0.0, ends_at)]
+
+
+def test_a_check_that_breaks_is_one_finding() -> None:
+    def breaks() -> Finding:
+        raise ZeroDivisionError("oh")
+
+    def refuses() -> Finding:
+        raise CannotConnect("nobody there")
+
+    assert codes_of(checks(breaks, refuses, lambda: ok("fine"))) == ["CHECK_FAILED", "CANNOT_CONNECT", "OK"]
+
+
+def test_a_check_that_hangs_is_left_behind() -> None:
+    import threading
+
+    never = threading.Event()
+
+    def hangs() -> Finding:
+        never.wait(30)
+        return ok("late")
+
+    assert codes_of(checks(hangs, lambda: ok("fine")), ends_at=0.1) == ["CHECK_TIMED_OUT", "OK"]
+    never.set()
+
+
+def test_a_check_without_what_it_needs_is_skipped() -> None:
+    looks = (lambda: failure("PORT_CLOSED", "shut"), lambda: ok("fine"))
+    assert codes_of(checks(*looks, needs=("check 0",))) == ["PORT_CLOSED", "SKIPPED"]
+
+
+def test_a_failure_says_what_explain_says_unless_it_knows_better() -> None:
+    assert failure("DISK_SMALL", "x").do == CODES["DISK_SMALL"].do
+    assert failure("DISK_SMALL", "x", "buy one").do == "buy one"
+    assert failure("DISK_SMALL", "x").state is State.FAILURE
+
+
+def test_the_words_of_a_shard_do_not_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = failure("DISK_SLOW", "the shard is \x1b]0;mine\x07\x1b[2J", "do\nok       all is well")
+    monkeypatch.setattr(command, "look", lambda _: [Found(Check("disk", "", 1.0, lambda: finding), finding)])
+    command.doctor(command.Patient(Settings()))
+    first, second, *_ = capsys.readouterr().out.split("\n")
+    assert first.isprintable()
+    assert second.endswith(r"do\nok       all is well")
+
+
+def test_a_doctor_without_a_patient_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 2
+    assert "--shards" in capsys.readouterr().err

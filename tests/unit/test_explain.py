@@ -1,0 +1,120 @@
+"""What `diloco explain` knows is what there is: errors, refusals, findings, alerts; and the pages say the same."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import diloco_common
+import diloco_deploy
+import diloco_server
+import diloco_worker
+from diloco_common import rpc
+from diloco_common.errors import ConfigError, DilocoError, Refusal
+from diloco_common.metrics.contributions import REJECTIONS
+from diloco_deploy.explain.catalogue import CODES, ENTRIES, find, of_kind
+from diloco_deploy.explain.command import explain, plain_text
+from diloco_deploy.explain.entry import Kind
+from diloco_deploy.explain.pages import with_parts
+
+
+def errors_of_the_project() -> dict[str, type[DilocoError]]:
+    """Code -> a class that has it."""
+    for package in (diloco_common, diloco_server, diloco_worker, diloco_deploy):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__") and "builtin" not in module.name and not module.name.endswith("hf"):
+                importlib.import_module(module.name)
+    found: dict[str, type[DilocoError]] = {}
+    left: list[type[DilocoError]] = [DilocoError]
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if kind.__module__.startswith("diloco_") and not kind.__name__.startswith("_"):
+            found.setdefault(kind.code, kind)
+    return found
+
+
+ERRORS = errors_of_the_project()
+
+
+@pytest.mark.parametrize("code", sorted(ERRORS))
+def test_every_error_is_explained_with_its_exit_code_and_status(code: str) -> None:
+    entry, kind = CODES[code], ERRORS[code]
+    if not entry.logged or entry.exit_code is not None:
+        assert entry.exit_code == kind.exit_code
+    if issubclass(kind, Refusal) and entry.kind is Kind.CALL:
+        assert entry.status == rpc.status_of(kind.__new__(kind)).name
+
+
+def test_no_error_is_explained_that_there_is_not() -> None:
+    kinds = (Kind.CALL, Kind.CONTRIBUTION, Kind.CONNECTING, Kind.COMMAND, Kind.DATA, Kind.CHECKPOINT)
+    only_logged = {"STORAGE", "CHECKPOINT"}
+    told_by_status = {"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY"}
+    assert {entry.code for entry in of_kind(*kinds)} - only_logged - told_by_status == set(ERRORS)
+
+
+def test_every_code_of_a_rejected_contribution_is_explained_as_one() -> None:
+    rejected = {entry.code for entry in ENTRIES if "rejected contributions" in (entry.kind.value, entry.also)}
+    assert rejected == set(REJECTIONS)
+
+
+def test_every_alert_is_explained(repository: Path) -> None:
+    rules = (repository / "deploy/prometheus/rules/alerts.yml").read_text(encoding="utf-8")
+    alerts = [rule["alert"] for group in yaml.safe_load(rules)["groups"] for rule in group["rules"]]
+    assert [entry.code for entry in of_kind(Kind.ALERT)] == alerts
+
+
+@pytest.mark.parametrize("page", ["errors.md", "runbook.md"])
+def test_the_pages_say_what_explain_says(repository: Path, page: str) -> None:
+    text = (repository / "docs" / page).read_text(encoding="utf-8")
+    assert "<!-- explain: " in text
+    assert with_parts(text) == text, "run python tools/explained.py"
+
+
+def test_no_part_of_the_catalogue_is_on_no_page(repository: Path) -> None:
+    pages = "".join((repository / "docs" / page).read_text(encoding="utf-8") for page in ("errors.md", "runbook.md"))
+    assert [entry.code for entry in ENTRIES if entry.code not in pages] == []
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.code)
+def test_every_entry_says_what_it_means_and_what_to_do(entry) -> None:
+    assert len(entry.means) >= 2
+    assert entry.do
+    assert not re.search(r"\]\([^)]*\)", plain_text(entry.means + entry.do + entry.look)), "a link of Markdown is left"
+
+
+def test_codes_are_unique() -> None:
+    assert len(CODES) == len(ENTRIES)
+
+
+@pytest.mark.parametrize("spelling", ["TLS_NEEDED", "tls_needed", "tls-needed", "[TLS_NEEDED]"])
+def test_a_code_is_found_in_any_spelling(spelling: str) -> None:
+    assert find(spelling).code == "TLS_NEEDED"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("CANNOT_CONECT", "CANNOT_CONNECT"), ("certificate", "NO_CERTIFICATE"), ("quarantine", "QUARANTINED")],
+)  # fmt: skip
+def test_an_unknown_code_gets_suggestions(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{meant}.*lists all"):
+        find(typed)
+
+
+def test_one_code_is_printed_with_meaning_place_and_deed(capsys: pytest.CaptureFixture[str]) -> None:
+    explain("late")
+    said = capsys.readouterr().out
+    assert said.startswith("LATE (outcomes)\n")
+    assert re.findall(r"^(\w.*):$", said, re.MULTILINE) == ["Means", "Look at", "Do"]
+    assert "No work is lost" in said
+
+
+def test_without_a_code_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    explain()
+    said = capsys.readouterr().out
+    assert [code for code in CODES if code not in said] == []

@@ -1,0 +1,234 @@
+"""Rules of others, found by name; and what every rule must do, ours and the example's alike."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from builders import make_contribution, make_settings, random_values
+from diloco_common.codec import decode_payload, encode_payload, encoding_names, get_codec, offered_names, registry
+from diloco_common.errors import ConfigError, UnknownEncoding
+from diloco_common.extensions import find, plugin_names
+from diloco_common.manifest import Piece
+from diloco_common.settings import ModelSettings, TrainSettings
+from diloco_server.core.merge import merge
+from diloco_server.core.outer import SLICE, OuterOptimizer
+from diloco_server.core.outer_rules import OUR_RULES, make_outer_optimizer
+from diloco_server.rules import check_codecs, find_rules
+from diloco_worker.builtin.gpt import build_gpt
+from diloco_worker.builtin.training import make_optimizer
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTER = [*OUR_RULES, "own_outer_rule:Averaged"]
+MERGE = ["rda", "mean", "centered_clip", "own_outer_rule:by_length"]
+SIZE = 96
+
+
+@pytest.fixture(autouse=True)
+def examples_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+def make(name: str) -> OuterOptimizer:
+    settings = make_settings(outer={"optimizer": name, "lr": 0.7, "momentum": 0.5})
+    return make_outer_optimizer(settings.outer, find_rules(settings).outer)
+
+
+def path(name: str, steps: range, state: tuple[torch.Tensor, list[torch.Tensor]] | None = None):
+    optimizer = make(name)
+    theta, buffers = state or (torch.zeros(SIZE), [torch.zeros(SIZE) for _ in range(optimizer.num_buffers)])
+    for outer_step in steps:
+        optimizer.step(theta, random_values(SIZE, outer_step), buffers, outer_step)
+    return theta, buffers
+
+
+# ------------------------------------------------------------------ every outer optimizer
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_equal_gradients_make_equal_versions_bit_by_bit(name: str) -> None:
+    assert torch.equal(path(name, range(1, 5))[0], path(name, range(1, 5))[0])
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_theta_and_buffers_are_all_that_is_remembered(name: str) -> None:
+    """What a shard keeps is enough to go on after a restart."""
+    theta, buffers = path(name, range(1, 3))
+    restored = theta.clone(), [b.clone() for b in buffers]
+    assert torch.equal(path(name, range(3, 6), restored)[0], path(name, range(1, 6))[0])
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_how_a_fragment_is_cut_does_not_show(name: str) -> None:
+    optimizer, size = make(name), SLICE + 3
+    if not optimizer.is_by_element:
+        pytest.skip("it looks at a slice as a whole, and says so")
+    theta, gradient = random_values(size, 0), random_values(size, 1)
+    tail = slice(SLICE - 2, SLICE + 2)
+    alone, alone_gradient = theta[tail].clone(), gradient[tail].clone()
+    optimizer.step(theta, gradient, [torch.zeros(size) for _ in range(optimizer.num_buffers)], 1)
+    optimizer.step(alone, alone_gradient, [torch.zeros(4) for _ in range(optimizer.num_buffers)], 1)
+    assert torch.equal(theta[tail], alone)
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_bounded_gradients_make_bounded_steps(name: str) -> None:
+    theta, buffers = path(name, range(1, 200))
+    assert all(bool(torch.isfinite(values).all()) for values in (theta, *buffers))
+    assert theta.abs().max() < 200
+
+
+# ------------------------------------------------------------------ every merge rule
+
+
+def merged(name: str, vectors: list[torch.Tensor]) -> torch.Tensor:
+    contributions = [make_contribution(f"l{i}", vector, tokens=10 * (i + 1)) for i, vector in enumerate(vectors)]
+    rule = find_rules(make_settings(sync={"merge": name})).merge
+    pieces = [Piece("w", 0, SIZE, 0, mean_merge=False)]
+    return torch.cat([part.tensor().clone() for part in merge(contributions, pieces, rule)])
+
+
+@pytest.mark.parametrize("name", MERGE)
+def test_a_merge_is_the_same_again_and_never_longer_than_the_longest(name: str) -> None:
+    vectors = [random_values(SIZE, seed) * (seed + 1) for seed in range(4)]
+    found = merged(name, vectors)
+    assert torch.equal(found, merged(name, vectors))
+    assert found.norm() <= max(vector.norm() for vector in vectors) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", MERGE)
+def test_what_all_say_is_what_comes_out(name: str) -> None:
+    torch.testing.assert_close(merged(name, [random_values(SIZE, 0)] * 3), random_values(SIZE, 0))
+
+
+@pytest.mark.parametrize("name", MERGE)
+def test_the_order_of_arrival_does_not_matter(name: str) -> None:
+    rule = find_rules(make_settings(sync={"merge": name})).merge
+    contributions = [make_contribution(f"l{i}", random_values(SIZE, i), tokens=10) for i in range(3)]
+    found = [
+        torch.cat([part.tensor().clone() for part in merge(order, [Piece("w", 0, SIZE, 0, mean_merge=False)], rule)])
+        for order in itertools.permutations(contributions)
+    ]
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_a_rule_that_gives_nonsense_is_named() -> None:
+    contributions = [make_contribution(f"l{i}", random_values(SIZE, i), tokens=10) for i in range(2)]
+    for nonsense in ([1.0], [1.0, float("nan")]):
+        with pytest.raises(ValueError, match=r"sync\.merge"):
+            list(merge(contributions, [Piece("w", 0, SIZE, 0, mean_merge=False)], lambda *_, n=nonsense: n))
+
+
+# ------------------------------------------------------------------ finding them
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"outer": {"optimizer": "no.such:Rule"}}, "PYTHONPATH"),
+        ({"outer": {"optimizer": "own_outer_rule:Nothing"}}, "Nothing"),
+        ({"outer": {"optimizer": "own_outer_rule:by_length"}}, "no subclass"),
+        ({"outer": {"optimizer": "plugin:nothing"}}, "install it"),
+        ({"sync": {"merge": "math:pi"}}, "no function"),
+    ],
+)
+def test_a_rule_that_is_not_there_or_no_rule_is_refused_when_a_shard_starts(
+    sections: dict[str, dict[str, str]], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_rules(make_settings(**sections))
+
+
+def test_a_rule_goes_by_its_source_as_well_as_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = set()
+    for text in ("def f(): return 1\n", "def f(): return 22\n"):
+        (tmp_path / "changing_rule.py").write_text(text)
+        sys.modules.pop("changing_rule", None)
+        sources.add(find("diloco.merge", "changing_rule:f").source)
+    assert len(sources) == 2
+    assert all(len(source) == 16 for source in sources)
+
+
+def test_the_built_in_training_takes_an_inner_optimizer_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_inner.py").write_text(
+        "import torch\ndef make(model, settings): return torch.optim.SGD(model.parameters(), lr=settings.lr)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = build_gpt(ModelSettings(layers=1, heads=1, width=8, context=8), 0)
+    optimizer = make_optimizer(model, TrainSettings(optimizer="own_inner:make", lr=0.125))
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert [group["lr_highest"] for group in optimizer.param_groups] == [0.125]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package with a codec and an outer rule, as pip leaves it."""
+    info = tmp_path / "their_rules-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-rules\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[diloco.codec]\ntheirs = their_rules:CODEC\nwrong = their_rules:WRONG\n"
+        "[diloco.outer]\nslow = their_rules:Slow\n"
+    )
+    (tmp_path / "their_rules.py").write_text(
+        "from diloco_common.codec.plain import Float32\nfrom diloco_server.core.outer import Sgd\n"
+        "class Theirs(Float32):\n    name = 'plugin:theirs'\n"
+        "class Slow(Sgd):\n    pass\nCODEC = Theirs()\nWRONG = Theirs()\n"
+    )
+    plugin_names.cache_clear()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    plugin_names.cache_clear()
+    registry._plugin.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plugin_is_found_by_the_name_of_its_entry_point() -> None:
+    settings = make_settings(outer={"optimizer": "plugin:slow"})
+    rules = find_rules(settings)
+    assert type(make_outer_optimizer(settings.outer, rules.outer)).__name__ == "Slow"
+    assert rules.sources["outer.optimizer"].startswith("plugin:slow ")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_codec_that_is_installed_encodes_and_a_learner_says_that_it_has_it() -> None:
+    assert "plugin:theirs" in encoding_names()
+    values = random_values(SIZE, 0)
+    payload, out = encode_payload(values, "plugin:theirs"), torch.empty(SIZE)
+    decode_payload(payload, out)
+    assert torch.equal(out, values)
+    assert find_rules(make_settings(sync={"push": "plugin:theirs"})).sources["sync.push"].startswith("plugin:theirs ")
+    with pytest.raises(UnknownEncoding, match="calls itself"):
+        get_codec("plugin:wrong")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_learner_whose_codec_has_another_source_is_refused() -> None:
+    settings = make_settings(sync={"push": "plugin:theirs"})
+    sources = find_rules(settings).sources
+    offered = offered_names()
+    assert {"int8", "plugin:theirs"} < set(offered)
+    check_codecs(settings.sync, sources, offered)
+    check_codecs(settings.sync, sources, encoding_names())  # a learner that does not say which
+    edited = [offer.partition("@")[0] + "@0123456789abcdef" if "@" in offer else offer for offer in offered]
+    with pytest.raises(UnknownEncoding, match=r"0123456789abcdef.*same version"):
+        check_codecs(settings.sync, sources, edited)
+    with pytest.raises(UnknownEncoding, match="install what is missing"):
+        check_codecs(settings.sync, sources, ["int8", "bfloat16"])
+
+
+def test_a_name_from_elsewhere_loads_no_module() -> None:
+    plugin_names.cache_clear()
+    sys.modules.pop("own_outer_rule", None)
+    for name in ("own_outer_rule:by_length", "plugin:theirs", "plugin:own_outer_rule"):
+        with pytest.raises(UnknownEncoding):
+            get_codec(name)
+    assert "own_outer_rule" not in sys.modules

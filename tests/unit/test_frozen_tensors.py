@@ -1,0 +1,140 @@
+"""What a learner declares as fixed: which tensors, under which names, and which changes of them are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from diloco_common.messages import FrozenTensor
+from diloco_worker import frozen_tensors
+from diloco_worker.frozen_tensors import declare
+
+
+class Lora(nn.Module):
+    """A frozen base with tied weights, statistics, buffers of all kinds; and one adapter that is trained."""
+
+    def __init__(self, order: str = "eh") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        embedding, head, base = nn.Embedding(11, 4), nn.Linear(4, 11, bias=False), nn.Linear(4, 4)
+        head.weight = embedding.weight
+        for letter in order:
+            self.add_module(letter, {"e": embedding, "h": head}[letter])
+        self.base, self.norm = base, nn.BatchNorm1d(4)
+        self.register_buffer("scales", torch.rand(4))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.requires_grad_(False)
+        self.adapter = nn.Linear(4, 1, bias=False)
+
+
+def names(model: nn.Module) -> list[str]:
+    return [t.name for t in declare(model, resumed=False)]
+
+
+def changed(model: nn.Module, change: Callable[[nn.Module], object]) -> list[str]:
+    """The names of what is declared in another way once the model is changed."""
+    before = declare(model, resumed=False)
+    with torch.no_grad():
+        change(model)
+    return [new.name for old, new in zip(before, declare(model, resumed=False), strict=True) if old != new]
+
+
+def test_frozen_parameters_and_kept_buffers_are_declared_and_statistics_are_not() -> None:
+    fixed = ["base.bias", "base.weight", "e.weight", "norm.bias", "norm.weight", "scales"]
+    assert names(Lora()) == fixed
+    assert names(torch.compile(Lora())) == fixed
+    assert names(nn.Linear(2, 2)) == []
+
+
+def test_equal_models_declare_the_same_in_whatever_order_they_were_defined() -> None:
+    assert declare(Lora("eh"), resumed=False) == declare(Lora("he"), resumed=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "noticed"),
+    [
+        pytest.param(lambda m: m.base.weight[3, 2].add_(1e-6), ["base.weight"], id="one value"),
+        pytest.param(lambda m: m.base.weight.copy_(m.base.weight.T.clone()), ["base.weight"], id="the order"),
+        pytest.param(lambda m: m.h.weight.mul_(-1), ["e.weight"], id="a tied weight"),
+        pytest.param(lambda m: m.scales.zero_(), ["scales"], id="a buffer"),
+        pytest.param(lambda m: setattr(m, "scales", m.scales.half()), ["scales"], id="a dtype"),
+        pytest.param(lambda m: setattr(m, "scales", m.scales.view(2, 2)), ["scales"], id="a shape"),
+        pytest.param(lambda m: m.norm.running_mean.add_(1), [], id="statistics"),
+        pytest.param(lambda m: m.mask.zero_(), [], id="a computed buffer"),
+        pytest.param(lambda m: m.adapter.weight.zero_(), [], id="what is trained"),
+    ],
+)
+def test_every_change_of_what_is_fixed_is_noticed_and_no_other(change, noticed: list[str]) -> None:
+    assert changed(Lora(), change) == noticed
+
+
+def test_buffers_of_a_resumed_learner_are_not_compared_because_training_may_have_changed_them() -> None:
+    declared = {t.name: t.crc32c for t in declare(Lora(), resumed=True)}
+    assert [name for name, crc32c in declared.items() if crc32c is None] == ["scales"]
+
+
+def only(tensor: torch.Tensor) -> FrozenTensor:
+    model = nn.Module()
+    model.w = nn.Parameter(tensor, requires_grad=False)
+    (declared,) = declare(model, resumed=False)
+    return declared
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(70.0).view(7, 10),
+        torch.arange(70.0).view(10, 7).T,
+        torch.arange(140.0).view(7, 20)[:, ::2],
+        torch.arange(70, dtype=torch.float64).view(7, 5, 2).permute(1, 2, 0),
+        torch.arange(5.0).expand(20, 5),
+        torch.randn(9, 9).bfloat16().T,
+    ],
+    ids=["contiguous", "transposed", "every-other", "permuted", "expanded", "bfloat16"],
+)
+@pytest.mark.parametrize("chunk_bytes", [8, 24, 100])
+def test_large_tensors_are_read_in_parts_row_by_row_however_they_lie(monkeypatch, tensor, chunk_bytes: int) -> None:
+    whole = only(tensor.contiguous())
+    monkeypatch.setattr(frozen_tensors, "CHUNK_BYTES", chunk_bytes)
+    assert only(tensor) == whole
+    assert all(chunk.nbytes <= chunk_bytes for chunk in frozen_tensors._chunks(tensor))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "form"),
+    [
+        (torch.tensor(1.5), "float32 []"),
+        (torch.empty(0, 4), "float32 [0, 4]"),
+        (torch.ones(3, dtype=torch.uint8), "uint8 [3]"),
+        (torch.ones(2, 2).to(torch.float8_e4m3fn), "float8_e4m3fn [2, 2]"),
+        (torch.ones(2, dtype=torch.complex64), "complex64 [2]"),
+        (torch.tensor([True]), "bool [1]"),
+    ],
+    ids=str,
+)
+def test_any_dtype_can_be_frozen(tensor: torch.Tensor, form: str) -> None:
+    declared = only(tensor)
+    assert declared.form == form
+    assert declared.crc32c is not None
+
+
+def test_a_tensor_made_of_others_is_read_through_as_those_of_torchao_are() -> None:
+    a, b = torch.ones(2, 2), torch.zeros(2, 2)
+    assert only(TwoTensor(a, b)) == only(TwoTensor(a.clone(), b.clone()))
+    assert only(TwoTensor(a, b)) != only(TwoTensor(b, a))
+
+
+def test_a_tensor_without_bytes_is_declared_by_its_form_alone() -> None:
+    assert only(torch.empty(2, 3, device="meta")) == FrozenTensor("w", "float32 [2, 3]", None)
+
+
+def test_neighbours_are_declared_as_one_where_there_are_too_many(monkeypatch) -> None:
+    monkeypatch.setattr(frozen_tensors, "FROZEN_MAX", 3)
+    model = nn.ParameterList(nn.Parameter(torch.full((2,), float(i)), requires_grad=False) for i in range(7))
+
+    assert names(model) == ["0 to 2", "3 to 5", "6"]
+    assert changed(model, lambda m: m[4].add_(1)) == ["3 to 5"]

@@ -1,0 +1,362 @@
+"""The log of an island: all ranks decide alike, whatever each of them hears, and when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_common.codec import Anchor
+from diloco_common.errors import CannotConnect, DilocoError, IslandBroken, Superseded
+from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
+from diloco_worker.core import island_log
+from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
+from diloco_worker.core.island_log import LEADER_BYTES, RANK_BYTES, Fetch, IslandLog, Turn
+from diloco_worker.core.island_words import read_word, write_word
+
+POLICY = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, True)
+
+
+def joined(epoch: int, fragments: int = 3) -> Joined:
+    statuses = tuple(FragmentStatus(i, True, 4, 3, epoch, 0) for i in range(fragments))
+    return Joined("ps:1", 0, 1, fragments, "digest", POLICY, epoch, statuses, generation=7, heartbeat_s=0.5)
+
+
+def arrived(fragment_id: int, epoch: int, version: int, merged: int = 0) -> Arrived:
+    return Arrived(fragment_id, version, epoch, Anchor.of(torch.zeros(1)), merged)
+
+
+class Island:
+    """Ranks whose boundaries are crossed together: what is posted at one is heard at the next."""
+
+    def __init__(self, size: int) -> None:
+        self.logs = [IslandLog(rank, size) for rank in range(size)]
+        self.posted: list[bytes] | None = None
+        self.heard: list[list[Any]] = [[] for _ in range(size)]
+        """By rank, without values."""
+
+    def cross(self, tokens: int | None = 1) -> Turn:
+        """One boundary. Returns what the leader decides, once it is sure that all decide so."""
+        turns = [Turn(None, (), ()) if self.posted is None else log.hear(self.posted) for log in self.logs]
+        self.posted = [log.frame(tokens) for log in self.logs]
+        for rank, turn in enumerate(turns):
+            self.heard[rank] += [bare(event) for event in turn.events]
+        assert len({repr((t.tokens, [bare(e) for e in t.events], t.fetches)) for t in turns}) == 1
+        return turns[0]
+
+    def say(self, rank: int, *events: Event) -> None:
+        for event in events:
+            self.logs[rank].say(event)
+
+    def settle(self, boundaries: int = 4) -> list[Any]:
+        """What all ranks have decided after so many boundaries."""
+        decided: list[Any] = []
+        for _ in range(boundaries):
+            turn = self.cross()
+            decided += [*map(bare, turn.events), *turn.fetches]
+        return decided
+
+
+def bare(event: Event) -> Any:
+    """Without what is a rank's own."""
+    return replace(event, values=None, difference=None) if isinstance(event, Arrived) else repr(event)
+
+
+def version(fragment_id: int, epoch: int, number: int, merged: int = 0) -> Any:
+    return replace(arrived(fragment_id, epoch, number, merged), values=None)
+
+
+@pytest.mark.parametrize(("sent", "agreed"), [((40, 40, 40), 40), ((40, 0, 40), 0), ((40, 40, 39), 0), ((0, 0, 0), 0)])
+def test_a_version_may_hold_only_a_contribution_of_which_all_ranks_had_sent_their_part(
+    sent: tuple[int, ...], agreed: int
+) -> None:
+    """A rank whose values are not finite has sent none."""
+    island = Island(3)
+    island.say(0, joined(1), Announced(0, 1, 5))
+    island.settle()
+    for rank, tokens in enumerate(sent):
+        island.say(rank, replace(arrived(0, 1, 5), sent=tokens))
+
+    assert island.settle() == [replace(version(0, 1, 5), sent=agreed)]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        joined(3),
+        Asked(Collect(1, 5, 3), 4),
+        Announced(1, 3, 5),
+        Gone(1, 3, 5),
+        Stopped(2),
+        Pulse(10, 100),
+        Answered(1, 5, PushAnswer(Outcome.REJECTED, "NOT_FINITE"), 40),
+    ],
+)
+def test_words_are_read_as_they_were_written(word: Any) -> None:
+    line = write_word(word)
+    assert line.endswith(b"\n")
+    assert read_word(line[:-1]) == word
+
+
+def test_what_the_leader_hears_all_ranks_hear_one_boundary_later_in_its_order() -> None:
+    island = Island(3)
+    events = [joined(1), Asked(Collect(0, 1, 1), 1), Stopped(0)]
+    island.cross()
+    island.say(0, *events)
+    assert island.cross().events == ()
+    assert island.cross().events == tuple(events)
+
+
+def test_tokens_of_a_step_are_the_sum_over_ranks_and_count_one_boundary_later() -> None:
+    island = Island(2)
+    assert [island.cross(5).tokens, island.cross(7).tokens, island.cross(None).tokens, island.cross(3).tokens] == [
+        None,
+        10,
+        14,
+        None,
+    ]
+
+
+def test_ranks_that_do_not_go_in_step_are_told() -> None:
+    logs = [IslandLog(rank, 2) for rank in range(2)]
+    frames = [logs[0].frame(8), logs[1].frame(None)]
+    with pytest.raises(IslandBroken, match="1 of 2 ranks have called `step`, the others `poll`"):
+        logs[0].hear(frames)
+
+
+def test_a_version_is_applied_when_all_ranks_have_it_and_not_before() -> None:
+    island = Island(2)
+    island.say(0, joined(1), Announced(0, 1, 5))
+    assert island.settle() == [repr(joined(1)), Fetch(0, 1, 5)]
+    island.say(0, arrived(0, 1, 5, merged=5))
+    assert island.settle() == []
+    island.say(1, arrived(0, 1, 5, merged=5))
+    assert island.settle() == [version(0, 1, 5, merged=5)]
+
+
+def test_a_version_that_waits_holds_up_no_other_fragment() -> None:
+    island = Island(2)
+    island.say(0, Announced(0, 1, 5), Announced(1, 1, 8), Asked(Collect(2, 3, 1), 1))
+    island.settle()
+    for rank in range(2):
+        island.say(rank, arrived(1, 1, 8))
+    assert island.settle() == [version(1, 1, 8)]
+
+
+def test_of_one_fragment_only_one_version_is_pulled_at_a_time_and_then_the_newest() -> None:
+    island = Island(2)
+    island.say(0, Announced(0, 1, 5))
+    island.settle()
+    island.say(0, Announced(0, 1, 6))
+    island.settle()
+    island.say(0, Announced(0, 1, 7))
+    assert island.settle() == []
+    for rank in range(2):
+        island.say(rank, arrived(0, 1, 5))
+    assert island.settle() == [version(0, 1, 5), Fetch(0, 1, 7)]
+
+
+def test_a_version_that_one_rank_cannot_have_nobody_applies() -> None:
+    island = Island(3)
+    island.say(0, Announced(0, 1, 5))
+    island.settle()
+    island.say(0, arrived(0, 1, 5), Announced(0, 1, 7))
+    island.say(1, arrived(0, 1, 5))
+    island.say(2, Gone(0, 1, 5))
+    assert island.settle() == [Fetch(0, 1, 7)]
+    for rank in range(3):
+        island.say(rank, arrived(0, 1, 5))  # one that was still on its way
+        island.say(rank, arrived(0, 1, 7))
+    assert island.settle() == [version(0, 1, 7)]
+
+
+def test_what_an_earlier_epoch_has_announced_is_dropped_with_it() -> None:
+    island = Island(2)
+    island.say(0, joined(1), Announced(0, 1, 5))
+    island.settle()
+    island.say(0, arrived(0, 1, 5), joined(2), Announced(0, 2, 3))
+    assert island.settle() == [repr(joined(2)), Fetch(0, 2, 3)]
+    island.say(1, arrived(0, 1, 5))
+    assert island.settle() == []
+
+
+def test_a_lease_that_is_renewed_in_the_same_epoch_drops_nothing() -> None:
+    island = Island(2)
+    island.say(0, joined(1), Announced(0, 1, 5))
+    island.settle()
+    island.say(0, joined(1), arrived(0, 1, 5))
+    island.say(1, arrived(0, 1, 5))
+    assert version(0, 1, 5) in island.settle()
+
+
+def test_the_fate_of_a_contribution_is_what_the_leader_has_heard() -> None:
+    island = Island(2)
+    island.say(0, Announced(0, 1, 5))
+    island.settle()
+    island.say(0, arrived(0, 1, 5, merged=4))
+    island.say(1, arrived(0, 1, 5, merged=5))
+    assert island.settle() == [version(0, 1, 5, merged=4)]
+
+
+def test_the_leader_may_have_a_version_before_all_have_heard_of_it() -> None:
+    island = Island(2)
+    island.say(0, Announced(0, 1, 5), arrived(0, 1, 5))
+    island.say(1, arrived(0, 1, 4))
+    assert island.settle() == [Fetch(0, 1, 5)]
+    island.say(1, arrived(0, 1, 5))
+    assert island.settle() == [version(0, 1, 5)]
+
+
+def test_the_leader_may_have_a_version_of_the_next_epoch_before_the_others_hear_of_it() -> None:
+    island = Island(2)
+    island.say(0, joined(1), Announced(0, 1, 5), arrived(0, 1, 5))
+    island.settle()
+    island.say(0, joined(2), Announced(0, 2, 5), arrived(0, 2, 5))
+    assert island.settle() == [repr(joined(2)), Fetch(0, 2, 5)]
+    island.say(1, arrived(0, 2, 5))
+    assert island.settle() == [version(0, 2, 5)]
+
+
+def test_a_version_that_was_dropped_and_is_wanted_again_need_not_come_again() -> None:
+    """A shard restarts with what it had. Words of the time before may be heard after that."""
+    island = Island(2)
+    island.say(0, joined(1), Announced(0, 1, 5))
+    island.settle()
+    island.say(1, arrived(0, 1, 5))
+    island.say(0, joined(2), Announced(0, 1, 5))
+    assert island.settle() == [repr(joined(2)), Fetch(0, 1, 5)]
+    island.say(0, arrived(0, 1, 5))
+    assert island.settle() == [version(0, 1, 5)]
+
+
+def test_that_a_part_was_taken_means_nothing_and_that_it_was_refused_all_hear() -> None:
+    island = Island(2)
+    island.say(1, Answered(0, 1, PushAnswer(Outcome.ACCEPTED), 8))
+    assert island.settle() == []
+    late = Answered(0, 1, PushAnswer(Outcome.LATE), 8)
+    island.say(1, late)
+    assert island.settle() == [repr(late)]
+
+
+def test_what_ends_one_rank_ends_all_at_the_same_boundary() -> None:
+    island = Island(2)
+    island.say(1, Failed(Superseded("another process")))
+    turn = [island.cross(), island.cross()][1]
+    (failed,) = turn.events
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, Superseded)
+    assert str(failed.error) == "rank 1: another process"
+
+
+def test_errors_that_are_no_refusals_keep_their_words() -> None:
+    error = read_word(write_word(Failed(CannotConnect("no run to join")))[:-1])
+    assert isinstance(error, Failed)
+    assert isinstance(error.error, DilocoError)
+    assert str(error.error) == "no run to join"
+
+
+def test_all_ranks_hear_that_one_of_them_wants_to_stop() -> None:
+    island = Island(2)
+    island.logs[1].ask_stop()
+    island.cross()
+    assert not any(log.is_stop_asked for log in island.logs)
+    island.cross()
+    assert all(log.is_stop_asked for log in island.logs)
+
+
+def test_the_leaders_word_on_the_run_is_that_of_all() -> None:
+    island = Island(2)
+    island.logs[0].say_pulse(Pulse(10, 100))
+    island.logs[1].say_pulse(Pulse(99, 99))
+    island.settle()
+    assert [log.pulse for log in island.logs] == [Pulse(10, 100)] * 2
+
+
+def test_what_does_not_fit_into_a_frame_comes_with_the_next() -> None:
+    island = Island(2)
+    large = joined(1, fragments=400)
+    assert len(write_word(large)) > 3 * LEADER_BYTES
+    island.say(0, large)
+    island.say(1, *(Gone(i, 1, 1) for i in range(100)))
+    assert max(len(frame) for frame in [log.frame(1) for log in island.logs]) <= LEADER_BYTES
+    island = Island(2)
+    island.say(0, large, Stopped(0))
+    assert island.settle(16) == [repr(large), repr(Stopped(0))]
+
+
+def test_frames_of_ranks_are_small() -> None:
+    log = IslandLog(1, 2)
+    for i in range(100):
+        log.say(Gone(i, 1, 1))
+    assert len(log.frame(1)) == RANK_BYTES
+
+
+@pytest.mark.parametrize(("tokens", "applied"), [(1, [[0], [1], [2]]), (None, [[0, 1, 2]])])
+def test_a_step_applies_versions_up_to_a_size_and_a_poll_all_of_them(tokens: int | None, applied: Any) -> None:
+    island = Island(2)
+    island.say(0, *(Announced(i, 1, 1) for i in range(3)))
+    island.settle()
+    for log in island.logs:
+        log.elements = dict.fromkeys(range(3), island_log.APPLY_ELEMENTS)
+        for i in range(3):
+            log.say(arrived(i, 1, 1))
+    island.cross(tokens)
+    found = [[e.fragment_id for e in island.cross(tokens).events if isinstance(e, Arrived)] for _ in applied]
+    assert found == applied
+
+
+# ------------------------------------------------------------------ anything at any time
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 1_000_000), size=st.integers(1, 4))
+def test_whatever_ranks_hear_and_when_they_do_the_same(seed: int, size: int) -> None:
+    """Pulls end at any time or cannot be had, shards restart, refusals come; in the end all have the newest."""
+    r = random.Random(seed)
+    island, epoch = Island(size), 1
+    newest = dict.fromkeys(range(3), 0)
+    pulling: list[dict[int, Fetch]] = [{} for _ in range(size)]
+    island.say(0, joined(epoch))
+
+    def boundary(*, is_calm: bool) -> None:
+        turn = island.cross(r.choice([1, 1, None]))
+        for fetch in turn.fetches:
+            for mine in pulling:
+                mine[fetch.fragment_id] = fetch
+        for rank, mine in enumerate(pulling):
+            for fetch in list(mine.values()):
+                if is_calm or r.random() < 0.3:
+                    del mine[fetch.fragment_id]
+                    is_gone = fetch.version < newest[fetch.fragment_id] - 1 or (not is_calm and r.random() < 0.05)
+                    name = fetch.fragment_id, fetch.epoch, fetch.version
+                    island.say(rank, Gone(*name) if is_gone else arrived(*name))
+
+    for _ in range(r.randrange(5, 60)):
+        for fragment_id in newest:
+            if r.random() < 0.2:
+                newest[fragment_id] += 1
+                island.say(0, Announced(fragment_id, epoch, newest[fragment_id]))
+        if r.random() < 0.05:
+            epoch += r.choice([0, 1])
+            island.say(0, joined(epoch))
+            for fragment_id, number in newest.items():  # as a control stream begins
+                island.say(0, Announced(fragment_id, epoch, number))
+        if r.random() < 0.2:
+            island.say(r.randrange(size), Answered(0, r.randrange(9), PushAnswer(Outcome.LATE), r.randrange(9)))
+        boundary(is_calm=False)
+    for fragment_id in newest:
+        newest[fragment_id] += 1
+        island.say(0, Announced(fragment_id, epoch, newest[fragment_id]))
+    for _ in range(20):
+        boundary(is_calm=True)
+
+    applied = [e for e in island.heard[0] if isinstance(e, Arrived)]
+    for fragment_id, number in newest.items():
+        mine = [(e.epoch, e.version) for e in applied if e.fragment_id == fragment_id]
+        assert mine == sorted(set(mine)), "an older version, or the same again"
+        assert mine[-1] == (epoch, number)

@@ -1,0 +1,240 @@
+"""The lab: equal runs are equal, conditions do what they say, nothing runs twice, and gaps come with intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco_common.errors import ConfigError
+from diloco_common.settings import Settings
+from diloco_lab import runner
+from diloco_lab.arms import Arm, load_arm, make_arm
+from diloco_lab.report import comparison, ranking
+from diloco_lab.statistics import paired_gap
+from diloco_lab.tasks import part_of
+
+HERE = "tests.unit.test_lab" if __name__.startswith("tests.") else __name__
+TINY: dict[str, Any] = {
+    "run": {"tokens": 4 * 8 * 24},
+    "sync": {"sync_every": 4, "fragments": 2, "push": "float32", "pull": "float32"},
+    "train": {"batch": 8, "lr": 0.05, "optimizer": "adamw", "clip": 10.0},
+}
+
+
+class Line:
+    """A task of a user: fit a line."""
+
+    tokens_per_batch = 8
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self._settings.run.seed)
+        return nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def stream(self, learner: int, learners: int) -> Line:
+        self._generator = torch.Generator().manual_seed(1000 * self._settings.run.seed + learner)
+        return Line._Stream(self._generator)  # type: ignore[return-value]
+
+    class _Stream:
+        def __init__(self, generator: torch.Generator) -> None:
+            self._generator = generator
+
+        def next_batch(self) -> tuple[Tensor, Tensor]:
+            x = torch.rand(8, 1, generator=self._generator)
+            return x, 3 * x - 1
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return ((model(inputs) - targets) ** 2).mean()
+
+    def evaluate(self, model: nn.Module, half: int, tokens: int) -> float:
+        x = torch.linspace(0, 1, 16)[half::2, None]
+        with torch.no_grad():
+            return float(self.loss(model, x, 3 * x - 1))
+
+
+def build(settings: Settings, non_iid: float) -> Line:
+    return Line(settings)
+
+
+def arm(name: str = "a", **tables: dict[str, Any]) -> Arm:
+    content = {key: TINY.get(key, {}) | tables.get(key, {}) for key in TINY.keys() | tables.keys()}
+    return make_arm(name, content, f"{HERE}:build")
+
+
+def run(seed: int = 0, **tables: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = runner.run(arm(**tables), seed)["result"]
+    return result
+
+
+def timeless(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key != "wall_s"}
+
+
+@pytest.mark.parametrize("method", ["decoupled", "data-parallel", "classic", "one-process"])
+def test_every_method_learns_and_gives_the_same_result_again(method: str) -> None:
+    first, again = run(lab={"method": method}), run(lab={"method": method})
+    assert timeless(first) == timeless(again)
+    assert first["loss"] < 0.8 * first["loss_first"]
+    assert not first["diverged"]
+
+
+def test_one_seed_is_not_another() -> None:
+    assert run(0)["loss"] != run(1)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("lab", "check"),
+    [
+        ({"speeds": [1.0, 1.0, 1.0, 0.25]}, lambda rough, calm: rough["duration"] > calm["duration"]),
+        ({"drop": 0.5}, lambda rough, calm: rough["dropped"] > 0 and rough["participants"] < calm["participants"]),
+        ({"delay": 2.0}, lambda rough, calm: rough["loss"] != calm["loss"]),
+        ({"learners": 1}, lambda rough, calm: rough["participants"] == 1.0),
+        ({"noise": 0.3}, lambda rough, calm: rough["duration"] != calm["duration"]),
+    ],
+    ids=["speeds", "drop", "delay", "one learner", "noise"],
+)
+def test_conditions_do_what_they_say(lab: dict[str, Any], check: Any) -> None:
+    assert check(run(lab=lab), run())
+
+
+@pytest.mark.parametrize(("non_iid", "shared"), [(0.0, 100), (0.5, 50), (1.0, 0)])
+def test_learners_draw_from_all_of_the_data_or_from_a_part_each(non_iid: float, shared: int) -> None:
+    text = torch.arange(100)
+    parts = [set(part_of(text, learner, 4, non_iid).tolist()) for learner in range(4)]
+    assert set.union(*parts) == set(range(100))
+    assert len(parts[0] & parts[1]) == pytest.approx(shared, abs=17)
+    assert {len(part) for part in parts} == {len(parts[0])}
+
+
+def test_what_diverged_is_said_and_left_out_of_the_gap() -> None:
+    lines = {}
+    calm, wild = arm("calm"), arm("wild", train={"lr": 0.06})
+    for one, losses in ((calm, (2.0, 2.0)), (wild, (1.0, math.nan))):
+        for seed, loss in enumerate(losses):
+            lines[one.key(seed)] = {"result": {"loss": loss, "diverged": math.isnan(loss)}}
+    said = comparison([calm, wild], [0, 1], lines)
+    assert "1 of 2" in said
+    assert "-50.00 % (one pair)" in said
+
+
+@pytest.mark.parametrize(
+    ("losses", "mean", "half_width"),
+    [([1.02, 1.02, 1.02], 2.0, 0.0), ([1.01, 1.03], 2.0, 12.706), ([1.01, 1.02, 1.03], 2.0, 4.303 / 3**0.5)],
+)
+def test_a_gap_has_the_t_interval_of_its_pairs(losses: Sequence[float], mean: float, half_width: float) -> None:
+    gap = paired_gap(losses, [1.0] * len(losses))
+    assert (gap.mean, gap.half_width) == (pytest.approx(mean), pytest.approx(half_width, abs=1e-9))
+
+
+def test_nothing_is_run_twice_and_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    path, said = tmp_path / "r.jsonl", []
+    arms = [arm("a"), arm("b", train={"lr": 0.1})]
+    first = runner.run_all(arms, [0], path, 1, said.append)
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    again = runner.run_all(arms, [0], path, 1, said.append)
+    assert [timeless(line["result"]) for line in first.values()] == [timeless(x["result"]) for x in again.values()]
+    assert said[-2] == f"1 of 2 runs are in {path} already"
+    assert "[1/1]" in said[-1]
+    assert json.loads(whole.splitlines()[0])["settings"]["train"]["batch"] == 8
+
+
+def test_a_result_is_known_again_after_a_setting_was_added(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    mine = arm("a")
+    line = {"key": "of then", "arm": "a", "seed": 0, **mine.facts(0), "result": {"loss": 1.0}}
+    del line["settings"]["outer"]["momentum_every"]
+    path.write_text(json.dumps(line) + "\n")
+    assert mine.key(0) in runner.load(path)
+    assert arm(outer={"momentum_every": 9}).key(0) not in runner.load(path)
+    line["settings"]["outer"]["gone"] = 1
+    path.write_text(json.dumps(line) + "\n")
+    assert runner.load(path) == {}
+
+
+def test_the_key_of_a_run_is_all_that_it_depends_on_and_not_its_name() -> None:
+    assert arm("a").key(0) == arm("b").key(0)
+    others = [arm(lab={"drop": 0.1}), arm(train={"lr": 0.1}), arm(outer={"lr": 0.1})]
+    assert len({a.key(0) for a in [arm(), *others]} | {arm().key(1)}) == 5
+
+
+def test_a_sweep_over_optimizers_gives_each_the_merge_that_suits_it_unless_one_was_given() -> None:
+    def merges(base: Arm) -> list[str]:
+        arms = (base.with_value("train.optimizer", name) for name in ("muon", "adamw"))
+        return [arm.facts(0)["settings"]["sync"]["merge"] for arm in arms]
+
+    assert merges(make_arm("a", {})) == ["mean", "rda"]
+    assert merges(make_arm("a", {"sync": {"merge": "centered_clip"}})) == ["centered_clip"] * 2
+
+
+@pytest.mark.parametrize("what", ["outer.optimizer", "sync.merge", "train.optimizer", "model"])
+def test_what_is_not_ours_and_was_edited_is_run_again(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / f"edited_{what.replace('.', '_')}.py"
+    source = (
+        "from diloco_server.core.outer import OuterOptimizer\n"
+        "class Outer(OuterOptimizer):\n    num_buffers = 0\n"
+        "def other(*arguments):\n    return None\n"
+    )
+    file.write_text(source)
+    name = f"{file.stem}:{'Outer' if what == 'outer.optimizer' else 'other'}"
+    content = {key: dict(table) for key, table in TINY.items()}
+    if what != "model":
+        section, _, key = what.partition(".")
+        content.setdefault(section, {})[key] = name
+    mine = make_arm("a", content, name if what == "model" else "")
+    before = mine.key(0)
+    assert mine.key(0) == before
+    file.write_text(source + "# edited\n")
+    assert mine.key(0) != before
+
+
+def test_the_best_at_the_edge_of_its_grid_is_no_optimum() -> None:
+    base = arm()
+    values = [{"train.lr": lr} for lr in (0.01, 0.02, 0.03)]
+    arms = [base.with_value("train.lr", value["train.lr"]) for value in values]
+    for losses, edge in (((3.0, 2.0, 1.0), True), ((3.0, 1.0, 2.0), False)):
+        lines = {a.key(0): {"result": {"loss_select": x, "diverged": False}} for a, x in zip(arms, losses, strict=True)}
+        assert ("lies at the edge" in ranking(arms, values, [0], lines)) is edge
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[lab]\nlearners = 3\nspeeds = [1.0]", "speeds has 1 entries for 3"),
+        ("[lab]\nmethod = 'magic'", "lab|method"),
+        ("[train]\nrate = 1", "rate"),
+        ("[train", "Expected|expected"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_refused_by_its_file(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "arm.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_arm(path)
+
+
+def test_a_tracker_that_cannot_be_is_refused_before_the_first_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tensorboard:DIR"):
+        runner.run_all([arm()], [0], tmp_path / "r.jsonl", 1, print, "paper:x")
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    lost = make_arm("a", TINY, "no.such.module:build")
+    with pytest.raises(ConfigError, match=r"no\.such\.module"):
+        runner.run(lost, 0)

@@ -1,0 +1,153 @@
+"""The protocol: equal budgets, edges seen, other seeds for the report, intervals over pairs, divergence counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_common.errors import ConfigError
+from diloco_lab.arms import Arm
+from diloco_lab.protocol import (
+    FIRST_TUNE_SEED,
+    Protocol,
+    ProtocolArm,
+    carried_out,
+    carry_out,
+    load_protocol,
+    trials_there,
+)
+from diloco_lab.protocol_page import page
+from diloco_lab.runner import Line
+from diloco_lab.search import doubts, proposals
+
+AXES = {"train.lr": (1.0, 2.0, 4.0, 8.0, 16.0), "train.schedule": ("linear", "wsd")}
+
+
+def search(losses: Any, trials: int) -> dict[tuple[int, ...], float]:
+    tried: dict[tuple[int, ...], float] = {}
+    while points := proposals(AXES, tried, trials):
+        tried |= {point: losses(*point) for point in points}
+    return tried
+
+
+def test_a_search_ends_where_all_neighbours_are_worse() -> None:
+    tried = search(lambda lr, schedule: abs(lr - 3) + schedule, trials=20)
+    assert min(tried, key=lambda point: tried[point]) == (3, 0)
+    assert doubts(AXES, tried) == []
+    assert {(2, 0), (4, 0), (3, 1)} <= tried.keys()
+
+
+@pytest.mark.parametrize(
+    ("losses", "trials", "doubt"),
+    [
+        (lambda lr, schedule: -lr, 20, "train.lr = 16.0 lies at the edge"),
+        (lambda lr, schedule: abs(lr - 3), 3, "not all neighbours of train.lr = 8.0"),
+        (lambda lr, schedule: math.inf if lr < 4 else 1.0, 20, "lies at the edge"),
+    ],
+)
+def test_an_edge_and_a_spent_budget_are_no_optimum(losses: Any, trials: int, doubt: str) -> None:
+    tried = search(losses, trials)
+    assert len(tried) <= trials
+    assert doubt in "; ".join(doubts(AXES, tried))
+
+
+PROTOCOL = Protocol.model_validate({
+    "trials": 4, "tune_seeds": 2, "report_seeds": 3, "learners": [2], "versions": [10, 40],
+    "arms": {
+        "ours": {"axes": {"train.lr": [1e-3, 2e-3, 4e-3]}},
+        "parallel": {"axes": {"train.lr": [1e-3, 2e-3, 4e-3]}, "settings": {"lab": {"method": "data-parallel"}}},
+    },
+})  # fmt: skip
+
+
+class FakeRuns:
+    """Losses by formula: best at 2e-3; ours lies 2 % above the other, and falls with the logarithm of the tokens."""
+
+    def __init__(self) -> None:
+        self.seeds: dict[str, list[int]] = {}
+
+    def __call__(self, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
+        return {arm.key(seed): self._line(arm, seed) for arm in arms for seed in seeds}
+
+    def _line(self, arm: Arm, seed: int) -> Line:
+        self.seeds.setdefault(arm.name, []).append(seed)
+        off = abs(math.log2(arm.settings.train.lr / 2e-3))
+        loss = (4 - math.log(arm.settings.run.tokens) / 10 + 0.1 * off) * (1.02 if arm.name == "ours" else 1)
+        noise = 1 + 0.1 * (seed % 7)
+        diverged = arm.name == "ours" and seed == 2
+        result = {"loss": math.nan if diverged else loss * noise, "loss_select": loss * noise, "diverged": diverged}
+        return {"seed": seed, "result": result}
+
+
+def test_arms_are_tuned_alike_and_reported_on_other_seeds_in_pairs() -> None:
+    runs = FakeRuns()
+    *_, (cells, lines) = carry_out(PROTOCOL, runs)
+    tuning = {name: [seed for seed in seeds if seed >= FIRST_TUNE_SEED] for name, seeds in runs.seeds.items()}
+    assert len(tuning["ours"]) == len(tuning["parallel"]) == 2 * 2 * 3
+    assert {seed for seeds in runs.seeds.values() for seed in seeds if seed < FIRST_TUNE_SEED} == {0, 1, 2}
+    assert [(cell.versions, cell.tuned["ours"].values) for cell in cells] == [
+        (versions, {"train.lr": 2e-3}) for versions in (10, 40)
+    ]
+    text = page(cells, lines)
+    assert "| 2 | 40 |" in text
+    assert "+2.00 % (+2.00 to +2.00) | 2 | 1 of 3, 0 of 3" in text
+    assert "lies at the edge" not in text
+
+
+def test_a_report_may_stop_after_any_seed() -> None:
+    cells, lines = next(carry_out(PROTOCOL, FakeRuns()))
+    assert "+2.00 % | 1 |" in page(cells, lines)
+
+
+def test_both_arms_get_the_tokens_of_the_horizon() -> None:
+    tokens = [PROTOCOL.arm(name, 2, 40, {}).settings.run.tokens for name in PROTOCOL.arms]
+    assert tokens == [40 * 24 * 2 * 8 * 128] * 2
+
+
+@pytest.mark.parametrize("text", ["trials = 0", "[arms.one.axes]\n", "trials = ", "wrong = 1"])
+def test_a_protocol_that_cannot_be_is_refused_by_its_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "protocol.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"protocol\.toml"):
+        load_protocol(path)
+
+
+@pytest.mark.parametrize("path", ["sync.sync_every", "train.batch", "model.context"])
+def test_no_arm_gets_another_budget_than_its_rivals(path: str) -> None:
+    section, key = path.split(".")
+    for own in ({"axes": {path: [8, 16]}}, {"axes": {"train.lr": [1e-3]}, "settings": {section: {key: 8}}}):
+        with pytest.raises(ValueError, match=r"another budget of tokens; set it in \[base\]"):
+            ProtocolArm.model_validate(own)
+
+
+def test_only_trials_of_the_search_are_shown() -> None:
+    runs = FakeRuns()
+    first = PROTOCOL.arm("ours", 2, 10, {"train.lr": 2e-3})
+    second = PROTOCOL.arm("ours", 2, 10, {"train.lr": 4e-3})
+    strange = PROTOCOL.arm("ours", 2, 10, {"train.lr": 3e-3})
+    lines = runs([first, strange], [1000, 1001]) | runs([second], [1000])
+    shown = trials_there(PROTOCOL, lines)
+    assert shown == [lines[key] for key in (first.key(1000), first.key(1001), second.key(1000))]
+
+
+def test_what_is_on_record_is_shown_without_running_anything() -> None:
+    runs = FakeRuns()
+    record: dict[str, Line] = {}
+
+    def recorded(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
+        found = runs(arms, seeds)
+        record.update(found)
+        return found
+
+    for _ in carry_out(PROTOCOL, recorded):
+        pass
+    cells, lines = carried_out(PROTOCOL, record)
+    assert "+2.00 % (+2.00 to +2.00)" in page(cells, lines)
+    until_seed_0 = {key: line for key, line in record.items() if line["seed"] not in (1, 2)}
+    cells, lines = carried_out(PROTOCOL, until_seed_0)
+    assert "+2.00 % | 1 |" in page(cells, lines)
+    assert carried_out(PROTOCOL, {}) == ([], {})

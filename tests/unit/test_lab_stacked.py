@@ -1,0 +1,71 @@
+"""All learners stepped as one: the same values as stepping each alone, but for the rounding of sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
+from diloco_lab.arms import Conditions
+from diloco_lab.lockstep import LockstepRun
+from diloco_lab.tasks import BuiltIn, inner_step
+from diloco_worker.builtin.data import Corpus
+from diloco_worker.builtin.gpt import GPT
+
+TEXT = (torch.arange(4096) ** 2 % 251).to(torch.uint8)
+MODEL = ModelSettings(layers=2, heads=2, width=16, context=8)
+
+
+class Alone(BuiltIn):
+    """The same task, but its learners are stepped one by one, as with every subclass."""
+
+
+def task(kind: type[BuiltIn], optimizer: str, tokens: int = 1000) -> BuiltIn:
+    train = TrainSettings(batch=2, optimizer=optimizer, lr=0.01, muon_lr=0.01, clip=0.5)
+    settings = Settings(model=MODEL, train=train, run=RunSettings(tokens=tokens))
+    return kind(settings, corpus=Corpus(TEXT, TEXT, 1))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_stack_steps_as_each_learner_alone_whoever_steps(optimizer: str) -> None:
+    of = task(BuiltIn, optimizer)
+    together, alone = [of.model() for _ in range(3)], [of.model() for _ in range(3)]
+    stack = of.stack(together)
+    assert stack is not None
+    optimizers = [of.optimizer(model) for model in alone]
+    streams = [of.stream(i, 3) for i in range(3)]
+    for turn, rows in enumerate([[0, 1, 2], [1], [0, 2], [0, 1, 2]]):
+        batches = [streams[row].next_batch() for row in rows]
+        shares = [0.1 * (turn + row + 1) for row in rows]
+        inputs, targets = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
+        losses = stack.step(rows, inputs, targets, shares)
+        for row, batch, share, loss in zip(rows, batches, shares, losses, strict=True):
+            expected = inner_step(of, alone[row], optimizers[row], *batch, share, clip=0.5)
+            assert loss == pytest.approx(float(expected), rel=1e-5)
+    for one, other in zip(together, alone, strict=True):
+        assert isinstance(one, GPT)
+        for name, p in one.named_parameters():
+            torch.testing.assert_close(p, other.get_parameter(name), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("speeds", [(), (1.1, 1.0, 0.4)])
+def test_a_whole_run_goes_the_same_way_with_and_without_a_stack(speeds: tuple[float, ...]) -> None:
+    outcomes, losses = [], []
+    for kind in (BuiltIn, Alone):
+        of = task(kind, "muon", tokens=3 * 2 * 8 * 30)
+        run = LockstepRun(of.settings, of, Conditions(learners=3, speeds=speeds))
+        outcomes.append(run.run())
+        losses.append(of.evaluate(run.global_model(), 1, 512))
+    assert outcomes[0] == outcomes[1]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+class Own(GPT):
+    """May have another forward."""
+
+
+def test_what_is_not_quite_built_in_is_not_stepped_as_if_it_were() -> None:
+    models = [task(BuiltIn, "muon").model() for _ in range(2)]
+    assert task(Alone, "muon").stack(models) is None
+    models[1].__class__ = Own
+    assert task(BuiltIn, "muon").stack(models) is None

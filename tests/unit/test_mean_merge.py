@@ -1,0 +1,121 @@
+"""What is merged by plain mean unless the user says otherwise. The models are built as those that people bring."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from diloco_worker.core.replica import Replica
+
+
+def averaged(model: nn.Module) -> list[str]:
+    return [spec.name for spec in Replica(model).specs if spec.mean_merge]
+
+
+class Decoder(nn.Module):
+    """As GPT-Neo: token and position embeddings, projections that are linear layers, a head that may be tied.
+
+    `positions` and `vocabulary` may be equal to the hidden size.
+    """
+
+    def __init__(
+        self, *, vocabulary: int = 101, positions: int = 32, width: int = 32, layers: int = 2, tied: bool = False,
+        bias: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.wpe = nn.Embedding(positions, width)
+        self.h = nn.ModuleList()
+        for _ in range(layers):
+            block = nn.Module()
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+                block.add_module(name, nn.Linear(width, width, bias=False))
+            block.c_fc, block.c_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            block.ln = nn.LayerNorm(width)
+            self.h.append(block)
+        self.lm_head = nn.Linear(width, vocabulary, bias=bias)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+class Asked(Decoder):
+    """As models of Hugging Face, which say where their embeddings and their head are."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.wte
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+HEADLESS = ["wpe.weight", "wte.weight"]
+WITH_HEAD = ["lm_head.weight", "wpe.weight", "wte.weight"]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        pytest.param(Decoder(), WITH_HEAD, id="as many positions as hidden features"),
+        pytest.param(Decoder(bias=True), ["lm_head.bias", *WITH_HEAD], id="the bias of a head"),
+        pytest.param(Decoder(positions=64, vocabulary=65), WITH_HEAD, id="fewer positions than words"),
+        pytest.param(Decoder(positions=64, vocabulary=63), HEADLESS, id="more positions than words: no evidence"),
+        pytest.param(Decoder(tied=True), ["lm_head.weight", "wpe.weight"], id="tied"),
+        pytest.param(Decoder(tied=True, bias=True), ["lm_head.bias", "lm_head.weight", "wpe.weight"], id="tied, bias"),
+        pytest.param(Decoder(vocabulary=32), HEADLESS, id="as many words as hidden features: no evidence"),
+        pytest.param(Decoder(vocabulary=128), HEADLESS, id="as many words as the MLP is wide: no evidence"),
+        pytest.param(Decoder(vocabulary=128, layers=1), HEADLESS, id="also in one layer"),
+        pytest.param(Decoder(vocabulary=32, tied=True), ["lm_head.weight", "wpe.weight"], id="but tied is evidence"),
+        pytest.param(Asked(vocabulary=32), WITH_HEAD, id="and so is what the model says"),
+        pytest.param(Asked(vocabulary=32, bias=True), ["lm_head.bias", *WITH_HEAD], id="with its bias"),
+        pytest.param(nn.Sequential(Decoder(), nn.Linear(101, 32)), ["0.wpe.weight", "0.wte.weight"], id="reads it"),
+    ],
+)
+def test_embeddings_and_the_head_take_the_mean_and_projections_never_do(model: nn.Module, expected: list[str]) -> None:
+    assert averaged(model) == expected
+
+
+def test_what_the_model_says_is_found_inside_of_the_users_own_module() -> None:
+    outer = nn.Sequential(nn.Linear(3, 3), Asked(vocabulary=32))
+    assert averaged(outer) == [f"1.{name}" for name in WITH_HEAD]
+
+
+def test_a_model_may_have_no_head_or_not_know() -> None:
+    class Encoder(Asked):
+        def get_input_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+        def get_output_embeddings(self) -> nn.Module:
+            return None  # type: ignore[return-value]
+
+    assert averaged(Encoder()) == WITH_HEAD, "then its size tells"
+
+
+def test_several_heads_are_heads_if_the_model_says_so() -> None:
+    class Many(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.ModuleList(nn.Linear(32, 101, bias=False) for _ in range(2))
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.more
+
+    assert averaged(Many()) == ["more.0.weight", "more.1.weight", "wpe.weight", "wte.weight"]
+
+
+def test_a_table_of_the_users_own_is_an_embedding_and_a_projection_of_patches_is_none() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(nn.Linear(4, 9).weight.detach().clone())
+
+    class Says(nn.Module):
+        def __init__(self, embedding: nn.Module) -> None:
+            super().__init__()
+            self.embedding, self.body = embedding, nn.Linear(4, 4)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embedding
+
+    assert averaged(Says(Table())) == ["embedding.weight"]
+    assert averaged(Says(nn.Conv2d(3, 4, 2))) == []
+    assert averaged(Says(nn.Linear(9, 4))) == []

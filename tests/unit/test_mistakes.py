@@ -1,0 +1,149 @@
+"""Fifty mistakes, typed as people make them: at most three lines each, no traceback, and a code that errors.md has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import save
+from diloco_deploy import cli as diloco
+from diloco_server import cli as server
+from diloco_worker import cli as worker
+
+Main = Callable[[Sequence[str]], int]
+D, S, W = diloco.main, server.main, worker.main
+MISTAKES: list[tuple[Main, str, int, str, str]] = [
+    # program, what is typed, exit code, code, what is said
+    (D, "statsu", 2, "BAD_CONFIG", "did you mean status?"),
+    (D, "strat", 2, "BAD_CONFIG", "there is no command strat"),
+    (D, "up --shard 3", 2, "BAD_CONFIG", "did you mean --shards?"),
+    (D, "up --workers", 2, "BAD_CONFIG", "--workers takes a value"),
+    (D, "up --workers 0", 2, "BAD_CONFIG", "cluster.workers = 0 (--workers): must be a whole number from 1 to 256"),
+    (D, "up --workers three", 2, "BAD_CONFIG", "cluster.workers = three (--workers)"),
+    (D, "up --tokens many", 2, "BAD_CONFIG", "such as 2M"),
+    (D, "up --tokens 2Q", 2, "BAD_CONFIG", "run.tokens = 2Q"),
+    (D, "up --tokens -5", 2, "BAD_CONFIG", "run.tokens = -5"),
+    (D, "up --tokens 1.5", 2, "BAD_CONFIG", "run.tokens = 1.5"),
+    (D, "up 3", 2, "BAD_CONFIG", "3: nothing is expected here"),
+    (D, "up --config absent.toml", 2, "BAD_CONFIG", "absent.toml: no such file"),
+    (D, "up --config broken.toml", 2, "BAD_CONFIG", "broken.toml:2: TOML error"),
+    (D, "up --config unknown.toml", 2, "BAD_CONFIG", "there is no section [sycn]; did you mean sync?"),
+    (D, "up --config .", 2, "BAD_CONFIG", "cannot be read"),
+    (D, "up --set sync.quorm=1", 2, "BAD_CONFIG", "did you mean sync.quorum?"),
+    (D, "up --set quorum", 2, "BAD_CONFIG", "write section.key=value"),
+    (D, "up --set sync.push=int16", 2, "BAD_CONFIG", "must be one of 'float32'"),
+    (D, "up --set lease.lease_s=1s", 2, "BAD_CONFIG", "at least two heartbeats"),
+    (D, "up --set shard.bytes_in_max=12MiX", 2, "BAD_CONFIG", "shard.bytes_in_max = 12MiX"),
+    (D, "up --set sync.quorum=4 --workers 2", 2, "BAD_CONFIG", "so no round could ever close"),
+    (D, "up --data absent.txt", 3, "BAD_DATA", "there is no file or folder 'absent.txt'"),
+    (D, "up --folder file", 2, "BAD_CONFIG", "cannot be written"),
+    (D, "up --settings a.json --config b.toml", 2, "BAD_CONFIG", "leave out --config"),
+    (D, "up --folder run --seed 7", 2, "BAD_CONFIG", "--fresh"),
+    (D, "status --folder absent", 5, "CANNOT_CONNECT", "no cluster is running in absent"),
+    (D, "status --http 127.0.0.1:1", 5, "CANNOT_CONNECT", "nobody answers at 127.0.0.1:1"),
+    (D, "status --jsn", 2, "BAD_CONFIG", "did you mean --json?"),
+    (D, "status --watch --json", 2, "BAD_CONFIG", "leave out --json"),
+    (D, "status --tls absent --http 127.0.0.1:1", 2, "BAD_CONFIG", "absent"),
+    (D, "scale --workers 5 --folder absent", 5, "CANNOT_CONNECT", "no `diloco up` runs in absent"),
+    (D, "scale --workers 0", 2, "BAD_CONFIG", "from 1 to 256"),
+    (D, "scale", 2, "BAD_CONFIG", "--workers is missing"),
+    (D, "resume absent", 3, "BAD_DATA", "begin one: diloco up --folder"),
+    (D, "resume run --shards 65", 2, "BAD_CONFIG", "cluster.shards = 65"),
+    (D, "resume run --shards 3", 3, "NO_CHECKPOINT", "has no versions in"),
+    (D, "logs --folder absent", 3, "BAD_DATA", "there are no logs"),
+    (D, "logs worker-9 --folder run", 2, "BAD_CONFIG", "did you mean worker-0?"),
+    (D, "init run", 2, "BAD_CONFIG", "name another folder"),
+    (D, "init file", 2, "BAD_CONFIG", "cannot be written"),
+    (D, "completion tcsh", 2, "BAD_CONFIG", "must be one of bash, zsh, fish"),
+    (D, "config shwo", 2, "BAD_CONFIG", "did you mean show?"),
+    (D, "health", 2, "BAD_CONFIG", "give --grpc or --http"),
+    (D, "checkpoint absent", 3, "NO_CHECKPOINT", "there is no folder absent"),
+    (D, "checkpoint", 2, "BAD_CONFIG", "is missing"),
+    (D, "restore run --shards 2 --folder new", 3, "NO_CHECKPOINT", "holds no versions"),
+    (D, "export run --out m.safetensors --dtype int8", 2, "BAD_CONFIG", "bfloat16 (bf16)"),
+    (D, "pull --shards 127.0.0.1:1 --out m --wait soon", 2, "BAD_CONFIG", "such as 5s"),
+    (D, "pull --out m", 2, "BAD_CONFIG", "--shards is missing"),
+    (D, "certs issue learner/a", 2, "BAD_CONFIG", "`diloco certs init` makes one"),
+    (D, "certs issue learner/a --days 0", 2, "BAD_CONFIG", "must be days"),
+    (D, "token", 2, "BAD_CONFIG", "FILE is missing"),
+    (D, "chaos --every x", 2, "BAD_CONFIG", "such as 5s"),
+    (S, "--index 2 --count 2", 2, "BAD_CONFIG", "index 2 does not exist among 2 shards"),
+    (S, "--lisen 0.0.0.0:1", 2, "BAD_CONFIG", "did you mean --listen?"),
+    (W, "", 2, "BAD_CONFIG", "no shards given"),
+    (W, "trian", 2, "BAD_CONFIG", "did you mean train?"),
+    (W, "--shards 127.0.0.1:1 --set worker.learner_id=a/b", 2, "BAD_CONFIG", "worker.learner_id = a/b"),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file, a few settings, and what is left of a run that made no version."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken.toml").write_text("[run]\nid = \n")
+    (tmp_path / "unknown.toml").write_text("[sycn]\nquorum = 1\n")
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "worker-0.log").write_text("training\n")
+    (tmp_path / "run" / "run.toml").write_text("")
+    (tmp_path / "run" / "shard-0" / "checkpoints" / "one").mkdir(parents=True)
+    (tmp_path / "run" / "shard-0" / "checkpoints" / "one" / "checkpoint.json").write_text("{}")
+    save(Settings(), tmp_path / "run" / "settings.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("program", "typed", "exit_code", "code", "says"), MISTAKES, ids=[f"{m[1]}" or "nothing" for m in MISTAKES]
+)
+def test_a_mistake_is_at_most_three_lines_and_has_a_code(
+    here: Path, capsys: pytest.CaptureFixture[str], program: Main, typed: str, exit_code: int, code: str, says: str
+) -> None:
+    assert program(typed.split()) == exit_code
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.endswith(f"[{code}]\n")
+    assert 1 <= len(said.splitlines()) <= 3
+    assert "Traceback" not in said
+
+
+def test_there_are_fifty_and_each_code_is_explained(repository: Path) -> None:
+    assert len({typed for _, typed, *_ in MISTAKES}) >= 50
+    page = (repository / "docs/errors.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"`([A-Z_]{4,})`", page))
+    assert {code for *_, code, _ in MISTAKES} | {"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY"} <= explained
+
+
+def test_a_new_folder_has_settings_that_are_taken_and_a_script_that_compiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my run"
+    assert diloco.main(["init", str(folder)]) == 0
+    assert "diloco up --config run.toml" in capsys.readouterr().out
+    assert diloco.main(["config", "show", "--config", str(folder / "run.toml"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["run.id"] == {"value": "my-run", "origin": f"{folder / 'run.toml'}:5"}
+    assert shown["lease.lease_s"]["origin"] == "default"
+    compile((folder / "train.py").read_text(), "train.py", "exec")
+    assert 'run="my-run"' in (folder / "train.py").read_text()
+
+
+def test_shown_settings_are_a_file_that_gives_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--set", "run.tokens=2M", "--set", "lease.lease_s=30s", "--set", "sync.pull=bf16"]
+    assert diloco.main(["config", "show", *given]) == 0
+    (tmp_path / "again.toml").write_text(capsys.readouterr().out)
+    assert diloco.main(["config", "show", "--config", str(tmp_path / "again.toml"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [shown[name]["value"] for name in ("run.tokens", "lease.lease_s", "sync.pull")] == [
+        2_000_000, 30.0, "bfloat16",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diloco.main(["completion", shell]) == 0
+    said = capsys.readouterr().out
+    assert [one.name for one in diloco.COMMANDS if one.name not in said] == []

@@ -1,0 +1,44 @@
+"""The digest of a model: what a shard is told to insist on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from diloco_common.manifest import TensorSpec, model_digest
+from diloco_common.settings import ModelSettings
+from diloco_worker import cli, digest_of
+from diloco_worker.builtin.gpt import build_gpt
+from diloco_worker.builtin.shapes import gpt_tensors
+
+A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,), mean_merge=True)
+
+
+def test_the_order_of_the_tensors_does_not_matter() -> None:
+    assert model_digest([A, B]) == model_digest([B, A])
+    assert re.fullmatch("[0-9a-f]{32}", model_digest([A, B]))
+
+
+@pytest.mark.parametrize("other", [[A], [A, B._replace(mean_merge=False)], [A._replace(shape=(3, 2)), B],
+                                   [A._replace(name="c"), B], [A, B, B]])  # fmt: skip
+def test_whatever_differs_gives_another_digest(other: list[TensorSpec]) -> None:
+    assert model_digest(other) != model_digest([A, B])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelSettings(),
+        ModelSettings(layers=1, heads=1, width=8, context=8),
+        ModelSettings(layers=2, heads=4, width=256),  # each attention has as many outputs as there are bytes
+        ModelSettings(layers=2, heads=2, width=40),
+    ],
+)
+def test_the_digest_of_the_built_in_model_needs_no_model(model: ModelSettings) -> None:
+    assert model_digest(gpt_tensors(model)) == digest_of(build_gpt(model, seed=0))
+
+
+def test_a_worker_prints_the_digest_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["digest", "--set", "model.width=48"]) == 0
+    assert capsys.readouterr().out.strip() == model_digest(gpt_tensors(ModelSettings(width=48)))

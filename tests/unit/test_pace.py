@@ -1,0 +1,381 @@
+"""What learners report counts as fast as is plausible: lies move no round, and honest learners notice nothing.
+
+Most tests run a shard of one fragment and its learners in virtual time. H is 4 steps; every step has 10 tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from builders import make_settings
+from diloco_common.codec import encode_payload
+from diloco_common.errors import Implausible
+from diloco_common.manifest import TensorSpec
+from diloco_common.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
+from diloco_server.core.effects import RoundOpened
+from diloco_server.core.membership import Member
+from diloco_server.core.pace import (
+    AWAY_S,
+    IDLE_ROUNDS,
+    STEPS_FACTOR,
+    TRAINED_FACTOR,
+    UNKNOWN_TOKENS_PER_S,
+    Pace,
+    Trail,
+    check_trained,
+    countable,
+    usual,
+)
+from lockstep import ShardShell
+
+SIZE, TOKENS, TICK_S = 8, 10, 0.05
+MODEL = [TensorSpec("w", (SIZE,))]
+FREE = Pace(math.inf, math.inf)
+PAYLOAD = encode_payload(torch.ones(SIZE), "float32")
+
+
+@dataclass
+class Actor:
+    """A learner in virtual time. `per_step`: the steps and tokens that it reports for each step."""
+
+    learner_id: str
+    member: Member
+    step_s: float
+    per_step: tuple[int, int] = (1, TOKENS)
+    contributes: bool = True
+    step_time_s: float | None = None
+    steps: int = 0
+    tokens: int = 0
+    merged_until: int = 0
+    next_at: float = 0.0
+    silent_until: float = 0.0
+    asked: int | None = None
+
+
+class Crowd(ShardShell):
+    """A shard, and whoever reports to it."""
+
+    def __init__(self, **sections: Any) -> None:
+        sync = {"sync_every": 4, "quorum": 1, "merge": "mean"} | sections.pop("sync", {})
+        outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+        lease = {"lease_s": 1000.0, "stalled_s": 1000.0}
+        super().__init__(make_settings(sync=sync, outer=outer, lease=lease, **sections))
+        self.actors: dict[str, Actor] = {}
+        self.answers: list[tuple[str, PushAnswer]] = []
+
+    def join(self, learner_id: str, step_s: float, **lies: Any) -> Actor:
+        member = self.shard.join(learner_id, f"process of {learner_id}", MODEL, self.now)
+        actor = self.actors[learner_id] = Actor(learner_id, member, step_s, **lies)
+        actor.next_at = self.now + step_s
+        self.report(actor)
+        if not self.shard.all_seeded:
+            self.push(member, self.header(0, 0, 0), PAYLOAD)
+        return actor
+
+    def header(self, round_number: int, tokens: int, steps: int) -> PushHeader:
+        assert self.shard.manifest is not None
+        base = max(0, round_number - 1)
+        return PushHeader(0, round_number, 1, base, tokens, steps, PAYLOAD.header, self.shard.manifest.digest)
+
+    def report(self, actor: Actor) -> None:
+        step_time_s = actor.step_s if actor.step_time_s is None else actor.step_time_s
+        self.shard.progress(actor.member, Progress(actor.steps, actor.tokens, None, step_time_s), self.now)
+        self.advance()
+
+    def contribute(self, actor: Actor, round_number: int, *, tokens: int | None = None) -> PushAnswer:
+        tokens = actor.tokens - actor.merged_until if tokens is None else tokens
+        answer = self.push(actor.member, self.header(round_number, tokens, max(1, tokens // TOKENS)), PAYLOAD)
+        self.answers.append((actor.learner_id, answer))
+        if answer.outcome is Outcome.ACCEPTED:
+            actor.merged_until += tokens
+        return answer
+
+    def run(self, seconds: float) -> int:
+        """Everybody trains for so long. Returns the rounds that were opened meanwhile."""
+        before, end = self.rounds, self.now + seconds
+        while self.now < end:
+            self.advance(TICK_S)
+            for actor in self.actors.values():
+                if self.now >= actor.next_at:
+                    actor.next_at += actor.step_s
+                    self._step(actor)
+        return self.rounds - before
+
+    def _step(self, actor: Actor) -> None:
+        actor.steps += actor.per_step[0]
+        actor.tokens += actor.per_step[1]
+        for directive in self.take_told(actor.learner_id):
+            if isinstance(directive, Collect):
+                actor.asked = directive.round
+        if actor.contributes and actor.asked is not None and actor.tokens > actor.merged_until:
+            asked, actor.asked = actor.asked, None
+            self.contribute(actor, asked)  # it overtakes the report
+        if self.now >= actor.silent_until:
+            self.report(actor)
+
+    @property
+    def rounds(self) -> int:
+        return sum(isinstance(event, RoundOpened) for event in self.events)
+
+    @property
+    def refused(self) -> list[tuple[str, str]]:
+        return [(learner_id, answer.code) for learner_id, answer in self.answers if answer.code]
+
+
+def honest(crowd: Crowd, count: int = 3, step_s: float = 1.0) -> list[Actor]:
+    return [crowd.join(f"honest-{i}", step_s) for i in range(count)]
+
+
+# ------------------------------------------------------------------ rounds
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_ghost_that_reports_a_thousand_steps_at_a_time_opens_no_more_rounds(others: int) -> None:
+    """faults.md, hostile 12."""
+    alone, with_ghost = Crowd(), Crowd()
+    for crowd in (alone, with_ghost):
+        honest(crowd, others)
+    without = alone.run(400)
+    with_ghost.run(40)
+    with_ghost.join("ghost", 0.1, per_step=(1000, 10**6), contributes=False)
+    with_ghost.run(40)  # until it is known for one: it is in no round
+    assert with_ghost.run(400) <= without + 2
+    assert with_ghost.refused == []
+
+
+def test_a_liar_that_contributes_makes_rounds_at_most_so_many_times_as_often() -> None:
+    crowd = Crowd()
+    honest(crowd)
+    usual_rounds = crowd.run(100) / 100
+    liar = crowd.join("liar", 0.1, per_step=(1000, 1000))
+    crowd.run(100)
+    grown = liar.member.counted.inner_step
+    rounds = crowd.run(100)
+    assert liar.member.counted.inner_step - grown <= STEPS_FACTOR * 100 + 1
+    assert rounds <= STEPS_FACTOR * usual_rounds * 100 + 1
+
+
+@pytest.mark.parametrize("times", [1, 3, 10])
+def test_a_learner_that_is_ten_times_as_fast_counts_in_full(times: int) -> None:
+    crowd = Crowd()
+    slow = honest(crowd, 3, step_s=2.0)
+    fast = crowd.join("fast", 2.0 / times)
+    rounds = crowd.run(400)
+    assert fast.steps - fast.member.counted.inner_step <= 1
+    for actor in (fast, *slow):
+        assert actor.tokens - actor.member.counted.tokens <= TOKENS
+    assert rounds >= 0.95 * 200 * times / 4  # every H steps of the fastest
+    assert crowd.refused == []
+
+
+def test_what_was_not_reported_for_long_counts_at_once_when_it_is() -> None:
+    """A learner that was cut off: its reports are dropped, and only the newest is sent."""
+    crowd = Crowd()
+    cut_off, *_ = honest(crowd)
+    crowd.run(50)
+    cut_off.silent_until = crowd.now + 300
+    crowd.run(302)
+    assert cut_off.member.counted.inner_step == cut_off.steps
+    assert crowd.refused == []
+
+
+def test_a_new_generation_of_a_process_keeps_what_is_known_of_it() -> None:
+    crowd = Crowd()
+    first, *_ = honest(crowd)
+    crowd.run(100)
+    known = first.member.trail
+    first.member = crowd.shard.join(first.learner_id, f"process of {first.learner_id}", MODEL, crowd.now)
+    assert first.member.trail is known
+    crowd.run(100)
+    assert ("honest-0", "IMPLAUSIBLE") not in crowd.refused
+    replaced = crowd.shard.join(first.learner_id, "another process", MODEL, crowd.now)
+    assert replaced.trail is None
+
+
+def test_learners_whose_others_hang_go_on_at_their_own_pace() -> None:
+    crowd = Crowd()
+    worker, *others = honest(crowd)
+    crowd.run(100)
+    for other in others:
+        other.next_at = math.inf
+    crowd.run(1000)
+    assert worker.steps - worker.member.counted.inner_step <= 1
+    assert crowd.refused == []
+
+
+def test_the_end_of_a_budget_is_not_called_by_one_report() -> None:
+    """Otherwise every report of a ghost would open a round of every fragment."""
+    alone, with_ghost = Crowd(run={"tokens": 30_000}), Crowd(run={"tokens": 30_000})
+    for crowd in (alone, with_ghost):
+        honest(crowd)
+        crowd.run(100)
+    with_ghost.join("ghost", 0.1, per_step=(1, 2**40), contributes=False)
+    with_ghost.run(40)
+    assert with_ghost.run(200) <= alone.run(200) + 2
+
+
+# ------------------------------------------------------------------ grace
+
+
+def test_ghosts_that_report_long_steps_widen_no_window() -> None:
+    """faults.md, hostile 11."""
+    crowd = Crowd(sync={"grace": "adaptive"})
+    honest(crowd, 1)
+    crowd.run(40)
+    before = crowd.shard.grace_s()
+    for i in range(5):
+        crowd.join(f"ghost-{i}", 1.0, contributes=False, step_time_s=1e6)
+    for _ in range(50):
+        crowd.run(1.0)
+        assert crowd.shard.grace_s() <= max(before, 1.0)
+
+
+def test_step_times_are_held_against_what_passes_between_reports() -> None:
+    crowd = Crowd(sync={"grace": "adaptive", "on_commit": "overwrite"})
+    for i in range(3):
+        crowd.join(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
+    crowd.run(60)
+    assert 0 < crowd.shard.grace_s() <= 2.1
+
+
+# ------------------------------------------------------------------ contributions
+
+
+def test_nobody_pushes_more_than_was_reported_and_can_be_on_its_way() -> None:
+    crowd = Crowd()
+    honest(crowd)
+    liar = crowd.join("liar", 1.0, contributes=False)
+    crowd.run(40)
+    while crowd.shard.fragments[0].round is None:
+        crowd.run(TICK_S)
+    before = crowd.shard.tokens_merged
+
+    answer = crowd.contribute(liar, crowd.shard.fragments[0].version + 1, tokens=10**9)
+
+    assert (answer.outcome, answer.code) == (Outcome.REJECTED, "IMPLAUSIBLE")
+    assert "pushes 1000000000 tokens" in answer.message
+    assert crowd.shard.tokens_merged == before
+    assert crowd.shard.ledger.tokens_refused["IMPLAUSIBLE"] == 10**9
+
+
+def test_what_is_merged_cannot_be_pushed_again() -> None:
+    """The time for which the shard has been up says nothing any more: only what came since."""
+    crowd = Crowd()
+    liar, *_ = honest(crowd)
+    crowd.run(100)
+    while crowd.shard.fragments[0].round is None:
+        crowd.run(TICK_S)
+    assert liar.member.trail is not None
+    assert liar.member.trail.merged_until[0].tokens > 0
+
+    answer = crowd.contribute(liar, crowd.shard.fragments[0].version + 1, tokens=100 * TRAINED_FACTOR * TOKENS)
+
+    assert answer.code == "IMPLAUSIBLE"
+
+
+TRAIL = Trail.begin(Progress(100, 1000), 0.0)
+TRAIL.go_on(Progress(200, 3000), FREE, 50.0)
+MERGED = Trail.begin(Progress(100, 1000), 0.0)
+MERGED.go_on(Progress(200, 3000), FREE, 50.0)
+MERGED.merged_until[0] = Progress(150, 2000)
+SLOW = Pace(1.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("trail", "pace", "up_s", "most"),
+    [
+        (None, None, 10.0, 11 * UNKNOWN_TOKENS_PER_S),  # no report yet: the time that the shard has been up
+        (None, SLOW, 10.0, TRAINED_FACTOR * 10 * (11 + AWAY_S)),
+        (
+            TRAIL,
+            SLOW,
+            10.0,
+            2000 + TRAINED_FACTOR * 10 * (11 + AWAY_S),
+        ),  # all reports, before the first that was merged
+        (MERGED, SLOW, 1e6, 1000 + TRAINED_FACTOR * 10 * (10 + 1)),  # since the last that was; 10 s after a step
+        (MERGED, None, 1e6, 1000 + UNKNOWN_TOKENS_PER_S * (10 + 1)),
+    ],
+)
+def test_a_contribution_is_taken_up_to_what_can_have_been_trained(
+    trail: Trail | None, pace: Pace | None, up_s: float, most: float
+) -> None:
+    def push(tokens: int) -> None:
+        header = PushHeader(0, 1, 1, 0, tokens, 1, PAYLOAD.header, "")
+        check_trained(header, "a", trail, pace, up_s, now=60.0)
+
+    push(int(most))
+    with pytest.raises(Implausible, match=f"a pushes {int(most) + 1} tokens"):
+        push(int(most) + 1)
+
+
+def test_steps_are_judged_as_tokens_are() -> None:
+    header = PushHeader(0, 1, 1, 0, 1, 2**31, PAYLOAD.header, "")
+    with pytest.raises(Implausible, match="pushes 2147483648 steps"):
+        check_trained(header, "a", MERGED, SLOW, 1e6, now=60.0)
+
+
+# ------------------------------------------------------------------ the pace
+
+
+def reported(pairs: list[tuple[float, int]], most: Pace = FREE) -> Trail:
+    trail = Trail.begin(Progress(0, 0), 0.0)
+    for at, steps in pairs:
+        trail.go_on(Progress(steps, steps * TOKENS, None, 1e9), most, at)
+    return trail
+
+
+@pytest.mark.parametrize(
+    ("pairs", "pace"),
+    [
+        ([(1.0, 1)], None),  # too few steps
+        ([(0.0, 1000)], None),  # in no time at all
+        ([(10.0, 20)], Pace(2.0, 20.0)),
+        ([(10.0, 20), (90.0, 20)], Pace(2.0, 20.0)),  # it hangs, which says nothing of its pace
+    ],
+)
+def test_the_pace_of_a_learner_is_known_after_some_steps(pairs: list[tuple[float, int]], pace: Pace | None) -> None:
+    assert reported(pairs).pace == pace
+
+
+@pytest.mark.parametrize(
+    ("paces", "found"),
+    [([], None), ([2], 2.0), ([2, 4], 3.0), ([2, 2, 10**6], 2.0), ([1, 3, 5, 10**9], 4.0)],
+)
+def test_one_liar_of_three_does_not_move_the_usual_pace(paces: list[int], found: float | None) -> None:
+    pace = usual(reported([(10.0, 10 * steps_per_s)]) for steps_per_s in paces)
+    assert (pace.steps_per_s if pace else None) == found
+
+
+def test_what_is_above_counts_later() -> None:
+    most = countable(Pace(1.0, 10.0), is_idle=True)
+    trail = reported([(1.0, 1000), (1.5, 1000), (3.0, 1000)], most)
+    assert trail.counted.inner_step == 1
+    trail.go_on(Progress(1000, 10_000), most, 9.0)
+    assert trail.counted.inner_step == 4
+    trail.go_on(Progress(2, 20), most, 20.0)
+    assert trail.counted.inner_step == 2, "never more than what is reported"
+
+
+def test_step_times_are_averaged_as_learners_do() -> None:
+    trail = reported([(2.0, 1), (4.0, 2), (4.5, 3)])
+    assert trail.step_s == pytest.approx(2.0 + 0.1 * (0.5 - 2.0))
+    assert trail.counted.step_time_s == pytest.approx(2 * trail.step_s)
+
+
+def test_who_contributes_counts_and_who_is_only_late_still_sets_the_pace() -> None:
+    member = Member("a", "p", 1, last_heard=0.0, last_step_at=0.0)
+    assert (member.is_idle, member.sets_pace) == (False, False), "it has answered no round yet"
+    member.contributes()
+    assert (member.is_idle, member.sets_pace) == (False, True)
+    for _ in range(IDLE_ROUNDS):
+        member.missed_round()
+    assert (member.is_idle, member.sets_pace) == (True, False)
+    member.is_late()
+    assert (member.is_idle, member.sets_pace) == (True, True)
+    member.contributes()
+    assert (member.is_idle, member.sets_pace) == (False, True)

@@ -1,0 +1,38 @@
+"""A wait is said within two seconds, then every ten, and its end only to those who heard that it began."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
+from diloco_worker.patience import FIRST_S, Patience
+
+
+class Said:
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, object]]] = []
+
+    def event(self, what: str, **fields: object) -> None:
+        self.lines.append((what, fields))
+
+
+def test_a_wait_is_said_soon_and_then_now_and_then() -> None:
+    said: Any = Said()
+    patience = Patience(said, "waiting", began=100.0)
+    assert FIRST_S < 2.0 - 0.2  # it is looked at every 0.2 s
+    for tenth in range(int(10 * (FIRST_S + ANNOUNCE_WAIT_S)) + 2):
+        patience.still("no answer from ps:1", 100.0 + tenth / 10)
+    patience.over(120.0)
+    assert said.lines == [
+        ("waiting", {"for_s": 2, "why": "no answer from ps:1"}),
+        ("waiting", {"for_s": 12, "why": "no answer from ps:1"}),
+        ("waiting: done", {"for_s": 20}),
+    ]
+
+
+def test_what_is_over_at_once_is_not_worth_a_line() -> None:
+    said: Any = Said()
+    patience = Patience(said, "waiting", began=0.0)
+    patience.still("no answer", FIRST_S - 0.1)
+    patience.over(FIRST_S)
+    assert said.lines == []

@@ -1,0 +1,151 @@
+"""`diloco plan`: its arithmetic is that of the encodings and of the measurements, and its settings can be used."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from diloco_common.codec import encoding_names, num_payload_bytes
+from diloco_common.errors import ConfigError
+from diloco_common.settings import Settings
+from diloco_deploy.cli import main
+from diloco_deploy.plan import formulas
+from diloco_deploy.plan.choice import LINK_SHARE, Asked, Link, bit_rate, choose
+from diloco_deploy.plan.formulas import BITS
+from diloco_deploy.plan.model import parameters_of
+from diloco_deploy.plan.quantities import bits_per_s
+from diloco_deploy.plan.table import figures, settings_of, toml
+
+MBIT = 1e6
+
+
+def asked(params: float, mbit: float, *, step_s: float = 1.0, learners: int = 8, round_trip_s: float = 0.05) -> Asked:
+    return Asked(params, learners, Link(mbit * MBIT, mbit * MBIT, round_trip_s), step_s)
+
+
+def test_bits_are_those_of_the_encodings() -> None:
+    assert set(BITS) == set(encoding_names())
+    for name, bits in BITS.items():
+        assert bits == pytest.approx(8 * num_payload_bytes(name, 10**9) / 10**9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("params", "mbit", "push", "every"),
+    [
+        (1e8, 1000, "int8", 24),  # the defaults fit: H = 24 needs 67 Mbit/s
+        (1e9, 900, "int4", 24),  # int8/bfloat16 need 1,333 Mbit/s at half of the link
+        (1e9, 100, "int4", 163),  # 8.125 bits down: 10^9 x 8.125 / (0.5 x 10^8)
+        (1e9, 20, "topk64_2bit", 413),  # int4/int8 would need H = 813
+    ],
+)
+def test_smaller_encodings_come_before_a_larger_h(params: float, mbit: float, push: str, every: int) -> None:
+    choice = choose(asked(params, mbit))
+    assert (choice.encodings.push, choice.every, choice.fits) == (push, every, True)
+
+
+@pytest.mark.parametrize("mbit", [20.0, 100.0, 500.0, 3000.0])
+@pytest.mark.parametrize("params", [1e7, 1e9])
+def test_what_is_proposed_takes_half_of_the_link_at_most(params: float, mbit: float) -> None:
+    choice = choose(asked(params, mbit))
+    for encoding in choice.encodings[:2]:
+        assert formulas.rate(params, BITS[encoding], choice.every, 1.0) <= LINK_SHARE * mbit * MBIT * 1.0001
+
+
+def test_a_link_that_carries_nothing_is_said_so() -> None:
+    assert not choose(asked(7e10, 10)).fits
+
+
+def test_a_long_link_asks_for_a_larger_h() -> None:
+    """A push takes 0.5 s, however thick the link is: a round waits for a tenth of H steps of 20 ms."""
+    choice = choose(asked(1e6, 10_000, step_s=0.02, round_trip_s=0.5))
+    assert choice.every == 251
+    assert "a push takes 0.5 s" in choice.why_every
+
+
+def test_many_learners_ask_for_more_shards_and_small_models_for_fewer_fragments() -> None:
+    assert choose(asked(1e8, 10_000, learners=8)).shards == 1
+    assert choose(asked(1e9, 10_000, learners=64)).shards == 10, "64 x 10^9 x 24.125 bits / 24 s: 8.04 GB/s"
+    small = choose(asked(1e6, 10_000, learners=512))
+    assert small.fragments < 24
+
+
+def test_the_memory_of_a_shard_is_near_what_was_measured() -> None:
+    """docs/performance.md: 100 M parameters, 4 learners, 24 fragments: a peak of 1664 MB."""
+    predicted = formulas.shard_memory(1e8, 24, 4, BITS["int8"], "nesterov", "bfloat16")
+    assert 1664e6 <= predicted <= 1.25 * 1664e6
+
+
+def test_a_version_is_as_large_as_the_page_says() -> None:
+    assert formulas.version_bytes("nesterov", "bfloat16") == 8
+    assert formulas.version_bytes("adam", "bfloat16") == 12
+    assert formulas.version_bytes("nesterov", "int8") == 10
+
+
+def test_every_figure_has_a_formula_and_a_source() -> None:
+    question = asked(1e9, 100)
+    for figure in figures(question, choose(question)):
+        assert figure.value > 0
+        assert figure.formula
+        assert figure.source
+
+
+def test_the_settings_can_be_pasted() -> None:
+    question = asked(1e9, 100)
+    wanted = settings_of(question, choose(question))
+    settings = Settings.model_validate(tomllib.loads(toml(wanted)))
+    assert (settings.sync.sync_every, settings.sync.push, settings.sync.pull) == (163, "int4", "int8")
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("100Mbit", 1e8), ("100mbit/s", 1e8), ("1Gbps", 1e9), ("12MB/s", 9.6e7), ("1.5G", 1.5e9), ("500k", 5e5)],
+)
+def test_rates_as_people_write_them(text: str, rate: float) -> None:
+    assert bits_per_s(text) == rate
+
+
+def test_rates_as_people_read_them() -> None:
+    assert bit_rate(12_345_678) == "12.3 Mbit/s"
+
+
+def build():
+    from torch import nn
+
+    model = nn.Linear(1_000_000, 1_000)  # 4 GB, if it took memory
+    model.bias.requires_grad_(False)
+    return model
+
+
+def test_a_model_is_counted_without_memory() -> None:
+    assert parameters_of("test_plan:build") == 10**9
+
+
+@pytest.mark.parametrize("name", ["test_plan", "test_plan:nothing", "no.such:thing", "test_plan:asked"])
+def test_a_model_that_cannot_be_built_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        parameters_of(name)
+
+
+def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "1B", "--up", "100Mbit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["sync"]["sync_every"] == 163
+    names = [figure["name"] for figure in found["figures"]]
+    assert {"memory of a shard, at most", "diloco's part, at most", "disk of a shard"} <= set(names)
+
+
+@pytest.mark.parametrize(("ranks", "gigabytes"), [(8, 52.5), (64, 6.5625)])
+def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str], ranks: int, gigabytes: float) -> None:
+    """70 B: anchor 2 and residual 4 bytes for each parameter that the rank holds."""
+    assert main(["plan", "memory", "--params", "70B", "--ranks", str(ranks), "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)[0]
+    assert kept["value"] == pytest.approx(gigabytes * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "words", [["plan"], ["plan", "--params", "1B", "--model", "a:b"], ["plan", "--params", "lots"]]
+)
+def test_a_plan_for_nothing_is_refused(words: list[str]) -> None:
+    assert main(words) == 2

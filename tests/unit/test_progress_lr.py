@@ -1,0 +1,85 @@
+"""Rates that follow the run: their shapes, and the scheduler that a loop steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_common.errors import ConfigError
+from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS, ProgressLR, Shape, share
+
+
+@pytest.mark.parametrize(
+    ("shape", "at"),
+    [
+        ("cosine", {0.0: 0.1, 0.05: 0.5, 0.1: 1.0, 0.55: 0.6, 1.0: 0.2}),
+        ("linear", {0.0: 0.1, 0.05: 0.5, 0.1: 1.0, 0.55: 0.6, 1.0: 0.2}),
+        ("wsd", {0.0: 0.1, 0.05: 0.5, 0.1: 1.0, 0.8: 1.0, 0.9: 0.6, 1.0: 0.2}),
+        ("constant", {0.0: 0.1, 0.05: 0.5, 0.1: 1.0, 1.0: 1.0}),
+    ],
+)
+def test_a_shape_by_the_progress_of_the_run(shape: Shape, at: dict[float, float]) -> None:
+    assert {f: share(shape, f, warmup=0.1, final=0.2) for f in at} == pytest.approx(at)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd", "constant"])
+def test_no_warm_up_begins_at_the_rate_and_one_as_long_as_the_run_ends_there(shape: Shape) -> None:
+    assert share(shape, 0.0, warmup=0.0, final=0.0) == 1.0
+    assert share(shape, 0.5, warmup=1.0, final=0.0) == 0.5
+    assert share(shape, 1.0, warmup=1.0, final=0.0) == 1.0
+
+
+@dataclass
+class Run:
+    fraction: float = 0.0
+    tokens_budget: int = 100
+
+
+def scheduler(run: Run, **options: object) -> tuple[torch.optim.Optimizer, ProgressLR]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": model.weight, "lr": 1.0}, {"params": model.bias, "lr": 10.0}])
+    return optimizer, ProgressLR(optimizer, run, **options)  # type: ignore[arg-type]
+
+
+def rates(optimizer: torch.optim.Optimizer, schedule: ProgressLR, steps: int) -> list[float]:
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_each_group_keeps_its_own_rate() -> None:
+    run = Run(fraction=0.5)
+    optimizer, schedule = scheduler(run, shape="linear", warmup=0.0, final=0.0)
+    assert rates(optimizer, schedule, WARMUP_STEPS) == pytest.approx([0.5, 5.0])
+    run.fraction = 0.9
+    assert rates(optimizer, schedule, 1) == pytest.approx([0.1, 1.0])
+
+
+def test_the_first_steps_rise() -> None:
+    optimizer, _ = scheduler(Run(fraction=0.5), shape="constant", warmup=0.0)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1 / WARMUP_STEPS, 10 / WARMUP_STEPS])
+
+
+def test_a_run_without_an_end_stays_at_the_rate() -> None:
+    optimizer, schedule = scheduler(Run(tokens_budget=0), warmup=0.5)
+    assert WARMUP_FLOOR < 1
+    assert rates(optimizer, schedule, WARMUP_STEPS) == pytest.approx([1.0, 10.0])
+
+
+def test_it_goes_on_from_its_state_in_another_process() -> None:
+    optimizer, schedule = scheduler(Run(fraction=0.5), shape="constant", warmup=0.0)
+    rates(optimizer, schedule, WARMUP_STEPS)
+    saved = schedule.state_dict()
+    again, resumed = scheduler(Run(fraction=0.5), shape="constant", warmup=0.0)
+    resumed.load_state_dict(saved)
+    assert rates(again, resumed, 1) == pytest.approx([1.0, 10.0])
+
+
+@pytest.mark.parametrize("options", [{"shape": "cosin"}, {"warmup": 1.5}, {"final": -0.1}])
+def test_what_is_no_schedule_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="ProgressLR"):
+        scheduler(Run(), **options)

@@ -1,0 +1,30 @@
+"""docs/quality.md shows what is on record, and no figure that was typed by hand into a table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def quality(repository: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    import quality
+
+    yield quality
+    for name in ("quality", "quality_page", "quality_spec"):
+        sys.modules.pop(name, None)
+
+
+def test_the_tables_are_those_of_the_results(quality) -> None:
+    text = quality.PAGE.read_text()
+    assert quality.show_protocol(quality.rebuild(text, quality.load())) == text
+
+
+def test_a_figure_that_was_typed_is_replaced(quality) -> None:
+    text = quality.PAGE.read_text()
+    typed = text.replace("| 1.604 | 1.616 |", "| 1.004 | 1.016 |")
+    assert typed != text
+    assert quality.show_protocol(quality.rebuild(typed, quality.load())) == text

@@ -1,0 +1,173 @@
+"""What one account may hold of a shard, and how often it may come: by tables, without a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_common.errors import Busy
+from diloco_common.rate import Rate
+from diloco_server.quotas import Places, Pushes
+
+MIB = 1 << 20
+
+
+# ---------------------------------------------------------------- how often
+
+
+def granted(rate: Rate, account: str, times: list[float]) -> list[bool]:
+    """Whether each of these events was let through."""
+
+    def is_granted(now: float) -> bool:
+        try:
+            rate.take(account, now)
+        except Busy:
+            return False
+        return True
+
+    return [is_granted(now) for now in times]
+
+
+@pytest.mark.parametrize(
+    ("times", "let_through"),
+    [
+        ([0.0, 0.0, 0.0], [True, True, True]),
+        ([0.0, 0.0, 0.0, 0.0, 0.4], [True, True, True, False, False]),
+        ([0.0, 0.0, 0.0, 0.5, 0.5, 1.0], [True, True, True, True, False, True]),
+        ([0.0, 0.0, 0.0, 100.0, 100.0, 100.0, 100.0], [True] * 6 + [False]),
+    ],
+    ids=["a burst", "and no more", "2 per second after it", "a rest earns one burst"],
+)
+def test_an_account_may_come_in_a_burst_and_then_at_a_rate(times: list[float], let_through: list[bool]) -> None:
+    assert granted(Rate("joins", burst=3, per_s=2), "ann", times) == let_through
+
+
+def test_the_burst_of_one_account_is_not_that_of_another() -> None:
+    rate = Rate("joins", burst=1, per_s=1)
+    assert granted(rate, "ann", [0.0, 0.0]) == [True, False]
+    assert granted(rate, "ben", [0.0]) == [True]
+
+
+def test_who_is_told_to_wait_hears_how_often_it_may_come() -> None:
+    with pytest.raises(Busy, match="too many joins from this host: at most 2 per second; try again"):
+        Rate("joins from this host", burst=0, per_s=2).take("ann", 0.0)
+
+
+def test_accounts_without_number_cost_no_memory_and_forget_the_oldest() -> None:
+    rate = Rate("joins", burst=1, per_s=1, accounts_max=10)
+    for account in range(1000):
+        assert granted(rate, str(account), [0.0]) == [True]
+    assert granted(rate, "999", [0.0]) == [False], "it was heard last"
+    assert granted(rate, "1", [0.0]) == [True], "forgotten"
+
+
+# ---------------------------------------------------------------- places
+
+
+def test_an_account_that_comes_too_often_loses_its_oldest_place() -> None:
+    places = Places[str](each=2)
+    assert [places.take("ann", name) for name in ("1", "2", "3", "4")] == [None, None, "1", "2"]
+    assert places.take("ben", "5") is None, "that is its own account"
+    assert (len(places), places.of("ann"), places.of("ben")) == (3, 2, 1)
+
+
+def test_a_place_that_was_lost_or_given_back_can_be_given_back_again() -> None:
+    places = Places[str](each=1)
+    places.take("ann", "1")
+    places.take("ann", "2")
+    for holder in ("1", "2", "2", "3"):
+        places.give_back("ann", holder)
+    assert (len(places), places.of("ann")) == (0, 0)
+
+
+def test_nobody_is_pushed_out_of_a_place_that_cannot_be_taken_away() -> None:
+    places = Places[str](each=1)
+    places.take_if_free("ann", "1", "pulls of ann")
+    with pytest.raises(Busy, match="1 pulls of ann are open"):
+        places.take_if_free("ann", "2", "pulls of ann")
+    assert places.of("ann") == 1
+
+
+# ---------------------------------------------------------------- pushes
+
+
+def pushes(each: int = 4, together: int = 64, bytes_most: int = 100) -> Pushes[str]:
+    return Pushes(each, together, bytes_most)
+
+
+def begin(all_of_them: Pushes[str], account: str, push: str, fragment_id: int, num_bytes: int = 1) -> list[str]:
+    """Open and announce a push. Answers which ones must end for it."""
+    ended = [all_of_them.opened(account, push), all_of_them.announced(account, push, fragment_id, num_bytes)]
+    return [push for push in ended if push is not None]
+
+
+def test_a_later_push_of_a_fragment_ends_the_earlier_one() -> None:
+    now_open = pushes()
+    assert begin(now_open, "ann", "old", 7, num_bytes=60) == []
+    assert begin(now_open, "ann", "new", 7, num_bytes=60) == ["old"], "its bytes count once"
+    now_open.closed("ann", "old")  # which ends a moment later
+    assert (len(now_open), now_open.bytes_held) == (1, 60)
+    assert begin(now_open, "ann", "newer", 7) == ["new"]
+
+
+def test_a_push_leaves_those_of_other_fragments_and_other_accounts_alone() -> None:
+    now_open = pushes()
+    assert begin(now_open, "ann", "a7", 7) + begin(now_open, "ann", "a8", 8) + begin(now_open, "ben", "b7", 7) == []
+    assert len(now_open) == 3
+
+
+def test_what_broken_connections_have_left_does_not_keep_a_learner_out() -> None:
+    now_open = pushes(each=2)
+    begin(now_open, "ann", "ghost 1", 1)
+    begin(now_open, "ann", "ghost 2", 2)
+    assert begin(now_open, "ann", "push 3", 3) == ["ghost 1"]
+    assert begin(now_open, "ann", "push 2", 2) == ["ghost 2"]
+    assert (len(now_open), now_open.bytes_held) == (2, 2)
+
+
+def test_64_pushes_of_one_account_leave_60_places() -> None:
+    now_open = pushes()
+    for number in range(64):
+        now_open.opened("mallory", f"header {number}")
+    for number in range(60):
+        now_open.opened(f"learner {number}", f"push {number}")
+    with pytest.raises(Busy, match=r"64 pushes are open \(shard\.max_pushes\)"):
+        now_open.opened("one more", "push")
+
+
+def test_with_all_places_taken_a_learner_may_still_replace_its_own_push() -> None:
+    now_open = pushes(together=2)
+    begin(now_open, "ann", "ghost", 1)
+    begin(now_open, "ben", "push", 1)
+    assert begin(now_open, "ann", "again", 1) == ["ghost"]
+    now_open.opened("ann", "another")
+    with pytest.raises(Busy, match="2 pushes are open"):
+        now_open.announced("ann", "another", 2, 1)
+    now_open.closed("ann", "another")
+    assert len(now_open) == 2
+
+
+def test_announced_bytes_are_bounded_and_come_back() -> None:
+    now_open = pushes(bytes_most=100)
+    begin(now_open, "ann", "a", 1, num_bytes=70)
+    now_open.opened("ben", "b")
+    with pytest.raises(Busy, match=r"shard\.bytes_in_max"):
+        now_open.announced("ben", "b", 1, 31)
+    now_open.closed("ann", "a")
+    assert now_open.announced("ben", "b", 1, 31) is None
+    now_open.closed("ben", "b")
+    assert (now_open.bytes_held, len(now_open)) == (0, 0)
+
+
+def test_a_push_that_was_refused_for_its_bytes_ends_no_other() -> None:
+    now_open = pushes(bytes_most=100)
+    begin(now_open, "ben", "b", 1, num_bytes=50)
+    begin(now_open, "ann", "old", 1, num_bytes=10)
+    now_open.opened("ann", "new")
+    with pytest.raises(Busy):
+        now_open.announced("ann", "new", 1, 51)
+    assert now_open.bytes_held == 60
+
+
+def test_one_push_always_fits_if_there_is_no_other() -> None:
+    now_open = pushes(bytes_most=100)
+    assert begin(now_open, "ann", "larger than all that is allowed", 1, num_bytes=1000) == []

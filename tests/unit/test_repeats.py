@@ -1,0 +1,67 @@
+"""Lines that come too often are counted: by a table of times."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from diloco_common.logs import Log, configure
+from diloco_common.repeats import EVENTS_MAX, KINDS_MAX, WARNINGS_MAX, WINDOW_S, Kind, Over, Repeats
+
+REFUSED: Kind = ("diloco.shard-0", logging.WARNING, "call refused", "BUSY")
+JOINED: Kind = ("diloco.shard-0", logging.INFO, "joined", "")
+
+
+@pytest.mark.parametrize(("kind", "most"), [(REFUSED, WARNINGS_MAX), (JOINED, EVENTS_MAX)])
+def test_the_first_lines_of_a_kind_are_written_and_the_others_counted(kind: Kind, most: int) -> None:
+    repeats = Repeats()
+    written = [repeats.heard(kind, 0.001 * i)[0] for i in range(most + 500)]
+    assert written == [True] * most + [False] * 500
+    says, over = repeats.heard(kind, WINDOW_S)
+    assert says
+    assert over == [Over(kind, 500, WINDOW_S)]
+    assert repeats.heard(kind, WINDOW_S + 1) == (True, []), "that is said once"
+
+
+def test_a_flood_of_one_kind_hides_no_other_code() -> None:
+    repeats = Repeats()
+    for _ in range(10_000):
+        repeats.heard(REFUSED, 0.0)
+    assert repeats.heard((*REFUSED[:3], "SUPERSEDED"), 0.0) == (True, [])
+
+
+def test_kinds_without_number_cost_no_memory() -> None:
+    repeats = Repeats()
+    written = sum(repeats.heard(("a library", logging.ERROR, f"text {i}", ""), 0.0)[0] for i in range(10_000))
+    assert written == KINDS_MAX + WARNINGS_MAX
+    assert [one.kind[2] for one in repeats.all()] == ["lines of other kinds"]
+
+
+def test_a_wall_clock_that_is_put_back_begins_a_new_window() -> None:
+    repeats = Repeats()
+    for _ in range(WARNINGS_MAX):
+        repeats.heard(REFUSED, 5000.0)
+    assert repeats.heard(REFUSED, 1000.0)[0]
+
+
+def test_the_log_says_how_many_lines_it_left_out() -> None:
+    root = logging.getLogger()
+    handlers, level, ours = list(root.handlers), root.level, logging.getLogger("diloco").level
+    stream = io.StringIO()
+    try:
+        configure(stream=stream)
+        log = Log("shard-0")
+        for number in range(12_345 + WARNINGS_MAX):
+            log.warning("call refused", learner=f"l{number}", code="BUSY")
+        root.handlers[0].close()
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.getLogger("diloco").setLevel(ours)
+        logging.captureWarnings(False)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) <= 2 * WARNINGS_MAX + 2, "one window, or two if a slow machine takes that long"
+    assert "times more in 10 s: call refused code=BUSY" in lines[-1]
+    assert lines[0].endswith("shard-0 WARNING call refused learner=l0 code=BUSY")

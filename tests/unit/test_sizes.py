@@ -1,0 +1,107 @@
+"""The formulas for what a learner holds and moves, against the tensors that it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Anchor, encode_payload
+from diloco_common.manifest import Manifest, TensorSpec, cut
+from diloco_common.messages import LearnerPolicy
+from diloco_common.sizes import learner_bytes, shares, torch_chunk
+from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
+from diloco_worker.core.replica import Replica
+from diloco_worker.core.tensors import FragmentTensors
+
+TENSORS = [TensorSpec("a", (301, 640)), TensorSpec("b", (7, 1000)), TensorSpec("c", (1,)), TensorSpec("d", (90, 90))]
+WAYS = [(1, 1), (4, 1), (1, 4), (3, 2)]
+"""Ranks that rows are spread over, and replicas."""
+
+
+def manifest() -> Manifest:
+    return cut(TENSORS, num_fragments=4, num_shards=1)
+
+
+def fragments_of(rank: int, ranks: int, replicas: int) -> list[LocalFragment]:
+    """As the worker has them, of the first replica."""
+    holdings = {}
+    for tensor in TENSORS:
+        first, rows = torch_chunk(tensor.shape[0], ranks, rank)
+        row = tensor.num_elements // tensor.shape[0]
+        holdings[tensor.name] = Holding(first * row, (first + rows) * row)
+    return [local_fragment(f, holdings, Sharing(0, replicas), rank, ranks * replicas) for f in manifest().fragments]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 5, 8, 301])
+def test_rows_lie_on_ranks_as_torch_cuts_them(rows: int, ranks: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)]
+    for rank, mine in enumerate(chunks + [[]] * (ranks - len(chunks))):
+        first, count = torch_chunk(rows, ranks, rank)
+        assert list(range(first, first + count)) == mine
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), WAYS)
+def test_the_first_rank_holds_and_pushes_as_much_as_is_said_and_no_other_more(ranks: int, replicas: int) -> None:
+    said = shares(manifest(), ranks, replicas)
+    for share, local in zip(said, fragments_of(0, ranks, replicas), strict=True):
+        assert share.held == sum(piece.num_elements for piece in local.pieces)
+        owned = sum(stop - start for start, stop in local.own_ranges)
+        assert owned <= share.owned <= owned + 256
+    for rank in range(ranks):
+        mine = sum(p.num_elements for local in fragments_of(rank, ranks, replicas) for p in local.pieces)
+        assert mine <= sum(share.held for share in said)
+
+
+def num_bytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def payload_bytes(payload: Any) -> int:
+    return int(payload.header.num_bytes)
+
+
+@pytest.mark.parametrize("pull", ["bfloat16", "float32"])
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_a_learner_holds_the_tensors_that_are_counted(pull: str, *, error_feedback: bool) -> None:
+    """One fragment: contributed, merged, and on its way once more, with the version that holds it."""
+    model = torch.nn.Linear(300, 700, bias=False)
+    replica = Replica(model, None)
+    (fragment,) = cut(replica.specs, 1, 1).fragments
+    policy = LearnerPolicy(5, "int8", pull, "carry", 0.5, error_feedback)
+    tensors = FragmentTensors(replica.held(fragment), replica, policy)
+    dtype = torch.bfloat16 if pull == "bfloat16" else torch.float32
+    values = Anchor.of(model.weight.detach().flatten().to(dtype))
+    with torch.no_grad():
+        tensors.adopt(values)
+        tensors.contribute(1).encode("int8")
+        tensors.carry(values, merged=True)
+        kept = num_bytes(*values.chunks, tensors._residual)
+        contribution = tensors.contribute(2)
+        payload = contribution.encode("int8")
+        came = encode_payload(values, pull)
+        difference = values.minus(contribution.take_snapshot())
+
+    most = learner_bytes(shares(cut(replica.specs, 1, 1)), pull=pull, error_feedback=error_feedback)
+
+    assert most.kept == kept
+    assert (most.pushed, most.pulled) == (payload_bytes(payload), payload_bytes(came))
+    moving = num_bytes(contribution.snapshot, contribution.loss, difference) + payload_bytes(payload)
+    assert most.under_way == moving + payload_bytes(came)
+    assert most.per_element == most.peak / 210_000
+
+
+def test_bytes_of_a_rank_go_with_its_share() -> None:
+    """An island of 8 ranks: each holds and moves an eighth, but for DDP, where each pulls everything."""
+    tensors = [TensorSpec(f"layer.{i}", (1024, 512)) for i in range(48)]
+    whole = learner_bytes(shares(cut(tensors, 24, 2)))
+    fsdp = learner_bytes(shares(cut(tensors, 24, 2), ranks=8))
+    ddp = learner_bytes(shares(cut(tensors, 24, 2), replicas=8))
+    assert fsdp.peak == pytest.approx(whole.peak / 8, rel=0.01)
+    assert fsdp.pulled == pytest.approx(whole.pulled / 8, rel=0.01)
+    assert ddp.pulled == whole.pulled
+    assert fsdp.pushed == ddp.pushed == pytest.approx(whole.pushed / 8, rel=0.01)
+    assert whole.per_element < 10

@@ -1,0 +1,185 @@
+"""`diloco certs tend`: who gets a certificate, when it is renewed, and what a learner cannot make it do."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from diloco_common.errors import ConfigError
+from diloco_common.identity import subject_of
+from diloco_common.revocations import read_revocations
+from diloco_common.tls import read_folder
+from diloco_deploy.certs.authority import make_authority, open_authority
+from diloco_deploy.certs.tending import AGAIN, Tending
+
+NOW = datetime(2026, 11, 22, tzinfo=UTC)
+SUBJECTS = ("shard/0", "shard/1", "observer/prometheus")
+
+
+@pytest.fixture
+def tending(tmp_path: Path) -> Tending:
+    make_authority(tmp_path / "ca", "compose", NOW)
+    authority = open_authority(tmp_path / "ca")
+    return Tending(authority, tmp_path, [subject_of("compose", who) for who in SUBJECTS], ["ps.example"], 90.0)
+
+
+def learner_wishes(out: Path, learner_id: str) -> Path:
+    folder = out / "learners" / f"learner-{learner_id}"
+    folder.mkdir()
+    return folder
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_shards_and_observers_get_theirs_at_once_and_then_there_is_nothing_to_do(tending, tmp_path):
+    assert [words.partition(",")[0] for words in tending.look(NOW)] == list(SUBJECTS)
+    assert tending.look(NOW + timedelta(days=1)) == []
+    for who, folder in [("shard/0", "shards/shard-0"), ("observer/prometheus", "observers/observer-prometheus")]:
+        assert str(read_folder_of(tmp_path / folder).subject) == who
+
+
+def read_folder_of(folder: Path):
+    (folder / "key.pem").chmod(0o600)
+    return read_folder(folder, needs_pair=True)
+
+
+def test_a_shard_is_known_by_the_name_of_its_folder_and_under_the_given_hosts(tending, tmp_path):
+    tending.look(NOW)
+    certificate = read_folder(tmp_path / "shards/shard-1").certificate
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {"shard-1", "ps.example", "localhost"} == set(names.get_values_for_type(x509.DNSName))
+
+
+def test_keys_are_for_their_owner_and_that_of_an_observer_for_our_group(tending, tmp_path):
+    learner_wishes(tmp_path, "a")
+    tending.look(NOW)
+    assert mode(tmp_path / "shards/shard-0/key.pem") == 0o600
+    assert mode(tmp_path / "learners/learner-a/key.pem") == 0o600
+    assert mode(tmp_path / "observers/observer-prometheus/key.pem") == 0o640
+    assert mode(tmp_path / "observers/observer-prometheus") == 0o750
+
+
+def test_a_learner_that_makes_a_folder_gets_a_certificate_in_it(tending, tmp_path):
+    tending.look(NOW)
+    folder = learner_wishes(tmp_path, "cdad8b7211fb")
+    assert len(tending.look(NOW)) == 1
+    assert str(read_folder(folder, needs_pair=True).subject) == "learner/cdad8b7211fb"
+
+
+@pytest.mark.parametrize("name", ["learner-", "learner-a b", "learner-" + "x" * 65, "shard-0", "learner-a\nb"])
+def test_a_folder_that_names_no_learner_gets_nothing(tending, tmp_path, name):
+    tending.look(NOW)
+    (tmp_path / "learners" / name).mkdir()
+    assert tending.look(NOW) == []
+
+
+def test_everything_is_renewed_when_a_third_of_its_time_is_left(tending, tmp_path):
+    learner_wishes(tmp_path, "a")
+    tending.look(NOW)
+    assert tending.look(NOW + timedelta(days=59)) == []
+    assert len(tending.look(NOW + timedelta(days=61))) == len(SUBJECTS) + 1
+    ends = read_folder(tmp_path / "learners/learner-a").certificate.not_valid_after_utc
+    assert ends == NOW + timedelta(days=151)
+
+
+def test_on_request_everything_is_renewed_at_once(tending, tmp_path):
+    tending.look(NOW)
+    before = read_folder(tmp_path / "shards/shard-0").pair
+    assert len(tending.look(NOW, renews=True)) == len(SUBJECTS)
+    assert read_folder(tmp_path / "shards/shard-0").pair != before
+
+
+def test_a_restart_forgets_nothing(tending, tmp_path):
+    learner_wishes(tmp_path, "a")
+    tending.look(NOW)
+    again = Tending(
+        open_authority(tmp_path / "ca"), tmp_path, [subject_of("compose", who) for who in SUBJECTS], [], 90.0
+    )
+    assert again.look(NOW + timedelta(days=1)) == []
+
+
+def test_whoever_is_revoked_gets_no_other_until_somebody_issues_one(tending, tmp_path):
+    folder = learner_wishes(tmp_path, "a")
+    tending.look(NOW)
+    authority = open_authority(tmp_path / "ca")
+    (one,), _ = authority.registry.revoke(subject_of("compose", "learner/a"), NOW)
+    for path in folder.iterdir():
+        path.unlink()
+
+    assert tending.look(NOW) == []
+    assert tending.look(NOW + timedelta(days=80), renews=True)[-1].startswith("observer/"), "the others go on"
+    assert [r.serial for r in read_revocations(tmp_path / "shards/revoked.json")] == [one.serial]
+
+    authority.issue(subject_of("compose", "learner/a"), NOW, into=folder)
+    assert tending.look(NOW + timedelta(days=61))[-1].startswith("learner/a"), "it is looked after again"
+
+
+def test_a_link_of_a_learner_is_not_followed(tending, tmp_path):
+    """It could lead to the authority, or to a shard."""
+    tending.look(NOW)
+    before = {path: path.read_bytes() for path in (tmp_path / "ca").iterdir()}
+    (tmp_path / "learners/learner-a").symlink_to(tmp_path / "ca")
+    inside = learner_wishes(tmp_path, "b")
+    (inside / "cert.pem").symlink_to(tmp_path / "ca/ca.pem")
+    tending.look(NOW)
+    assert (tmp_path / "ca/ca.pem").read_bytes() == before[tmp_path / "ca/ca.pem"]
+    assert not (tmp_path / "ca/cert.pem").exists()
+    assert not (inside / "cert.pem").is_symlink()
+
+
+def test_in_a_crowd_of_folders_those_that_are_known_are_served_and_new_ones_are_refused(tending, tmp_path, monkeypatch):
+    known = [learner_wishes(tmp_path, name) for name in ("y", "z")]
+    tending.look(NOW)
+    monkeypatch.setattr("diloco_deploy.certs.tending.LEARNERS_MAX", 3)
+    for i in range(4):
+        learner_wishes(tmp_path, str(i))
+
+    assert len(tending.look(NOW + timedelta(days=61))) == len(SUBJECTS) + len(known) + 1, "one of them has room"
+    assert "more than 3 folders: whoever is new gets no certificate" in tending.why_not
+    for path in (tmp_path / "learners").glob("learner-[0-9]"):
+        shutil.rmtree(path)
+    tending.look(NOW + timedelta(days=61))
+    assert not tending.why_not
+
+
+@pytest.mark.parametrize("name", ["key.pem", "cert.pem", "ca.pem"])
+def test_a_folder_that_cannot_be_written_stops_nobody_else(tending, tmp_path, name):
+    for learner_id in ("a", "evil", "z"):
+        learner_wishes(tmp_path, learner_id)
+    (tmp_path / "learners/learner-evil" / name).mkdir()
+
+    assert len(tending.look(NOW)) == len(SUBJECTS) + 2
+    assert tending.why_not.startswith("learner/evil: ")
+
+    learner_wishes(tmp_path, "later")
+    assert [words.partition(",")[0] for words in tending.look(NOW)] == ["learner/later"]
+    assert tending.why_not.startswith("learner/evil: "), "it is tried again later"
+    (tmp_path / "learners/learner-evil" / name).rmdir()
+    assert [words.partition(",")[0] for words in tending.look(NOW + AGAIN)] == ["learner/evil"]
+    assert not tending.why_not
+
+
+def test_whoever_removes_its_certificate_gets_another_once_a_minute(tending, tmp_path):
+    folder = learner_wishes(tmp_path, "a")
+    issued = 0
+    for tick in range(480):
+        issued += sum(words.startswith("learner/a") for words in tending.look(NOW + tick * timedelta(seconds=0.25)))
+        (folder / "ca.pem").unlink(missing_ok=True)
+    assert issued == 2
+
+
+def test_damaged_records_keep_nobody_from_being_revoked(tending, tmp_path):
+    tending.look(NOW)
+    with (tmp_path / "ca/issued.jsonl").open("a") as file:
+        file.write("{")
+    open_authority(tmp_path / "ca").registry.revoke_serial("3aa6c68d58750627", NOW)
+    with pytest.raises(ConfigError, match="a line is damaged"):
+        tending.look(NOW)
+    assert [one.serial for one in read_revocations(tmp_path / "shards/revoked.json")] == ["3aa6c68d58750627"]

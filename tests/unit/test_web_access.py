@@ -1,0 +1,52 @@
+"""Who may look at the live page."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_deploy.web.access import Access
+
+KEY, TOKEN = "made-at-the-start", "the-shared-secret-of-the-run"
+
+
+def test_where_nothing_is_asked_everybody_may_look():
+    assert Access(None).may_look(None, "", "")
+
+
+@pytest.mark.parametrize(
+    ("authorization", "cookie", "may"),
+    [
+        ("", "", False),
+        ("Bearer wrong", "", False),
+        (f"Bearer {KEY}", "", True),
+        (f"bearer {TOKEN}", "", True),
+        (f"Basic {KEY}", "", False),
+        ("", KEY, False),
+        ("", Access(KEY).session, True),
+        ("", Access("another key").session, False),
+    ],
+)
+def test_a_key_is_shown_as_a_token_or_by_the_cookie_that_it_was_given(authorization, cookie, may):
+    assert Access(KEY, TOKEN).may_look(None, authorization, cookie) is may
+
+
+def test_a_certificate_of_an_observer_does_as_well():
+    access = Access(KEY, admits=lambda certificate: certificate == b"observer")
+    assert access.may_look(b"observer", "", "")
+    assert not access.may_look(b"learner", "", "")
+
+
+def test_the_cookie_does_not_hold_the_key():
+    assert KEY not in Access(KEY).session
+
+
+@pytest.mark.parametrize(
+    ("host", "answers"),
+    [
+        ("localhost:7171", True), ("127.0.0.1:7171", True), ("[::1]:7171", True), ("10.1.2.3", True),
+        ("evil.example:7171", False), ("127.0.0.1.evil.example:7171", False), ("", False),
+    ],
+)  # fmt: skip
+def test_without_a_key_nobody_may_lead_a_name_of_theirs_here(host, answers):
+    assert Access(None).answers_to(host) is answers
+    assert Access(KEY).answers_to(host), "with a key, a name of theirs has no cookie"

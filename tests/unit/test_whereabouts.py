@@ -1,0 +1,65 @@
+"""Where a shard is: the address that was given, or the one in its file, as it is now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco_common.endpoints import write_address
+from diloco_common.errors import ConfigError
+from diloco_common.ports import Unavailable
+from diloco_worker import whereabouts
+from diloco_worker.whereabouts import Whereabouts, addresses_of
+
+
+def test_an_address_stays() -> None:
+    assert Whereabouts("ps-0:50051").now() == "ps-0:50051"
+
+
+def test_a_file_is_read_again_when_it_changes_and_its_last_word_holds(tmp_path: Path) -> None:
+    file = tmp_path / "shard-0.json"
+    where = Whereabouts(f"@{file}")
+    with pytest.raises(Unavailable, match="has not started yet"):
+        where.now()
+    for node in ("n1", "n2"):
+        write_address(file, "shard", "shard-0", grpc=f"{node}:50051", http=f"{node}:8080")
+        assert where.now() == f"{node}:50051"
+    for damaged in ("", "[]", "n3:50051"):
+        file.write_text(damaged)
+        assert where.now() == "n2:50051"
+    file.unlink()
+    assert where.now() == "n2:50051"
+
+
+def test_a_read_that_failed_is_done_again_although_the_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "shard-0.json"
+    write_address(file, "shard", "shard-0", grpc="n1:50051", http="n1:8080")
+    where = Whereabouts(f"@{file}")
+    with monkeypatch.context() as network_folder:
+        network_folder.setattr(whereabouts, "read_address", lambda path: None)
+        with pytest.raises(Unavailable):
+            where.now()
+    assert where.now() == "n1:50051"
+
+
+def test_a_worker_is_no_shard(tmp_path: Path) -> None:
+    file = tmp_path / "worker-0.json"
+    write_address(file, "worker", "worker-0", http="n1:8080")
+    with pytest.raises(Unavailable):
+        Whereabouts(f"@{file}").now()
+
+
+def test_addresses_and_files_may_be_mixed() -> None:
+    assert addresses_of("ps-0:50051, @/run/shard-1.json,") == ["ps-0:50051", "@/run/shard-1.json"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [("", "no shard addresses given"), ("ps-0", "the port is missing"), ("@/a,@/a", "shard @/a is named twice")],
+)
+def test_what_names_no_shard_is_refused(given: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        addresses_of(given)

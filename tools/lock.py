@@ -1,0 +1,241 @@
+"""Writes requirements/*.txt: every package that we install, its version, and the SHA-256 of each wheel that may be it.
+
+`make lock` runs it. Versions stay as they are; `--upgrade` takes the newest of all, `--upgrade-package NAME` of one. It
+lists wheels for Linux on x86_64 and aarch64, and no sources: building them would run code of others.
+
+    torch.txt    torch alone: it has builds for CPU and CUDA under one version, in indexes of its own
+    cuda.txt     what the CUDA build of torch loads
+    run.txt      what the product imports besides
+    dev.txt      and what tests and tools import
+    build.txt    what makes the wheel; the others are groups that are installed on their own (pyproject.toml)
+
+`--torch-index URL` looks for further builds of torch, such as PyTorch's CPU builds, and lists them too. Without it, the
+builds that are listed stay, as long as the version of torch does. If builds of that index need libraries, as those for
+another CUDA do, cuda.txt has theirs afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from packaging.markers import Marker, default_environment
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "requirements"
+PYTHONS = [(3, 11), (3, 12), (3, 13), (3, 14)]
+MACHINES = ["x86_64", "aarch64"]
+GROUPS = ["docs", "proto", "tools", "wheels", "kubectl"]
+"""Groups that are installed on their own, each into an environment of its own."""
+OF_CUDA = re.compile(r"nvidia-|cuda-|triton$")
+
+
+@dataclass(frozen=True)
+class Package:
+    """One version of a package: its name is normalized, `wheels` has the SHA-256 of each file name."""
+
+    name: str
+    version: str
+    wheels: Mapping[str, str]
+
+
+def environments() -> list[dict[str, str]]:
+    """What markers see on each supported Python and machine."""
+    common = {
+        **cast("dict[str, str]", default_environment()),
+        "implementation_name": "cpython", "platform_python_implementation": "CPython",
+        "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
+    }  # fmt: skip
+    pythons = [f"{major}.{minor}" for major, minor in PYTHONS]
+    return [
+        {**common, "python_version": python, "python_full_version": f"{python}.0", "platform_machine": machine}
+        for python in pythons
+        for machine in MACHINES
+    ]
+
+
+def is_needed(marker: str) -> bool:
+    """Whether a package with this marker is needed on any supported Python and machine; then all of them get it."""
+    return not marker or any(Marker(marker).evaluate(environment) for environment in environments())
+
+
+def fits(file: str) -> bool:
+    """Whether a wheel can be installed on a supported Python and machine, on Linux with glibc."""
+    return any(_is_ours(tag) for tag in parse_wheel_filename(file)[3])
+
+
+def _is_ours(tag: Tag) -> bool:
+    linux = re.fullmatch(rf"(?:many)?linux\w*_(?:{'|'.join(MACHINES)})", tag.platform)
+    return (tag.platform == "any" or linux is not None) and (tag.interpreter, tag.abi) in _RUNNABLE
+
+
+_RUNNABLE = {
+    (tag.interpreter, tag.abi)
+    for python in PYTHONS
+    for tags in (
+        cpython_tags(python, [f"cp{python[0]}{python[1]}"], ["any"]),
+        compatible_tags(python, f"cp{python[0]}{python[1]}", ["any"]),
+    )
+    for tag in tags
+}
+
+
+def packages_in(pylock: str) -> list[Package]:
+    """The packages of a lock file (pylock.toml) with the wheels that fit. Raises ValueError if one has none."""
+    found = []
+    for entry in tomllib.loads(pylock)["packages"]:
+        if not is_needed(entry.get("marker", "")):
+            continue
+        files = {wheel.get("name") or wheel["url"].rpartition("/")[2]: wheel for wheel in entry.get("wheels", [])}
+        wheels = {name.replace("%2B", "+"): wheel["hashes"]["sha256"] for name, wheel in files.items()}
+        wheels = {name: digest for name, digest in wheels.items() if fits(name)}
+        if not wheels:
+            raise ValueError(f"{entry['name']} {entry['version']} has no wheel for Linux")
+        found.append(Package(canonicalize_name(entry["name"]), entry["version"], wheels))
+    return sorted(found, key=lambda package: package.name)
+
+
+def pins_in(text: str) -> dict[str, str]:
+    """name -> version of a file in requirements/."""
+    return {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.M)}
+
+
+def written(packages: Iterable[Package], what: str, comments: Sequence[str] = ()) -> str:
+    """The text of a file in requirements/."""
+    head = [f"# {what} Written by tools/lock.py (`make lock`).", *comments]
+    entries = [
+        " \\\n".join(
+            [f"{p.name}=={p.version}", *(f"    --hash=sha256:{digest}" for digest in sorted(p.wheels.values()))]
+        )
+        for p in packages
+    ]
+    return "\n".join([*head, *entries]) + "\n"
+
+
+def known_builds(text: str) -> Package | None:
+    """torch as torch.txt has it. Its comments name the builds, since hashes alone do not say what they are of."""
+    wheels = {name: digest for digest, name in re.findall(r"^# ([0-9a-f]{64}) {2}(\S+)$", text, re.M)}
+    version = pins_in(text).get("torch")
+    return Package("torch", version, wheels) if version else None
+
+
+def merged(found: Iterable[Package | None]) -> Package:
+    """torch with all builds of its version; the first decides which version that is."""
+    first, *others = [package for package in found if package is not None]
+    version = first.version.partition("+")[0]
+    wheels = dict(first.wheels)
+    for other in others:
+        if other.version.partition("+")[0] == version:
+            wheels = {**other.wheels, **wheels}
+    return Package("torch", version, wheels)
+
+
+class Resolver:
+    """uv, which looks at all Pythons and machines at once. pip would see those that it runs on."""
+
+    def __init__(self, uv: Path, pins: Mapping[str, str]) -> None:
+        self._uv, self._pins = uv, dict(pins)
+
+    def resolve(self, *what: str, folder: Path = ROOT) -> list[Package]:
+        """The closure of what uv is told, as pinned as it was. Raises CalledProcessError, ValueError."""
+        with tempfile.TemporaryDirectory() as scratch:
+            kept, out = Path(scratch, "pins.txt"), Path(scratch, "pylock.toml")
+            kept.write_text("".join(f"{name}=={version}\n" for name, version in self._pins.items()))
+            oldest = ".".join(map(str, PYTHONS[0]))
+            options = ["--universal", "--python-version", oldest, "--only-binary", ":all:", "--format", "pylock.toml"]
+            command = [self._uv, "pip", "compile", *what, *options, "--constraints", kept, "--output-file", out]
+            subprocess.run([*map(str, command), "--quiet"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            return packages_in(out.read_text())
+
+    def resolve_torch(self, version: str, index: str) -> list[Package]:
+        """torch as this index has it, and what it needs from the usual one."""
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "pyproject.toml").write_text(
+                f'[project]\nname = "torch-alone"\nversion = "0"\ndependencies = ["torch=={version}"]\n'
+                f'[tool.uv.sources]\ntorch = {{ index = "torch" }}\n'
+                f'[[tool.uv.index]]\nname = "torch"\nurl = "{index}"\nexplicit = true\n'
+            )
+            return self.resolve("pyproject.toml", folder=Path(folder))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uv", type=Path, default=Path("uv"), help="the program; `make lock` knows it")
+    parser.add_argument("--upgrade", action="store_true", help="the newest version of everything")
+    parser.add_argument(
+        "--upgrade-package", action="append", default=[], metavar="NAME", help="the newest version of one"
+    )
+    parser.add_argument("--torch-index", metavar="URL", help="another index with builds of torch")
+    args = parser.parse_args(arguments)
+
+    before = {path.stem: path.read_text() for path in FOLDER.glob("*.txt")}
+    renewed = {canonicalize_name(name) for name in args.upgrade_package}
+
+    def kept(*names: str) -> dict[str, str]:
+        pins = {package: version for name in names for package, version in pins_in(before.get(name, "")).items()}
+        return {} if args.upgrade else {name: version for name, version in pins.items() if name not in renewed}
+
+    alone = {group: kept(group) for group in GROUPS}
+    pins = kept(*(name for name in before if name not in GROUPS))
+    try:
+        texts = _locked(args.uv, pins, alone, before.get("torch", ""), args.torch_index)
+    except (ValueError, subprocess.CalledProcessError) as error:
+        print(f"lock: nothing was written: {error}", file=sys.stderr)
+        return 1
+    for name, text in texts.items():
+        (FOLDER / f"{name}.txt").write_text(text)
+    return 0
+
+
+def _locked(
+    uv: Path,
+    pins: Mapping[str, str],
+    alone: Mapping[str, Mapping[str, str]],
+    torch_before: str,
+    torch_index: str | None,
+) -> dict[str, str]:
+    """The texts of all files, by name."""
+    # Not the extra `ray`: 240 MB that one test wants.
+    extras = [f"--extra={name}" for name in ("dev", "hf", "object-store")]
+    everything = Resolver(uv, pins).resolve("pyproject.toml", *extras, "--group", "build")
+    chosen = Resolver(uv, {package.name: package.version for package in everything})
+    run = {package.name for package in chosen.resolve("pyproject.toml")}
+    build = {package.name for package in chosen.resolve("--group", "build")}
+
+    cuda = [package for package in everything if OF_CUDA.match(package.name)]
+    (torch,) = (package for package in everything if package.name == "torch")
+    more = None
+    if torch_index:
+        more, *libraries = sorted(
+            chosen.resolve_torch(torch.version, torch_index), key=lambda package: package.name != "torch"
+        )
+        cuda = [package for package in libraries if OF_CUDA.match(package.name)] or cuda
+    torch = merged([torch, more, known_builds(torch_before)])
+    rest = [package for package in everything if package.name != "torch" and not OF_CUDA.match(package.name)]
+
+    builds = [f"# {digest}  {name}" for name, digest in sorted(torch.wheels.items())]
+    texts = {
+        "torch": written([torch], "torch alone, every build that may be installed.", builds),
+        "cuda": written(cuda, "What the CUDA build of torch loads."),
+        "run": written([p for p in rest if p.name in run], "What the product imports, besides torch."),
+        "dev": written([p for p in rest if p.name not in run], "What tests and tools import, besides run.txt."),
+        "build": written([p for p in rest if p.name in build], "What makes the wheel."),
+    }
+    for group in GROUPS:
+        packages = Resolver(uv, alone[group]).resolve("--group", group)
+        texts[group] = written(packages, f"The group {group} of pyproject.toml.")
+    return texts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Builds what is published: the sources, the wheel for any machine, and a wheel with prebuilt kernels for each of two.
+
+`make wheels` runs it. A platform wheel is the wheel for any machine and one file more, the library of C kernels for
+that machine (`diloco_common.codec.library`). zig compiles it, for glibc 2.17 on, whatever machine this is. pip takes
+the platform wheel where it fits. Elsewhere the kernels are compiled at first use, if there is a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from diloco_common.codec import library
+
+ROOT = Path(__file__).resolve().parent.parent
+GLIBC = (2, 17)
+MADE = (1980, 1, 1, 0, 0, 0)
+"""When a library was made, as archives say it: the same each time, so equal sources make equal wheels."""
+
+
+def compile_library(zig: Path, machine: str, path: Path) -> None:
+    """The kernels for a machine of `library.PORTABLE`. `zig`: a Python with ziglang. Raises CalledProcessError."""
+    march = library.PORTABLE[machine][0]
+    target = f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    # zig knows machines by the names of their features; the oldest ARM machine is its default.
+    cpu = [march.replace("x86-64-", "x86_64_")] if machine == "x86_64" else []
+    command = [zig, "-m", "ziglang", "cc", "-target", target, *cpu, *library.FLAGS, "-s"]
+    subprocess.run([*map(str, command), "-o", str(path), *map(str, library.sources()), "-lm"], check=True)
+
+
+def platform_wheel(pure: Path, machine: str, compiled: Path, folder: Path) -> Path:
+    """The wheel `pure` with a compiled library and the tag of its machine."""
+    tag = f"py3-none-manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}"
+    into = folder / pure.name.replace("py3-none-any", tag)
+    with zipfile.ZipFile(pure) as old, zipfile.ZipFile(into, "w", zipfile.ZIP_DEFLATED) as new:
+        files = {info.filename: (info, old.read(info)) for info in old.infolist()}
+        record = next(name for name in files if name.endswith(".dist-info/RECORD"))
+        wheel = record.replace("RECORD", "WHEEL")
+        told = files[wheel][1].decode().replace("Tag: py3-none-any", f"Tag: {tag}")
+        files[wheel] = files[wheel][0], told.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
+        inside = zipfile.ZipInfo(f"diloco_common/codec/kernels/{library.prebuilt_name(machine)}", MADE)
+        inside.external_attr, inside.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
+        record_info = files.pop(record)[0]
+        files[inside.filename] = inside, compiled.read_bytes()
+        for info, content in files.values():
+            new.writestr(info, content)
+        new.writestr(record_info, _record({name: content for name, (_, content) in files.items()}.items(), record))
+    return into
+
+
+def _record(files: Iterable[tuple[str, bytes]], own_name: str) -> str:
+    """The list of all files with their hashes, as PEP 376 has it."""
+    lines = []
+    for name, content in files:
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(content)}\n")
+    return "".join([*lines, f"{own_name},,\n"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--zig", type=Path, required=True, metavar="PYTHON", help="a Python with ziglang")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (pure,) = Path(folder).glob("*.whl")
+        for machine in library.PORTABLE:
+            compiled = Path(folder, f"{machine}.so")
+            compile_library(args.zig, machine, compiled)
+            platform_wheel(pure, machine, compiled, Path(folder))
+        for made in sorted(Path(folder).glob("*-*.*")):
+            print(made.replace(args.out / made.name))
+
+
+if __name__ == "__main__":
+    main()
