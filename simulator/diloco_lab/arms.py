@@ -49,6 +49,10 @@ class Conditions(Section):
     """Inner steps by which every push and every new version comes later."""
     drop: float = Field(default=0.0, ge=0, lt=1)
     """Share of pushes that are lost on their way, and sent again half an H = 24 later."""
+    kill_every: float = Field(default=0.0, ge=0)
+    """Versions between two deaths; learners die in turn. 0: nobody dies. All that the process held is lost."""
+    away: float = Field(default=24.0, gt=0)
+    """Inner steps after which a dead learner is back, with the global model and new optimizer state."""
     non_iid: float = Field(default=0.0, ge=0, le=1)
     """How far the data of learners differ: 0, all draw from all of it; 1, each from a part of its own."""
     batches: int = Field(default=1, ge=1)

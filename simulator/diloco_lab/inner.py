@@ -26,11 +26,14 @@ class InnerSteps:
         self._stack = task.stack(self.models) if isinstance(task, Stackable) else None
         self._optimizers = [] if self._stack else [task.optimizer(model) for model in self.models]
         self._done: dict[int, tuple[float, int]] = {}  # learner -> loss and tokens of its next step
+        self._gone: set[int] = set()
 
     def step(self, index: int, share_of: Callable[[int], float]) -> tuple[float, int]:
         """The step of one learner: its loss and tokens. `share_of`: the share of its highest rates that one takes."""
         if index not in self._done:
-            rows = [row for row in range(len(self.models)) if row not in self._done] if self._stack else [index]
+            rows = [index]
+            if self._stack is not None:
+                rows = [row for row in range(len(self.models)) if row not in self._done and row not in self._gone]
             batches = [self._streams[row].next_batch() for row in rows]
             shares = [share_of(row) for row in rows]
             inputs, targets = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
@@ -42,3 +45,16 @@ class InnerSteps:
                 losses = [float(loss)]
             self._done |= {row: (loss, inputs[0].numel()) for row, loss in zip(rows, losses, strict=True)}
         return self._done.pop(index)
+
+    def leave(self, index: int) -> None:
+        """A learner is gone, and with it the step that was calculated ahead."""
+        self._gone.add(index)
+        self._done.pop(index, None)
+
+    def begin(self, index: int) -> None:
+        """It is back, and its optimizer begins again."""
+        self._gone.remove(index)
+        if self._stack is not None:
+            self._stack.begin(index)
+        else:
+            self._optimizers[index] = self._task.optimizer(self.models[index])

@@ -8,7 +8,7 @@ Time is counted in inner steps of a learner of speed 1. At a step boundary a lea
 answers the rounds that asked, in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: their
 first steps end evenly spread over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches
 the learner `overlap_steps` - 1 after its commit, so learners of equal speed apply it `overlap_steps` boundaries after
-their snapshot. Conditions add a delay to both, or lose pushes.
+their snapshot. Conditions add a delay to both, lose pushes, or kill learners.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Outcome:
     bytes_pulled: int = 0
     dropped: int = 0
     """Pushes that were lost, and sent again."""
+    deaths: int = 0
     fates: dict[str, int] = field(default_factory=dict)
     """Contributions by what became of them."""
 
@@ -106,7 +107,9 @@ class LearnerRig:
         settings, conditions = run.settings, run.conditions
         self.learner_id = f"worker-{index}"
         self.replica = Replica(run.inner.models[index])
-        self.core: LearnerCore | None = None
+        self.cores: list[LearnerCore] = []
+        """Of all its lives; the last one is the present one, if it is alive."""
+        self.alive = False
         self.generations: dict[ShardRig, int] = {}
         self._run = run
         self._index = index
@@ -118,32 +121,65 @@ class LearnerRig:
         self._drops = random.Random(f"{key} drops")
 
     def join(self, shards: Sequence[ShardRig]) -> None:
-        """Get a lease from every shard, and version 0 of every fragment. The first learner seeds them."""
+        """Get a lease from every shard, and the latest version of every fragment. The first learner seeds them."""
+        process_id = f"lockstep-{len(self.cores)}"
         for rig in shards:
-            member = rig.shard.join(self.learner_id, "lockstep", self.replica.specs, 0.0)
+            member = rig.shard.join(self.learner_id, process_id, self.replica.specs, self._run.clock.now)
             self.generations[rig] = member.generation
         manifest = shards[0].shard.manifest
         assert manifest is not None
-        self.core = LearnerCore(self.replica, manifest, shards[0].shard.policy())
+        core = LearnerCore(self.replica, manifest, shards[0].shard.policy())
+        self.cores.append(core)
+        self.alive = True
         for fragment in manifest.fragments:
             rig = shards[fragment.shard_index]
             if not rig.shard.owned(fragment.fragment_id).seeded:
-                payload = encode_payload(self.core.fragments[fragment.fragment_id].tensors.values(), "float32")
+                payload = encode_payload(core.fragments[fragment.fragment_id].tensors.values(), "float32")
                 self._hand_in(rig, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
             version, values, _ = self._fetch(rig, fragment.fragment_id)
-            self.core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
+            core.arrived(fragment.fragment_id, version, EPOCH, values, 0)
+
+    def die(self) -> None:
+        """The process ends, with all that it held and all that is on its way."""
+        self.alive = False
+        self._inbox, self._held = [], {}
+        self._run.inner.leave(self._index)
+        self._run.outcome.deaths += 1
+
+    def come_back(self) -> None:
+        """A new process with the same learner id, which has the global model and nothing else."""
+        self._run.inner.begin(self._index)
+        self.join(self._run.shards)
+        self.step()
+
+    def after(self, delay: float, call: Callable[[], object]) -> None:
+        """Call later, if this life lasts."""
+        life = self.core
+
+        def call_if_alive() -> None:
+            if self.alive and self.core is life:
+                call()
+
+        self._run.clock.after(delay, call_if_alive)
+
+    @property
+    def core(self) -> LearnerCore:
+        """Of its present life, or of the last one."""
+        return self.cores[-1]
 
     def told(self, rig: ShardRig, directive: Directive) -> None:
+        if not self.alive:
+            return
         match directive:
             case Collect():
                 asked: Arrival = lambda core: core.collect(directive, EPOCH)  # noqa: E731
-                self._run.clock.after(NOTICE, lambda: self._inbox.append(asked))
+                self.after(NOTICE, lambda: self._inbox.append(asked))
             case Committed(version=version) if version:
                 self._pull(rig, directive)
 
     def step(self) -> None:
         """One inner step, its boundary, and the next step."""
-        core = self.core_joined
+        core = self.core
         loss, tokens = self._run.inner.step(self._index, self._run.share_of)
         core.stepped(tokens)
         inbox, self._inbox = self._inbox, []
@@ -156,15 +192,10 @@ class LearnerRig:
             member = rig.shard.check(self.learner_id, self.generations[rig], EPOCH)
             rig.shard.progress(member, Progress(core.inner_step, core.tokens, loss, took), self._run.clock.now)
             rig.advance()
-        self._run.clock.after(took, self.step)
-
-    @property
-    def core_joined(self) -> LearnerCore:
-        assert self.core is not None
-        return self.core
+        self.after(took, self.step)
 
     def _push(self, contribution: Contribution) -> None:
-        policy = self.core_joined.policy
+        policy = self.core.policy
         payload = contribution.tensors.encode(policy.push_encoding)
         header = self._header(
             contribution.fragment_id,
@@ -174,14 +205,14 @@ class LearnerRig:
             contribution.steps,
             payload,
         )
-        rig = self._run.shards[self.core_joined.manifest.fragments[contribution.fragment_id].shard_index]
+        rig = self._run.shards[self.core.manifest.fragments[contribution.fragment_id].shard_index]
         self._run.outcome.bytes_pushed += header.payload.num_bytes
         conditions = self._run.conditions
         delay = PUSH + conditions.delay
         if self._drops.random() < conditions.drop:
             self._run.outcome.dropped += 1
             delay += RETRY
-        self._run.clock.after(delay, lambda: self._arrive(rig, header, payload))
+        self.after(delay, lambda: self._arrive(rig, header, payload))
 
     def _arrive(self, rig: ShardRig, header: PushHeader, payload: Payload) -> None:
         """A push has reached its shard."""
@@ -200,7 +231,7 @@ class LearnerRig:
         def apply(core: LearnerCore) -> None:
             core.arrived(committed.fragment_id, version, EPOCH, values, merged_version)
 
-        self._run.clock.after(self._run.pull_delay, lambda: self._inbox.append(apply))
+        self.after(self._run.pull_delay, lambda: self._inbox.append(apply))
 
     def _fetch(self, rig: ShardRig, fragment_id: int) -> tuple[int, Anchor, int]:
         """The latest version, its values, and the bytes it took on the wire: those of the change, if one was sent."""
@@ -215,7 +246,7 @@ class LearnerRig:
     def _header(
         self, fragment_id: int, round_number: int, base_version: int, tokens: int, steps: int, payload: Payload
     ) -> PushHeader:
-        digest = self.core_joined.manifest.digest
+        digest = self.core.manifest.digest
         return PushHeader(fragment_id, round_number, EPOCH, base_version, tokens, steps, payload.header, digest)
 
 
@@ -240,7 +271,7 @@ class LockstepRun:
         """The share of its highest rates that a learner takes its present step with."""
         learner = self.learners[f"worker-{index}"]
         return share_at(
-            fraction=self.fraction, inner_step=learner.core_joined.inner_step, budget=self.settings.run.tokens,
+            fraction=self.fraction, inner_step=learner.core.inner_step, budget=self.settings.run.tokens,
             train=self.settings.train,
         )  # fmt: skip
 
@@ -249,7 +280,7 @@ class LockstepRun:
         for learner in self.learners.values():
             learner.join(self.shards)
         for i, learner in enumerate(self.learners.values()):
-            self.clock.after(1 + i / len(self.learners), learner.step)
+            learner.after(1 + i / len(self.learners), learner.step)
         self.clock.after(TICK, self._tick)
         said = 0.0
         while not all(rig.shard.done for rig in self.shards):
@@ -273,17 +304,33 @@ class LockstepRun:
     def _tick(self) -> None:
         for rig in self.shards:
             rig.advance()
+        every = self.conditions.kill_every
+        if every and self._versions() >= every * (self.outcome.deaths + 1):
+            self._kill_one()
         self.clock.after(TICK, self._tick)
+
+    def _kill_one(self) -> None:
+        """Learners die in turn; the last one alive does not."""
+        alive = [learner for learner in self.learners.values() if learner.alive]
+        if len(alive) > 1:
+            learner = alive[self.outcome.deaths % len(alive)]
+            learner.die()
+            self.outcome.deaths += 1
+            self.clock.after(self.conditions.away, learner.come_back)
+
+    def _versions(self) -> int:
+        """Of the fragment that has the fewest."""
+        return min(state.version for rig in self.shards for state in rig.shard.fragments.values())
 
     def _finish(self) -> Outcome:
         out = self.outcome
-        states = [s for rig in self.shards for s in rig.shard.fragments.values()]
         ledgers = [rig.shard.ledger for rig in self.shards]
-        out.tokens_trained = sum(learner.core_joined.tokens for learner in self.learners.values())
+        cores = [core for learner in self.learners.values() for core in learner.cores]
+        out.tokens_trained = sum(core.tokens for core in cores)
         out.duration = round(self.clock.now, 2)
-        out.versions = min(s.version for s in states)
+        out.versions = self._versions()
         out.participants = sum(x.participants for x in ledgers) / max(1, sum(x.rounds for x in ledgers))
-        out.fates = dict(sum((learner.core_joined.contributions for learner in self.learners.values()), Counter[str]()))
+        out.fates = dict(sum((core.contributions for core in cores), Counter[str]()))
         return out
 
 

@@ -68,6 +68,12 @@ class Stack:
         found: list[float] = losses.detach().tolist()
         return found
 
+    def begin(self, row: int) -> None:
+        """The state of one learner's optimizer begins again."""
+        for values in (*self._first.values(), *self._second.values()):
+            values[row].zero_()
+        self._steps[row] = 0
+
     def _losses(self, theta: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         """Of each learner, in nats per byte: [R]."""
         num, batch, length = inputs.shape

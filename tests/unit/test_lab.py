@@ -102,8 +102,9 @@ def test_one_seed_is_not_another() -> None:
         ({"delay": 2.0}, lambda rough, calm: rough["loss"] != calm["loss"]),
         ({"learners": 1}, lambda rough, calm: rough["participants"] == 1.0),
         ({"noise": 0.3}, lambda rough, calm: rough["duration"] != calm["duration"]),
+        ({"kill_every": 2, "away": 8}, lambda rough, calm: rough["deaths"] >= 2 and rough["loss"] != calm["loss"]),
     ],
-    ids=["speeds", "drop", "delay", "one learner", "noise"],
+    ids=["speeds", "drop", "delay", "one learner", "noise", "deaths"],
 )
 def test_conditions_do_what_they_say(lab: dict[str, Any], check: Any) -> None:
     assert check(run(lab=lab), run())
