@@ -70,6 +70,8 @@ HEARTBEAT_MAX_S = 3600.0
 AWAY_MAX = 64
 """Shards that a learner reports as away; of more, it reports the first."""
 ADDRESS_MAX = 260
+RULES_MAX = 512
+"""Of the words for a shard's rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "tensors": _TENSORS,
         "ties": Limit(TIES_MAX, 0, "entries"),
         "index": _U32,
+        "rules": Limit(RULES_MAX, 0, "characters"),
     },
     "LearnerPolicy": {
         "sync_every": Limit(2**31, 1),

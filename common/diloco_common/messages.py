@@ -178,6 +178,8 @@ class JoinAnswer:
     ties: tuple[Tie, ...] = ()
     index: int = 0
     """The learner's number: the smallest that no other live learner of this shard has."""
+    rules: str = ""
+    """Merge rule and outer optimizer of the shard, as words; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -417,6 +417,7 @@ def join_answer_to_pb(answer: JoinAnswer) -> pb.JoinResponse:
         tensors=tensors_to_pb(answer.tensors),
         ties=ties_to_pb(answer.ties),
         index=answer.index,
+        rules=answer.rules,
     )
 
 
@@ -439,6 +440,7 @@ def join_answer_from_pb(answer: pb.JoinResponse) -> JoinAnswer:
         tensors=tuple(tensors_from_pb(answer.tensors)),
         ties=tuple(ties_from_pb(answer.ties)),
         index=answer.index,
+        rules=answer.rules,
     )
 
 

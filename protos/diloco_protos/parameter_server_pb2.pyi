@@ -67,7 +67,7 @@ class Held(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors", "ties", "index")
+    __slots__ = ("generation", "epoch", "heartbeat_s", "shard_index", "num_shards", "num_fragments", "manifest_digest", "policy", "fragments", "pulse", "tensors", "ties", "index", "rules")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class JoinResponse(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TIES_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     heartbeat_s: float
@@ -94,7 +95,8 @@ class JoinResponse(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     ties: _containers.RepeatedCompositeFieldContainer[Tie]
     index: int
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
+    rules: str
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_fragments: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., policy: _Optional[_Union[LearnerPolicy, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., rules: _Optional[str] = ...) -> None: ...
 
 class LearnerPolicy(_message.Message):
     __slots__ = ("sync_every", "push_encoding", "pull_encoding", "on_commit", "blend_alpha", "error_feedback")

@@ -10,8 +10,9 @@ from diloco_server.core.shard import Shard
 
 
 def join_answer(
-    shard: Shard, learner_id: str = "", generation: int = 0, tensors: tuple[TensorSpec, ...] = (), index: int = 0
-) -> JoinAnswer:
+    shard: Shard, learner_id: str = "", generation: int = 0, tensors: tuple[TensorSpec, ...] = (), index: int = 0,
+    rules: str = "",
+) -> JoinAnswer:  # fmt: skip
     """What a learner, or an observer (neither id nor generation), needs to know of the run."""
     assert shard.manifest is not None
     settings = shard.settings
@@ -29,6 +30,7 @@ def join_answer(
         tensors=tensors,
         ties=shard.ties if tensors else (),
         index=index,
+        rules=rules,
     )
 
 

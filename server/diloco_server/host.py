@@ -227,7 +227,7 @@ class ShardHost:
             request.index,
         )  # fmt: skip
         self.advance()
-        return join_answer(self.shard, learner_id, member.generation, index=member.index)
+        return join_answer(self.shard, learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
 
     def member(self, caller: Identity) -> Member:
         """Who calls, if it holds a lease. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""

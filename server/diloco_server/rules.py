@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from diloco_common.bounds import RULES_MAX
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, is_extension
@@ -21,7 +22,9 @@ class Rules:
     outer: Callable[[OuterSettings], OuterOptimizer] | None = None
     """None: one of ours."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Setting -> name and digest of the source of a rule of others. All shards of a run should say the same."""
+    """Setting -> name and digest of the source of a rule or codec of others."""
+    words: str = ""
+    """Merge rule and outer optimizer. Learners take part where all shards of a run say the same."""
 
 
 def find_rules(settings: Settings) -> Rules:
@@ -43,7 +46,9 @@ def find_rules(settings: Settings) -> Rules:
     for setting, name in (("sync.push", settings.sync.push), ("sync.pull", settings.sync.pull)):
         if is_extension(name):
             sources[setting] = f"{name} {find('diloco.codec', name).source}"
-    return Rules(merge, outer, sources)
+    by_name = {"sync.merge": settings.sync.merge, "outer.optimizer": settings.outer.optimizer}
+    words = ", ".join(f"{setting} {sources.get(setting, name)}" for setting, name in by_name.items())
+    return Rules(merge, outer, sources, words[:RULES_MAX])
 
 
 def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequence[str]) -> None:

@@ -61,6 +61,7 @@ MOST = {
     "JoinResponse": {
         "generation": 2**53, "epoch": EPOCH, "heartbeat_s": 3600.0, "shard_index": FRAGMENT, "num_shards": FRAGMENT + 1,
         "num_fragments": FRAGMENT + 1, "manifest_digest": NAME, "fragments": FRAGMENT + 1, "tensors": 2**16,
+        "rules": 512,
     },
     "LearnerPolicy": {
         "sync_every": 2**31, "push_encoding": NAME, "pull_encoding": NAME, "on_commit": NAME, "blend_alpha": 1.0,

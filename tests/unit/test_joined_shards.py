@@ -53,6 +53,19 @@ def test_shards_with_other_settings_than_the_first_one_are_refused(other: dict[s
         shards.check(replace(SECOND, **other), "digest", POLICY)  # type: ignore[arg-type]
 
 
+def test_shards_that_make_versions_by_other_rules_are_refused() -> None:
+    rda, mean = "sync.merge rda, outer.optimizer nesterov", "sync.merge mean, outer.optimizer nesterov"
+    shards = Shards(2)
+    shards.join(replace(FIRST, rules=rda))
+
+    shards.check(replace(SECOND, rules=rda), "digest", POLICY)
+    shards.check(replace(SECOND, rules=""), "digest", POLICY)  # of a release that did not say
+    with pytest.raises(
+        ConfigError, match=r"ps-1:50051 makes versions by sync.merge mean.* ps-0:50051 by sync.merge rda"
+    ):
+        shards.check(replace(SECOND, rules=mean), "digest", POLICY)
+
+
 @pytest.mark.parametrize(("named", "is_taken"), [((), True), ((0,), True), ((0, 1), False), ((4000,), False)])
 def test_a_shard_owns_what_the_manifest_places_on_it(named: tuple[int, ...], is_taken: bool) -> None:
     manifest = cut([TensorSpec("a", (8,)), TensorSpec("b", (8,))], 2, 2)

@@ -186,7 +186,7 @@ class Connection:
         self._c.inbox.put(
             Joined(
                 self.address, answer.shard_index, answer.num_shards, answer.num_fragments, answer.manifest_digest,
-                answer.policy, answer.epoch, answer.fragments, answer.generation, answer.heartbeat_s,
+                answer.policy, answer.epoch, answer.fragments, answer.generation, answer.heartbeat_s, answer.rules,
             )
         )  # fmt: skip
         self._c.telemetry.log.event(

@@ -24,6 +24,8 @@ class Joined:
     fragments: tuple[FragmentStatus, ...]
     generation: int = 0
     heartbeat_s: float = 1.0
+    rules: str = ""
+    """As `JoinAnswer` has them."""
 
 
 @dataclass(frozen=True, slots=True)

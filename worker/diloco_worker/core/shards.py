@@ -50,8 +50,14 @@ class Shards:
         return other is None
 
     def check(self, joined: Joined, manifest_digest: str, policy: LearnerPolicy) -> None:
-        """Raises ManifestMismatch where a shard cuts the model in another way than the first one."""
+        """Raises ManifestMismatch where a shard cuts the model in another way than the first one, and ConfigError where
+        it makes versions in another way."""
         first = next(iter(self._joined.values()))
+        if joined.rules and first.rules and joined.rules != first.rules:
+            raise ConfigError(
+                f"{joined.address} makes versions by {joined.rules}, {first.address} by {first.rules}; start all "
+                "shards with the same settings, and install the same version of the rule's package on each"
+            )
         if joined.manifest_digest != manifest_digest or joined.policy != policy:
             raise ManifestMismatch(
                 f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "
