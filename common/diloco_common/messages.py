@@ -179,7 +179,7 @@ class JoinAnswer:
     index: int = 0
     """The learner's number: the smallest that no other live learner of this shard has."""
     rules: str = ""
-    """Merge rule and outer optimizer of the shard, as words; empty: it does not say."""
+    """Merge rule, outer optimizer and cadence of the shard, as words; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

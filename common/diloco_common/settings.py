@@ -63,6 +63,9 @@ class SyncSettings(Section):
     """Radial-directional averaging, the weighted mean, or centered clipping, which takes more time and withstands more
     liars. In all of them weights and norms of one learner are bounded by medians (docs/quality.md). Or one of others:
     `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.merge."""
+    cadence: Literal["steps"] | Extension = "steps"
+    """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
+    `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.cadence."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
     """What a learner does with its own progress when a version arrives."""
     blend_alpha: float = Field(default=0.5, ge=0, le=1)

@@ -38,6 +38,7 @@ from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver, Job
 from diloco_server.keeper import Keeper
 from diloco_server.recovery import recover
+from diloco_server.rules import find_rules
 from diloco_server.storage.store import Store
 from diloco_server.storage.version import StoredVersion
 from diloco_server.telemetry import ShardTelemetry
@@ -74,7 +75,7 @@ class ShardHost:
         self.stopwatch = world.clock
         self.started_at = self.clock()
         self.metrics, self.log = metrics, log
-        self.shard = Shard(settings, store.epoch)
+        self.shard = Shard(settings, store.epoch, find_rules(settings).cadence)
         self.telemetry = ShardTelemetry(self.shard, metrics, log, self.clock, history)
         self.driver = EffectDriver(self.shard, self, self.telemetry)
         self.streams = ControlStreams()

@@ -1,4 +1,4 @@
-"""The outer optimizer, the merge rule and the codecs of a shard, where the settings name one of others."""
+"""The outer optimizer, the merge rule, the cadence and the codecs of a shard, where the settings name one of others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, is_extension
 from diloco_common.settings import OuterSettings, Settings, SyncSettings
+from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.merge import MergeRule
 from diloco_server.core.outer import OuterOptimizer
 
@@ -21,10 +22,11 @@ class Rules:
     merge: str | MergeRule
     outer: Callable[[OuterSettings], OuterOptimizer] | None = None
     """None: one of ours."""
+    cadence: CadenceRule = every_h_steps
     sources: dict[str, str] = field(default_factory=dict)
     """Setting -> name and digest of the source of a rule or codec of others."""
     words: str = ""
-    """Merge rule and outer optimizer. Learners take part where all shards of a run say the same."""
+    """Merge rule, outer optimizer and cadence. Learners take part where all shards of a run say the same."""
 
 
 def find_rules(settings: Settings) -> Rules:
@@ -43,12 +45,23 @@ def find_rules(settings: Settings) -> Rules:
                 f"outer.optimizer {settings.outer.optimizer} is no subclass of diloco_server.core.outer.OuterOptimizer"
             )
         outer, sources["outer.optimizer"] = found.thing, f"{settings.outer.optimizer} {found.source}"
+    cadence: CadenceRule = every_h_steps
+    if is_extension(settings.sync.cadence):
+        found = find("diloco.cadence", settings.sync.cadence)
+        if not callable(found.thing):
+            raise ConfigError(
+                f"sync.cadence {settings.sync.cadence} is no function (diloco_server.core.cadence.CadenceRule)"
+            )
+        cadence, sources["sync.cadence"] = found.thing, f"{settings.sync.cadence} {found.source}"
     for setting, name in (("sync.push", settings.sync.push), ("sync.pull", settings.sync.pull)):
         if is_extension(name):
             sources[setting] = f"{name} {find('diloco.codec', name).source}"
-    by_name = {"sync.merge": settings.sync.merge, "outer.optimizer": settings.outer.optimizer}
-    words = ", ".join(f"{setting} {sources.get(setting, name)}" for setting, name in by_name.items())
-    return Rules(merge, outer, sources, words[:RULES_MAX])
+    by_name = {
+        "sync.merge": settings.sync.merge, "outer.optimizer": settings.outer.optimizer,
+        "sync.cadence": settings.sync.cadence,
+    }  # fmt: skip
+    words = ", ".join(sources.get(setting, name) for setting, name in by_name.items())
+    return Rules(merge, outer, cadence, sources, words[:RULES_MAX])
 
 
 def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver, Job
+from diloco_server.rules import find_rules
 from diloco_server.storage.version import StoredVersion
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class LockstepShard:
 
     def __init__(self, settings: Settings, epoch: int, clock: Clock) -> None:
         self.settings = settings
-        self.shard = Shard(settings, epoch)
+        self.shard = Shard(settings, epoch, find_rules(settings).cadence)
         self.clock = self.stopwatch = clock
         self.driver = EffectDriver(self.shard, self, self)
 

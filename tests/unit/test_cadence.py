@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_common.messages import Progress
-from diloco_server.core.cadence import Quorum, first_interval, is_due, needed
+from diloco_server.core.cadence import Quorum, Rest, every_h_steps, first_interval, interval, is_due, needed
 from diloco_server.core.membership import Member
 from diloco_server.core.pace import Trail
 
@@ -91,3 +91,17 @@ def test_the_cadence_goes_on_when_the_fastest_learner_dies() -> None:
             rounds_at.append(tick)
             base = {m.learner_id: m.counted.inner_step for m in live}
     assert rounds_at == [4, 8, 12, 16, 20, 60, 100, 140, 180]
+
+
+def test_a_rule_of_others_says_when_a_fragment_is_due_again_and_its_first_round_is_spread_likewise() -> None:
+    rest = Rest(fragment_id=2, num_fragments=4, version=0, fraction=0.5, sync_every=8)
+    assert interval(every_h_steps, rest, never=False) == 8
+    assert interval(lambda rest: round(rest.sync_every * (1 + rest.fraction)), rest, never=False) == 12
+    assert interval(lambda rest: 12, rest, never=True) == 9
+
+
+@pytest.mark.parametrize("nonsense", [0, -3, 2.5, None])
+def test_a_rule_that_gives_nonsense_is_named(nonsense: object) -> None:
+    rest = Rest(fragment_id=0, num_fragments=1, version=1, fraction=0.0, sync_every=8)
+    with pytest.raises(ValueError, match=r"sync\.cadence"):
+        interval(lambda _: nonsense, rest, never=False)  # type: ignore[arg-type,return-value]

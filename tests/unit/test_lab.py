@@ -19,6 +19,7 @@ from diloco_lab.arms import Arm, load_arm, make_arm
 from diloco_lab.report import comparison, ranking
 from diloco_lab.statistics import paired_gap
 from diloco_lab.tasks import part_of
+from diloco_server.core.cadence import Rest
 
 HERE = "tests.unit.test_lab" if __name__.startswith("tests.") else __name__
 TINY: dict[str, Any] = {
@@ -108,6 +109,16 @@ def test_one_seed_is_not_another() -> None:
 )
 def test_conditions_do_what_they_say(lab: dict[str, Any], check: Any) -> None:
     assert check(run(lab=lab), run())
+
+
+def rarely(rest: Rest) -> int:
+    return 2 * rest.sync_every
+
+
+def test_a_cadence_of_ones_own_makes_fewer_versions_of_the_same_tokens() -> None:
+    ours, own = run(), run(sync={"cadence": f"{HERE}:rarely"})
+    assert own["versions"] < ours["versions"]
+    assert own["tokens_trained"] >= TINY["run"]["tokens"]
 
 
 @pytest.mark.parametrize(("non_iid", "shared"), [(0.0, 100), (0.5, 50), (1.0, 0)])

@@ -9,12 +9,44 @@ the traffic flat: with P = H = 24 one is due per step; with P = 1 the first roun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from diloco_server.core.membership import Member
 
 Quorum = int | Literal["all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A fragment between two rounds: what a cadence rule may look at."""
+
+    fragment_id: int
+    num_fragments: int
+    version: int
+    fraction: float
+    """Of the token budget, as far as this fragment has merged it, in [0, 1]; 0 in a run without end."""
+    sync_every: int
+    """H of the settings."""
+
+
+CadenceRule = Callable[[Rest], int]
+"""Gives the inner steps from one round of a fragment to the next, at least 1. It is asked often, and may decide by
+nothing but the rest: shards forget everything else when they restart."""
+
+
+def every_h_steps(rest: Rest) -> int:
+    """Ours."""
+    return rest.sync_every
+
+
+def interval(rule: CadenceRule, rest: Rest, *, never: bool) -> int:
+    """Inner steps until the next round, `never`: the first one. Raises ValueError for a rule that gives nonsense."""
+    steps = rule(rest)
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"sync.cadence gave {steps!r} inner steps for {rest}; it has to be a whole number from 1")
+    return first_interval(rest.fragment_id, rest.num_fragments, steps) if never else steps
 
 
 def first_interval(fragment_id: int, num_fragments: int, sync_every: int) -> int:

@@ -17,7 +17,7 @@ from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
-from diloco_server.core.cadence import first_interval, is_due
+from diloco_server.core.cadence import CadenceRule, Rest, every_h_steps, interval, is_due
 from diloco_server.core.effects import (
     LearnerQuarantined,
     LearnerReleased,
@@ -43,11 +43,15 @@ from diloco_server.core.versions import Versions
 class Rounds:
     """The rounds of all fragments of one shard, and the account of what was pushed to them."""
 
-    def __init__(self, settings: Settings, membership: Membership, versions: Versions, outbox: Outbox) -> None:
+    def __init__(
+        self, settings: Settings, membership: Membership, versions: Versions, outbox: Outbox,
+        cadence: CadenceRule = every_h_steps,
+    ) -> None:  # fmt: skip
         self.grace = GraceWindow(settings.sync)
         self.ledger = Ledger()
         self.quarantine = Quarantine(settings.guard.quarantine_s)
         self._sync = settings.sync
+        self._cadence = cadence
         self._lease_s = settings.lease.lease_s
         self._norm_factor = settings.guard.norm_factor
         self._membership = membership
@@ -351,12 +355,11 @@ class Rounds:
         if state.phase is not Phase.RESTING or versions.budget.is_reached(state):
             return False
         total = len(versions.manifest.fragments) if versions.manifest else 1
-        every = self._sync.sync_every
-        never = state.rounds_opened == 0 and state.version == 0
-        interval = first_interval(state.fragment.fragment_id, total, every) if never else every
-        return versions.budget.rest_is_trained(state, live) or is_due(
-            live, state.base_steps, interval, self._sync.quorum
+        rest = Rest(
+            state.fragment.fragment_id, total, state.version, versions.budget.fraction(state), self._sync.sync_every
         )
+        steps = interval(self._cadence, rest, never=state.rounds_opened == 0 and state.version == 0)
+        return versions.budget.rest_is_trained(state, live) or is_due(live, state.base_steps, steps, self._sync.quorum)
 
     def _open(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         opened = state.open_round(live, now)

@@ -31,6 +31,7 @@ from diloco_common.messages import (
 from diloco_common.settings import Settings
 from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.effects import Effect, Outbox, SameLosses
 from diloco_server.core.fragment import FragmentState, Restored
 from diloco_server.core.grace import GraceWindow
@@ -47,7 +48,7 @@ from diloco_server.core.versions import Versions
 class Shard:
     """Decides for the fragments of one shard. Not thread-safe: one owner calls it."""
 
-    def __init__(self, settings: Settings, epoch: int) -> None:
+    def __init__(self, settings: Settings, epoch: int, cadence: CadenceRule = every_h_steps) -> None:
         self.settings = settings
         self.epoch = epoch
         self.membership = Membership(settings.lease, settings.shard.max_learners)
@@ -56,7 +57,7 @@ class Shard:
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
         self._versions = Versions(settings, epoch, self.membership, self._outbox)
-        self._rounds = Rounds(settings, self.membership, self._versions, self._outbox)
+        self._rounds = Rounds(settings, self.membership, self._versions, self._outbox, cadence)
         self._leases = Leases(self.membership, self._rounds, self._versions, self._outbox)
 
     def take_effects(self) -> list[Effect]:
