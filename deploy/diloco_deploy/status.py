@@ -60,14 +60,14 @@ def addresses_in(folder: Path) -> dict[str, str]:
     return {one.name: dialable(one.http) for one in found if one is not None}
 
 
-def look(where: Where, timeout_s: float = ANSWER_WITHIN_S, asker: Asker = IN_PLAINTEXT) -> list[Present]:
+def look(where: Where, asker: Asker = IN_PLAINTEXT) -> list[Present]:
     """Ask every address once: who is there, and who ought to be.
 
     Raises:
         CannotConnect: nobody answered.
     """
     addresses = where.addresses()
-    answers = fetch_all(addresses, timeout_s, asker)
+    answers = fetch_all(addresses, ANSWER_WITHIN_S, asker)
     if not answers:
         at = ", ".join(addresses.values())
         raise CannotConnect(f"nobody answers at {at}; if no cluster is running, start one with `diloco up`")
