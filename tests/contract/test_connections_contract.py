@@ -23,7 +23,7 @@ END_STREAM, END_HEADERS = 1, 4
 
 def connect(shard: InProcessShard) -> socket.socket:
     host, _, port = shard.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=120)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

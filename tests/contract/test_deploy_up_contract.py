@@ -75,7 +75,7 @@ class Command:
         return [psutil.Process(json.loads(file.read_text())["pid"]) for file in files]
 
     def end(self) -> tuple[int, str]:
-        said, _ = self.process.communicate(timeout=60)
+        said, _ = self.process.communicate(timeout=200)
         return self.process.returncode, said
 
 

@@ -222,7 +222,7 @@ class Caller:
                     request_serializer=pb.ProbeRequest.SerializeToString,
                     response_deserializer=pb.ProbeResponse.FromString,
                 )
-                return await call(messages(), metadata=self._metadata, timeout=10)
+                return await call(messages(), metadata=self._metadata, timeout=120)
 
         return self._loop.run(ask())
 

@@ -58,7 +58,7 @@ def process() -> Process:
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, timeout=30))
+    asyncio.run(asyncio.wait_for(scenario, timeout=120))
 
 
 def test_metrics_are_served_in_the_prometheus_format(process):

@@ -272,7 +272,7 @@ def test_a_resumed_learner_lets_a_new_one_begin_a_run_of_which_nothing_is_left(s
     until(lambda: shard.core.membership.get("resumed") is not None, "the resumed learner has a lease")
 
     new = train(shard.address, "new")
-    waiting.join(20)
+    waiting.join(120)
 
     (resumed,) = joined
     begun = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
@@ -476,7 +476,7 @@ def test_workers_may_come_before_their_shard(serve, train, written):
 
     shard = serve(settings_with(shard={"listen": address}))
 
-    waiting.join(20)
+    waiting.join(120)
     assert joined
     assert shard.member_state("early") == "alive"
 
