@@ -79,11 +79,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         def regular() -> dict[str, set[int]]:
             """The newest one: folder -> versions. It may make room for later ones while it is read."""
             found = json.loads(diloco("checkpoint", "list", folder, "--json"))
-            whole = [e["paths"] for e in found if len(e["paths"]) == 2 and e["state"] == "whole"][-1:]
+            whole = [e["paths"] for e in found if len(e["paths"]) == 2 and e["state"] == "whole"]
+            paths = whole[-1] if whole else []
             try:
-                return {
-                    path: {f.version for f in read_manifest(Disk(Path(path)), path).files} for path in sum(whole, [])
-                }
+                return {path: {f.version for f in read_manifest(Disk(Path(path)), path).files} for path in paths}
             except (OSError, DilocoError):
                 return {}
 
