@@ -75,7 +75,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pull from nowhere": (["pull", "--shards", "127.0.0.1:9", "--out", "OUT", "--wait", "0.2"], "CANNOT_CONNECT"),
     "pull of another run": (["pull", "--shards", "SHARD", "--out", "OUT", "--run", "x"], "WRONG_RUN"),
     "pull without --out": (["pull", "--shards", "SHARD"], "BAD_CONFIG"),
-    "pull with a folder that is none": (["pull", "--shards", "SHARD", "--out", "OUT", "--config", "/no"], "BAD_DATA"),
+    "pull with a folder that is none": (["pull", "--shards", "SHARD", "--out", "OUT", "--base", "/no"], "BAD_DATA"),
 }
 
 

@@ -180,7 +180,7 @@ def test_ctrl_c_drains_and_says_where_things_lie(up: Callable[..., Up]) -> None:
     assert run.no_children_left()
     assert report["interrupted"] is True
     assert report["tokens"] > 0
-    for words in ("interrupted", "report.json", str(run.folder / "logs"), "the same command"):
+    for words in ("interrupted", "report.json", str(run.folder / "logs"), "diloco resume"):
         assert words in said
     assert "killed" not in said, "everybody ended in order"
     for member in run.shards + run.workers:
