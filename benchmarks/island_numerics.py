@@ -67,7 +67,9 @@ def loss_at(model: nn.Module, data: Tensor, ends: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(windows), data[ends])
 
 
-def process(kind: str, shards: str, name: str, seed: int, steps: int, out: str, rank: int, size: int, port: int) -> None:
+def process(
+    kind: str, shards: str, name: str, seed: int, steps: int, out: str, rank: int, size: int, port: int
+) -> None:
     """One process of a learner. `port`: where the ranks of an island meet."""
     import diloco_worker
 

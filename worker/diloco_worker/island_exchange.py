@@ -89,7 +89,7 @@ class IslandGroup:
         with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended already; not all ranks leave
             async with asyncio.timeout(GOODBYE_S):
                 self._store.add("leave", 1)
-                while self._store.add("leave", 0) < self.size:
+                while self._store.add("leave", 0) < self.size:  # noqa: ASYNC110 - other processes add
                     await asyncio.sleep(LOOK_S)
 
 
