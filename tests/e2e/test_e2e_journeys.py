@@ -6,7 +6,6 @@ Each is an example of ours with one thing wrong. Nobody sees a stack of ours.
 from __future__ import annotations
 
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mistakes import EXAMPLES, answer, assert_told
 from processes import environment, until
-from test_e2e_examples import ROOT, shard
+from test_e2e_examples import shard
 
-CODE = re.compile(r"\[([A-Z_]+)\]$")
-LOOP = (ROOT / "examples/own_loop.py").read_text()
-RESUME = (ROOT / "examples/resume.py").read_text()
+LOOP = (EXAMPLES / "own_loop.py").read_text()
+RESUME = (EXAMPLES / "resume.py").read_text()
 JOIN = 'diloco_worker.join(shards, model, run="spirals")'
 STEP = "            learner.step(tokens=len(points), loss=loss)"
 
@@ -85,11 +84,6 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def answer(stderr: str) -> list[str]:
-    """What a person is told at the end: without the lines of the log, which begin with the time."""
-    return [line for line in stderr.strip().splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]
-
-
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of a shard whose run has no end; its model is that of the loop."""
@@ -98,39 +92,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield found
 
 
-@pytest.fixture
-def as_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a script in this process, where torch is there already, and ends it as Python does: by `sys.excepthook`."""
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.chdir(tmp_path)
-
-    def run_script(script: str, *arguments: str) -> str:
-        path = tmp_path / "train.py"
-        path.write_text(script)
-        (tmp_path / "own_loop.py").write_text(LOOP)
-        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except Exception as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-        return capsys.readouterr().err
-
-    return run_script
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_in_three_lines(mistake: str, address: str, as_a_script: Any) -> None:
     script, shards, code = MISTAKES[mistake]
 
     said = as_a_script(script, shards.replace("SHARD", address))
 
-    told = answer(said)
-    assert 1 <= len(told) <= 3, said
-    assert re.match(r"diloco \(train.py, line \d+\): ", told[0]), said
-    found = CODE.search(told[-1])
-    assert found is not None, said
-    assert found[1] == code, said
+    assert_told(said, code)
 
 
 def test_other_errors_keep_their_traceback(address: str, as_a_script: Any) -> None:
