@@ -2,7 +2,7 @@
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=lora --set run.tokens=60_000
 python examples/lora.py 127.0.0.1:50051 runs/lora                # as many as you like
-diloco pull --shards 127.0.0.1:50051 --run lora --config runs/lora --out runs/lora-global
+diloco pull --shards 127.0.0.1:50051 --run lora --base runs/lora --out runs/lora-global
 """
 
 import sys

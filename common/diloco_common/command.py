@@ -34,14 +34,21 @@ OPTIONS = Parameter(negative=(), allow_repeating=True)
 _PLAIN_WIDTH = 120  # of help that goes into a file or a pipe
 
 
+class QuietConsole(Console):
+    """Of rich, but a reader that leaves is told to `run_command`, as it is by `print`; rich itself ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def new_app(name: str, about: str, **more: Any) -> App:
     """A program, or a command that has commands of its own."""
     is_seen = sys.stdout.isatty()
     width = None if is_seen or "COLUMNS" in os.environ else _PLAIN_WIDTH
     app = App(
         name=name, help=about, version=version, help_format="plaintext", default_parameter=OPTIONS,
-        help_formatter="default" if is_seen else "plain", console=Console(width=width), result_action="return_value",
-        suppress_keyboard_interrupt=False,
+        help_formatter="default" if is_seen else "plain", console=QuietConsole(width=width),
+        result_action="return_value", suppress_keyboard_interrupt=False,
         group_arguments=Group("Arguments", sort_key=10), group_parameters=Group("Options", sort_key=11),
         group_commands=Group("Commands", sort_key=20), **more,
     )  # fmt: skip

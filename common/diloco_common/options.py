@@ -17,7 +17,7 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given, Loaded, default_of, from_text, load, load_saved
 
 _SETTINGS = Group("Settings", sort_key=12)
-_FLAGS = {"data.source": "--data"}
+_FLAGS = {"data.source": "--data", "run.id": "--run"}
 """Setting -> its option, where that does not have the name of its key."""
 
 Flag = Annotated[bool, Parameter(show_default=False)]
@@ -25,12 +25,15 @@ Flag = Annotated[bool, Parameter(show_default=False)]
 Json = Annotated[bool, Parameter(help="print it as JSON", show_default=False)]
 
 
+Config = Annotated[Path | None, Parameter(metavar="FILE.toml", help="settings of the run")]
+
+
 @Parameter(name="*", group=_SETTINGS)
 @dataclass(frozen=True)
 class SettingsOptions:
     """--config, --set and --settings: the same for every command that takes settings."""
 
-    config: Annotated[Path | None, Parameter(metavar="FILE.toml", help="settings of the run")] = None
+    config: Config = None
     set: Annotated[
         list[str] | None,
         Parameter(metavar="SECTION.KEY=VALUE", help="one setting, such as sync.quorum=2; may be repeated"),

@@ -104,6 +104,7 @@ class Children:
             *self._proof_of(OBSERVER),
             f"--export={self._files.model}",
             f"--out={self._files.evaluation}",
+            f"--progress={self._files.evaluated}",
         ]
         return ChildSpec(EVALUATE, "job", self._programs.worker, lambda: arguments, self.log(EVALUATE))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,8 @@ class Files:
         self.settings = folder / "settings.json"
         self._where = folder / "where"
         self.evaluation = folder / "evaluation.json"
+        self.evaluated = self.run / "evaluated.json"
+        """How far the evaluation is."""
         self.report = outputs.report or folder / "report.json"
         self.model = outputs.model or folder / "model.safetensors"
 
@@ -175,6 +178,23 @@ def anchored(settings: Settings) -> Settings:
             paths["source"] = str(Path(section.source).expanduser().absolute())
         sections[name] = section.model_copy(update=paths)
     return settings.model_copy(update=sections)
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether the process that locked the folder of a cluster last is alive."""
+    try:
+        os.kill(int((folder / "run" / "lock").read_text(encoding="utf-8")), 0)
+    except PermissionError:
+        return True  # it is, and somebody else's
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it here."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path != here and path.is_relative_to(here) else path))
 
 
 def _hold_versions(data: Path) -> bool:

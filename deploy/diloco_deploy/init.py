@@ -24,7 +24,6 @@ quorum = 1                  # contributions that let a round close
 [cluster]                   # of `diloco up` alone, which trains the built-in model
 shards = 2
 workers = 2
-folder = "runs/{run}"
 """
 
 TRAIN_PY = '''\
@@ -32,6 +31,7 @@ TRAIN_PY = '''\
 
     diloco-server --config run.toml --listen 127.0.0.1:50051 &
     python train.py 127.0.0.1:50051
+    kill %1                      # the shard serves the model until it is told to end
 """
 
 import sys
@@ -94,7 +94,9 @@ def make_project(folder: Path) -> str:
     there = shlex.quote(str(folder))
     return (
         f"{folder}: run.toml and train.py\n"
-        f"try the built-in model:  cd {there} && diloco up --config run.toml\n"
-        f"train your own:          cd {there} && diloco-server --config run.toml --listen 127.0.0.1:50051 &\n"
-        f"                         cd {there} && python train.py 127.0.0.1:50051"
+        f"go there:                cd {there}\n"
+        f"try the built-in model:  diloco up --config run.toml    # and, from another terminal: diloco status\n"
+        f"train your own:          diloco-server --config run.toml --listen 127.0.0.1:50051 &\n"
+        f"                         python train.py 127.0.0.1:50051\n"
+        f"                         kill %1    # ends the shard; until then it serves the model"
     )

@@ -117,11 +117,12 @@ def view(snapshot: Snapshot, width: int) -> Group:
 def line(snapshot: Snapshot, width: int) -> str:
     """The view in one line. If it is too long, the least important parts are left out."""
     totals = snapshot.totals()
+    is_learning = snapshot.doing in ("training", "running")
     up = sum(worker.process == "up" for worker in snapshot.workers)
     share = f" {totals.tokens_merged / totals.tokens_budget:.0%}" if totals.tokens_budget else ""
     parts = [
         units.clock(snapshot.elapsed_s),
-        f"loss {units.loss(totals.loss)}" if totals.loss is not None else snapshot.doing,
+        f"loss {units.loss(totals.loss)}" if totals.loss is not None and is_learning else snapshot.doing,
         f"merged {units.count(totals.tokens_merged)}{share}",
         f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
         f"{units.count(totals.tokens_per_s)} tok/s",

@@ -25,12 +25,12 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".
 
 
 def pull_into(
-    folder: Path, shards: str, config: Path | None, dtype: str, *, run: str, tls: Path | None, token_file: Path | None,
+    folder: Path, shards: str, base: Path | None, dtype: str, *, run: str, tls: Path | None, token_file: Path | None,
     wait_s: float,
 ) -> int:  # fmt: skip
     """Pull, write, and say what was written. The exit code. Raises DilocoError.
 
-    `config`: folder of the model that was trained; None: only what the run trains is written.
+    `base`: folder of the model that was trained; None: only what the run trains is written.
     """
     from diloco_deploy import units
     from diloco_worker.export import write_model
@@ -38,22 +38,22 @@ def pull_into(
     from diloco_worker.whereabouts import addresses_of
 
     began = time.perf_counter()
-    if config is not None and not config.is_dir():
-        raise DataError(f"--config {config}: no such folder; give the one that holds config.json")
+    if base is not None and not base.is_dir():
+        raise DataError(f"--base {base}: no such folder; give the one that holds config.json")
     addresses = addresses_of(shards)
     found = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait_s)
     tensors = {name: _converted(tensor, dtype) for name, tensor in found.tensors.items()}
     trained = sum(tensor.numel() for tensor in tensors.values())
     tensors |= {name: tensors[of].clone() for name, of in found.ties.items() if of in tensors}
-    is_adapter = config is not None and (config / "adapter_config.json").exists()
+    is_adapter = base is not None and (base / "adapter_config.json").exists()
     if is_adapter:
         tensors = {adapter_name(name): tensor for name, tensor in tensors.items()}
-    elif config is not None:
-        tensors |= {name: tensor for name, tensor in _weights_in(config) if name not in tensors}
+    elif base is not None:
+        tensors |= {name: tensor for name, tensor in _weights_in(base) if name not in tensors}
     out = folder / (ADAPTER if is_adapter else MODEL)
     write_model(out, tensors)
-    if config is not None:
-        _copy_rest(config, folder)
+    if base is not None:
+        _copy_rest(base, folder)
     low, high = min(found.versions.values()), max(found.versions.values())
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
     size = units.size(out.stat().st_size)

@@ -86,11 +86,8 @@ class _RayRun:
         self._failed: dict[str, str] = {}  # whose last look failed -> why
         self._say_at = 0.0
         self._began = time.monotonic()
-        cluster, quorum = settings.cluster, settings.sync.quorum
-        self._record = ClusterRecord(
-            run=settings.run.id, shards=cluster.shards, workers=cluster.workers, fragments=settings.sync.fragments,
-            quorum=1 if quorum == "all" else quorum,
-        )  # fmt: skip
+        self._record = ClusterRecord.of(settings)
+        self._record.write(files.folder)  # from now on, `diloco status` says that it is starting
         self._observer = None if settings.security.insecure else OwnCertificates.observer_in(files.folder)
 
     def run(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco_common.settings import Settings
 from diloco_deploy import units
+from diloco_deploy.folder import shown
 from diloco_deploy.snapshot import Snapshot, worker_rate
 
 Report = dict[str, Any]
@@ -72,10 +73,12 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
         ("what it cost", f"{units.clock(report['wall_s'])} since this start; {tokens} in all"),
         ("", f"{moved}; rounds {report['rounds']}, {report['participants_mean']:.2f} learners each"),
     ]
-    facts += [(name, str(path)) for name, path in files.items() if path is not None]
+    facts += [(name, shown(path)) for name, path in files.items() if path is not None]
     if folder is not None:
         budget = 2 * int(report["settings"]["run"]["tokens"])
-        facts.append(("what next", f"diloco resume {folder} --tokens {units.count(budget)} trains on; docs/index.md"))
+        facts.append(
+            ("what next", f"diloco resume {shown(folder)} --tokens {units.count(budget)} trains on; docs/index.md")
+        )
     wide = max(len(name) for name, _ in facts)
     return "\n".join(f"{name:<{wide}}  {fact}".rstrip() for name, fact in facts)
 

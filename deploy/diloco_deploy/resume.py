@@ -8,7 +8,7 @@ from pathlib import Path
 from diloco_common.errors import DataError
 from diloco_common.options import SettingsOptions, settings_from
 from diloco_common.settings_loader import load_saved
-from diloco_deploy.folder import Files, Outputs, anchored
+from diloco_deploy.folder import Files, Outputs, anchored, shown
 from diloco_deploy.placing import place_anew, settle
 from diloco_deploy.ray_up import bring_up_on_ray
 from diloco_deploy.up import bring_up, check_cluster
@@ -24,7 +24,8 @@ def resume_run(folder: Path, flags: Mapping[str, object], overrides: Sequence[st
     saved = folder / "settings.json"
     if not saved.exists():
         raise DataError(
-            f"{folder} holds no run of `diloco up` (there is no {saved.name}); begin one: diloco up --folder {folder}"
+            f"{shown(folder)} holds no run of `diloco up` (there is no {saved.name}); begin one: diloco up --folder "
+            f"{shown(folder)}"
         )
     is_on_ray = Files(folder, Outputs()).is_on_ray
     data = None if is_on_ray else anchored(load_saved(saved).settings).shard.data_dir
@@ -38,9 +39,9 @@ def resume_run(folder: Path, flags: Mapping[str, object], overrides: Sequence[st
         files.check(mine.model_copy(update={"cluster": before.cluster}))
         if not files.holds_versions:
             raise NoCheckpoint(
-                f"the run of {folder} has no versions in {files.data}, so there is nothing to go on with. If its "
-                "shard.data_dir is a relative path, go to where `diloco up` was started; to begin anew: diloco up "
-                f"--folder {folder} --fresh"
+                f"the run of {shown(folder)} has no versions in {shown(files.data)}, so there is nothing to go on "
+                "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to begin anew: "
+                f"diloco up --folder {shown(folder)} --fresh"
             )
         if mine.cluster.shards != before.cluster.shards:
             print(place_anew(files, mine))

@@ -14,7 +14,8 @@ from typing import Any
 
 from diloco_common.endpoints import Role
 from diloco_deploy import units
-from diloco_deploy.snapshot import Member, Snapshot, Status
+from diloco_deploy.progress import Status
+from diloco_deploy.snapshot import Member, Snapshot
 from diloco_deploy.status_schema import ClusterRecord, Presence, Problem
 
 _ROLES: dict[bool, Role] = {True: "worker", False: "shard"}
@@ -261,5 +262,7 @@ def expected_workers(present: Iterable[Present]) -> int:
 
 
 def as_snapshot(present: Iterable[Present]) -> Snapshot:
-    """For the tables and the sums."""
-    return Snapshot(tuple(one.as_member() for one in present), doing="running")
+    """For the tables and the sums. The run is as old as the process that has run for longest."""
+    members = tuple(one.as_member() for one in present)
+    elapsed_s = max((float(member.get("uptime_s", 0.0)) for member in members), default=0.0)
+    return Snapshot(members, elapsed_s, doing="running")

@@ -6,14 +6,11 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from diloco_common.endpoints import Role
-
-Status = Mapping[str, Any]
-"""One answer of /status."""
+from diloco_deploy.progress import Status, tokens_merged
 
 SILENT_AFTER_S = 3.0
 """A process is shown as silent if it has not answered for this long."""
@@ -36,18 +33,20 @@ class Member:
 
     def count(self, key: str) -> int:
         """A counter, summed over all processes of the member."""
-        return sum(int(status.get(key) or 0) for status in self._statuses())
+        return sum(int(status.get(key) or 0) for status in self.statuses)
 
     def highest(self, key: str) -> int:
         """A number that the next process goes on with, such as the tokens of a worker with a checkpoint."""
-        return max((int(status.get(key) or 0) for status in self._statuses()), default=0)
+        return max((int(status.get(key) or 0) for status in self.statuses), default=0)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the last answer."""
         found = (self.status or {}).get(key)
         return default if found is None else found
 
-    def _statuses(self) -> Iterable[Status]:
+    @property
+    def statuses(self) -> tuple[Status, ...]:
+        """The last answers of all its processes, oldest first."""
         return (*self.past, *([self.status] if self.status else []))
 
 
@@ -102,14 +101,13 @@ class Snapshot:
         contributions = sum(
             float(status.get("participants_mean") or 0) * int(status.get("rounds") or 0)
             for shard in shards
-            for status in (*shard.past, shard.status or {})
+            for status in shard.statuses
         )
         losses = [float(worker.get("loss")) for worker in workers if worker.get("loss") is not None]
-        answered = [shard for shard in shards if shard.status]
         return Totals(
             tokens=sum(worker.highest("tokens") for worker in workers),
-            tokens_merged=_mean_over_fragments(answered),
-            tokens_budget=max((int(shard.get("tokens_budget", 0)) for shard in shards), default=0),
+            tokens_merged=tokens_merged(shard.statuses for shard in shards) or 0,
+            tokens_budget=max((shard.highest("tokens_budget") for shard in shards), default=0),
             tokens_per_s=sum(worker_rate(worker) for worker in workers if worker.process != "died"),
             tokens_carried=sum(worker.count("tokens_carried") for worker in workers),
             loss=sum(losses) / len(losses) if losses else None,
@@ -161,12 +159,3 @@ class Snapshot:
 def worker_rate(worker: Member) -> float:
     """Tokens per second of one worker."""
     return float(worker.get("tokens_per_s", 0.0))
-
-
-def _mean_over_fragments(shards: list[Member]) -> int:
-    # Each shard reports the mean over its own fragments. Weighted by their number, it gives the mean over all.
-    weights = [max(1, len(shard.get("fragments", []))) for shard in shards]
-    merged = [shard.highest("tokens_merged") for shard in shards]
-    if not shards:
-        return 0
-    return round(sum(w * m for w, m in zip(weights, merged, strict=True)) / sum(weights))

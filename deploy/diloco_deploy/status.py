@@ -13,6 +13,7 @@ from rich.text import Text
 
 from diloco_common.endpoints import dialable, read_address
 from diloco_common.errors import CannotConnect, ConfigError
+from diloco_deploy.folder import is_owned, shown
 from diloco_deploy.live import legend, line, tables
 from diloco_deploy.own_certificates import OwnCertificates
 from diloco_deploy.polling import IN_PLAINTEXT, Asker, fetch_all
@@ -42,10 +43,15 @@ class Where:
     def addresses(self) -> dict[str, str]:
         """Name, or address where no name is known, -> host:port. Raises CannotConnect if there is nobody to ask."""
         found = {address: address for address in self.http} or addresses_in(self.folder)
+        if not found and (record := self.record()) is not None and is_owned(self.folder):
+            raise CannotConnect(
+                f"the cluster in {self.folder} is starting: {record.shards} shards, {record.workers} workers, and none "
+                f"is up yet; look again in a few seconds, or at `diloco logs --folder {shown(self.folder)}`"
+            )
         if not found:
             raise CannotConnect(
-                f"no cluster is running in {self.folder}; give its --folder or --http host:port, or start one with "
-                "`diloco up`"
+                f"no cluster is running in {self.folder}; give its --folder, --config or --http host:port, or start "
+                "one with `diloco up`"
             )
         return found
 
@@ -60,14 +66,14 @@ def addresses_in(folder: Path) -> dict[str, str]:
     return {one.name: dialable(one.http) for one in found if one is not None}
 
 
-def look(where: Where, timeout_s: float = ANSWER_WITHIN_S, asker: Asker = IN_PLAINTEXT) -> list[Present]:
+def look(where: Where, asker: Asker = IN_PLAINTEXT) -> list[Present]:
     """Ask every address once: who is there, and who ought to be.
 
     Raises:
         CannotConnect: nobody answered.
     """
     addresses = where.addresses()
-    answers = fetch_all(addresses, timeout_s, asker)
+    answers = fetch_all(addresses, ANSWER_WITHIN_S, asker)
     if not answers:
         at = ", ".join(addresses.values())
         raise CannotConnect(f"nobody answers at {at}; if no cluster is running, start one with `diloco up`")

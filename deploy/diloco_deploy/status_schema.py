@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diloco_common.endpoints import write_json
 from diloco_common.errors import EXIT_OK
+from diloco_common.settings import Settings
 from diloco_deploy.snapshot import Totals
 
 SCHEMA = 1
@@ -116,6 +117,15 @@ class ClusterRecord(_Model):
     training: bool = False
     """Workers may come and go (`diloco scale`)."""
     members: dict[str, MemberRecord] = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Settings) -> ClusterRecord:
+        """Of a cluster that begins: nobody is there yet."""
+        cluster, sync = settings.cluster, settings.sync
+        return cls(
+            run=settings.run.id, shards=cluster.shards, workers=cluster.workers, fragments=sync.fragments,
+            quorum=1 if sync.quorum == "all" else sync.quorum,
+        )  # fmt: skip
 
     def write(self, folder: Path) -> None:
         """Write it into the folder of the cluster, whole or not at all. Raises OSError."""

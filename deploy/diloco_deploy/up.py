@@ -6,6 +6,7 @@ Starts shards first, then workers. At the end it evaluates the global model whil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -21,7 +22,7 @@ from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataErr
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy.children import EVALUATE, Children, Programs, names
-from diloco_deploy.folder import Files, Outputs, anchored
+from diloco_deploy.folder import Files, Outputs, anchored, shown
 from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.live import Display, display_for
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates, own_certificates
@@ -66,6 +67,8 @@ def bring_up(
         is_resumed = files.prepare(settings, fresh=fresh)
         save(settings, files.settings)
         files.runs("here")
+        record = ClusterRecord.of(settings)
+        record.write(files.folder)  # from now on, `diloco status` says that it is starting
         display = display_for(console)
         if is_resumed:
             display.tell(f"going on with the run in {files.folder} (--fresh begins anew)")
@@ -78,7 +81,7 @@ def bring_up(
         try:
             display.tell(page.start())
             children = Children(settings, files, programs or Programs(), certificates)
-            run = LocalRun(settings, files, children, certificates, supervisor, interrupts, poller, display)
+            run = LocalRun(settings, files, record, children, certificates, supervisor, interrupts, poller, display)
             return run.run()
         finally:
             display.close()
@@ -124,6 +127,7 @@ class LocalRun:
         self,
         settings: Settings,
         files: Files,
+        record: ClusterRecord,
         children: Children,
         certificates: OwnCertificates | None,
         supervisor: Supervisor,
@@ -131,7 +135,7 @@ class LocalRun:
         poller: Poller,
         display: Display,
     ) -> None:
-        self._settings, self._files = settings, files
+        self._settings, self._files, self._record = settings, files, record
         self._children, self._certificates = children, certificates
         self._supervisor, self._interrupts, self._poller, self._display = (
             supervisor,
@@ -150,11 +154,6 @@ class LocalRun:
         self._next_sample = 0.0
         self._has_loss = False
         self._report: Report = {}  # filled when training is over
-        self._record = ClusterRecord(
-            run=settings.run.id, shards=len(self._shards), workers=len(self._workers),
-            fragments=settings.sync.fragments,
-            quorum=1 if settings.sync.quorum == "all" else settings.sync.quorum,
-        )  # fmt: skip
 
     def run(self) -> int:
         try:
@@ -215,18 +214,23 @@ class LocalRun:
             self._watch.heard(name, status, time.monotonic())
 
     def _evaluate(self) -> dict[str, Any]:
-        self._watch.doing = "evaluating the model"
         self._display.tell("training is over; evaluating the global model on held-out text")
         # Do not start dead workers again: the rest of the run needs only the shards.
         self._supervisor.stop(self._supervisor.waiting() & set(self._workers), 0.0)
         self._supervisor.start(self._children.evaluation())
-        self._until(lambda: EVALUATE in self._ended)
+        self._until(self._evaluation_is_over)
         try:
             found: dict[str, Any] = json.loads(self._files.evaluation.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             self._display.tell(f"the evaluation wrote no result; its log is {self._children.log(EVALUATE)}")
             return {}
         return found
+
+    def _evaluation_is_over(self) -> bool:
+        self._watch.doing = "evaluating the model"
+        with contextlib.suppress(OSError, ValueError, KeyError):  # not written yet
+            self._watch.doing += f", {json.loads(self._files.evaluated.read_text(encoding='utf-8'))['share']:.0%}"
+        return EVALUATE in self._ended
 
     def _stop_all(self) -> None:
         # Workers first, so their last pushes still find the shards.
@@ -251,8 +255,8 @@ class LocalRun:
         when = "while the model was evaluated" if self._report else "before the token budget was reached"
         print(
             f"interrupted after {wall_s:.0f} s, {when}; no model was exported.\n"
-            f"the report so far: {self._files.report}, logs: {self._files.logs}\n"
-            "every announced version is on disk: run the same command to go on, or add --fresh to begin anew",
+            f"the report so far: {shown(self._files.report)}, logs: {shown(self._files.logs)}\n"
+            f"every announced version is on disk; to go on: diloco resume {shown(self._files.folder)}",
             flush=True,
         )
         return EXIT_INTERRUPTED

@@ -5,16 +5,13 @@ Pure: `up.py` hands in the answers and the time.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 
 from diloco_common.endpoints import Role
-from diloco_deploy.snapshot import Member, Snapshot, Status
+from diloco_deploy.progress import Pace, Status
+from diloco_deploy.snapshot import Member, Snapshot
 
 _LOSSES_MAX = 512
-_RATE_OVER_S = 30.0
-_RATE_FROM_S = 4.0
-"""Of a shorter time, the pace is a guess: "4:56:29 left" of a run of a minute."""
 _SAME_EVENT_WITHIN_S = 1.0
 _EVENTS_KEPT_S = 600.0
 
@@ -36,7 +33,7 @@ class Watch:
         self._members: dict[str, Member] = {}
         self._heard_at: dict[str, float] = {}
         self._losses: list[float] = []
-        self._progress: deque[tuple[float, int]] = deque()
+        self._pace = Pace()
         self._seen: list[_Seen] = []
 
     def expect(self, name: str, role: Role) -> None:
@@ -60,12 +57,7 @@ class Watch:
         self._members[name] = replace(self._members[name], status=status)
         self._heard_at[name] = now
         if status.get("role") == "shard":
-            merged = self.snapshot(now).totals().tokens_merged
-            if merged == 0:  # the time before the first version says nothing of the pace
-                self._progress.clear()
-            self._progress.append((now, merged))
-            while now - self._progress[0][0] > _RATE_OVER_S:
-                self._progress.popleft()
+            self._pace.heard(now, self.snapshot(now).totals().tokens_merged)
         return self._new_events(name, status, now)
 
     def sample_loss(self) -> None:
@@ -84,17 +76,7 @@ class Watch:
             for name, member in self._members.items()
         )
         snapshot = Snapshot(members, now - self._started_at, tuple(self._losses), None, self.doing)
-        return replace(snapshot, eta_s=self._eta_s(snapshot))
-
-    def _eta_s(self, snapshot: Snapshot) -> float | None:
-        """Seconds until the budget is reached at the pace of the last half minute."""
-        if len(self._progress) < 2:
-            return None
-        (then, before), (last, merged) = self._progress[0], self._progress[-1]
-        budget = max((int(shard.get("tokens_budget", 0)) for shard in snapshot.shards), default=0)
-        if budget == 0 or merged <= before or last - then < _RATE_FROM_S:
-            return None
-        return max(0, budget - merged) * (last - then) / (merged - before)
+        return replace(snapshot, eta_s=self._pace.left_s(snapshot.totals().tokens_budget))
 
     def _new_events(self, name: str, status: Status, now: float) -> list[str]:
         lines = []

@@ -6,6 +6,7 @@ A caller that is slower than `SLOWEST_BYTES_PER_S` is given up, and one that oth
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -76,7 +77,7 @@ class Turns:
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._every_s, self._slack_s = 1 / per_s, burst / per_s
-        self._due = 0.0
+        self._due = -math.inf  # not 0: a machine that has just started counts its seconds from there
 
     async def next(self) -> None:
         """Take a turn, and wait until it is due."""

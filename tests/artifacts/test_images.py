@@ -36,7 +36,7 @@ def run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, place / "tools/images.py", *arguments],
         env={**os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"},
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
 
 

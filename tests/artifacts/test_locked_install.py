@@ -68,7 +68,7 @@ class Place:
         }
         command = [sys.executable, self.folder / "tools/install.py", "--python", self.environment, *parts]
         return subprocess.run(
-            command, env={**own, **given, **variables}, capture_output=True, text=True, check=False, timeout=60
+            command, env={**own, **given, **variables}, capture_output=True, text=True, check=False, timeout=200
         )
 
     @property

@@ -52,7 +52,7 @@ def follow(tmp_path: Path):
         commands = BLOCKS[name].replace("/etc/", f"{etc}/").replace("/opt/diloco/bin/", f"{programs}/opt-")
         ended = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", commands],
-            cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, check=False, timeout=60,
+            cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, check=False, timeout=200,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout

@@ -25,7 +25,7 @@ def written(*arguments: str, **variables: str) -> dict[str, Any]:
     """The document; it is valid."""
     ended = subprocess.run(
         [sys.executable, TOOL, *arguments],
-        env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(ended.stdout) is None

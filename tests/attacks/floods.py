@@ -5,6 +5,7 @@ not read.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -26,6 +27,8 @@ HTTP_HALF = 3_000
 PULLS = 256
 OPEN_S = 10.0
 """For opening all pulls."""
+LATE_S = 40.0
+"""So much later a busy machine may have closed the last connection."""
 
 
 def half_joins(target: Target, over: Over) -> Seen:
@@ -89,7 +92,8 @@ def _hold(target: Target, over: Over, count: int, said: bytes, *, drip: bool) ->
     host, _, port = target.http.rpartition(":")
     held: list[socket.socket] = []
     began, answered, dripped = time.monotonic(), False, time.monotonic()
-    while not over():
+    ends_at = math.inf
+    while time.monotonic() < ends_at:
         if len(held) < count:
             with contextlib.suppress(OSError):
                 one = socket.create_connection((host, int(port)), timeout=1.0)
@@ -98,6 +102,8 @@ def _hold(target: Target, over: Over, count: int, said: bytes, *, drip: bool) ->
                 one.send(said)
         elif not answered:
             answered = _is_healthy(target)
+        elif over() and not any(map(_is_open, held)):
+            break
         else:
             time.sleep(0.05)
         if drip and time.monotonic() - dripped > 1.0:
@@ -105,6 +111,8 @@ def _hold(target: Target, over: Over, count: int, said: bytes, *, drip: bool) ->
             for one in held[::3]:
                 with contextlib.suppress(OSError):
                     one.send(b"a")
+        if over():
+            ends_at = min(ends_at, time.monotonic() + LATE_S)
     open_still = sum(_is_open(one) for one in held)
     for one in held:
         one.close()
@@ -115,7 +123,7 @@ def _hold(target: Target, over: Over, count: int, said: bytes, *, drip: bool) ->
 def _is_healthy(target: Target) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://{target.http}/healthz", timeout=1.0) as answer:
+        with opener.open(f"http://{target.http}/healthz", timeout=5.0) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -32,7 +32,7 @@ def random_bodies(target: Target, over: Over) -> Seen:
 
 def _any_call(intruder: Intruder, method: str, body: bytes) -> Answer:
     """One body, and then the end of what the caller says."""
-    call = intruder.channel.stream_stream(SERVICE + method)(iter([body]), metadata=intruder.metadata(), timeout=10.0)
+    call = intruder.channel.stream_stream(SERVICE + method)(iter([body]), metadata=intruder.metadata(), timeout=60.0)
     try:
         for _ in call:
             pass

@@ -37,7 +37,7 @@ class HalfCall:
     ) -> None:  # fmt: skip
         """`announced`: bytes of the message that is begun. `tls`: None for plaintext. Raises OSError."""
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=5.0)
+        self.socket = socket.create_connection((host, int(port)), timeout=30.0)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket)
         self.frames = 0

@@ -15,6 +15,7 @@ from diloco_common import protobuf
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec
 from diloco_protos import parameter_server_pb2 as pb
+from diloco_server.servicer import JOINS_PER_S
 
 GHOSTS = 1_024
 AT_ONCE = 64
@@ -162,12 +163,14 @@ def ghosts(target: Target, over: Over) -> Seen:
         if answers["OK"] < GHOSTS // 4:
             time.sleep(0.2)
     intruder.close()
-    return Seen(answers, {"rounds": rounds, "joins per s": sum(answers.values()) / (time.monotonic() - began)})
+    lasted_s = time.monotonic() - began
+    return Seen(answers, {"rounds": rounds, "seconds": lasted_s, "joins per s": sum(answers.values()) / lasted_s})
 
 
 def judge_ghosts(found: Evidence) -> list[str]:
-    """Few joins are granted, and those to its own id."""
+    """Few joins are granted at once and per second, and those to its own id."""
     taken, learners = found.seen.took("OK"), found.status.get("learners") or []
     leases = [learner["id"] for learner in learners if learner["id"].startswith("ghost-")]
-    problems = [f"{taken} joins of one caller were granted"] if taken > GHOSTS // 4 else []
+    most = GHOSTS // 4 + JOINS_PER_S * found.seen.facts.get("seconds", 0.0)
+    problems = [f"{taken} joins of one caller were granted, {most:.0f} at most"] if taken > most else []
     return problems + ([f"{len(leases)} ids have a lease that it made up"] if leases else [])

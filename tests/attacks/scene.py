@@ -43,9 +43,11 @@ SETTINGS: dict[str, Any] = {
     "lease.heartbeat_s": 0.5,
 }
 WATCH_S = 0.02
-GO_ON_S = 12.0
+GO_ON_S = 60.0
 """So long an attack may last until what was trained before it is in versions."""
-BACK_S = 45.0
+TRAINS_S = 60.0
+"""So long a learner may take from its join to its first merge."""
+BACK_S = 100.0
 """The attacker's process is killed if it is not back so long after its time was over."""
 
 
@@ -92,7 +94,7 @@ class ShardProcess:
     def status(self) -> dict[str, Any]:
         """What it says of itself to who may see it; empty where it does not answer."""
         try:
-            return dict(json.loads(self.page("/status", 5.0)))
+            return dict(json.loads(self.page("/status", 30.0)))
         except (OSError, ValueError):
             return {}
 
@@ -308,7 +310,7 @@ class Scene:
         self.shard.kill()
         self.shard.start()
         try:
-            until(lambda: self.shard.status().get("ready"), "the shard to be ready", 15.0)
+            until(lambda: self.shard.status().get("ready"), "the shard to be ready")
         except AssertionError as error:
             return f"{error}; it said: {self.shard.said()[-400:]}"
         return ""
@@ -320,7 +322,7 @@ def _names(count: int) -> list[str]:
 
 def _trains(honest: Honest) -> str:
     """Wait until a learner's work is in a version: "", or why it is not."""
-    deadline = time.monotonic() + 25.0
+    deadline = time.monotonic() + TRAINS_S
     while time.monotonic() < deadline:
         try:
             report = honest.ask()

@@ -15,6 +15,8 @@ from diloco_worker import digest_of
 
 FREE, TOKEN, CERTIFICATE = Needs
 BUDGET = {"run.tokens": 10**9}
+CALM = {"lease.lease_s": 20}
+"""The victim loses its lease to nobody, and not to a busy machine either."""
 TWO = 2
 """Honest learners beside an attacker, where the median of three is to hold."""
 
@@ -51,11 +53,11 @@ _ROWS = [
     ),
     Attack(
         8, "another's id", CERTIFICATE, "Join under the id of a worker that trains",
-        "refused; the worker goes on", impostors.join_as_another, impostors.judge_identity,
+        "refused; the worker goes on", impostors.join_as_another, impostors.judge_identity, settings=CALM,
     ),
     Attack(
         9, "another's calls", CERTIFICATE, "Push, Attend and Leave in another's name",
-        "refused", impostors.act_as_another, impostors.judge_identity,
+        "refused", impostors.act_as_another, impostors.judge_identity, settings=CALM,
     ),
     Attack(
         10, "empty pushes", TOKEN, "64 pushes with a header and no bytes, or with nothing",

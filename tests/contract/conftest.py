@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,10 +30,10 @@ def clock() -> Clock:
 
 @pytest.fixture
 def serve(loop: LoopThread) -> Iterator[Callable[..., InProcessShard]]:
-    """Starts a shard: serve(settings, clock)."""
+    """Starts a shard: serve(settings, clock). Without a clock it has its own, as in production."""
     started: list[InProcessShard] = []
 
-    def start(settings: Settings | None = None, clock: Callable[[], float] = time.monotonic) -> InProcessShard:
+    def start(settings: Settings | None = None, clock: Callable[[], float] | None = None) -> InProcessShard:
         shard = InProcessShard(loop, settings or settings_with(), clock)
         started.append(shard)
         return shard.start()

@@ -25,7 +25,7 @@ class HalfCall:
 
     def __init__(self, address: str, method: str, metadata: Sequence[tuple[str, str]], service: str = CALL) -> None:
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=20)
+        self._socket = socket.create_connection((host, int(port)), timeout=120)
         self._windows = {0: FIRST_WINDOW, 1: FIRST_WINDOW}
         self._initial = FIRST_WINDOW
         self._read = b""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -116,7 +115,7 @@ class State:
 class InProcessShard:
     """A shard that serves on a free port of the loopback."""
 
-    def __init__(self, loop: LoopThread, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, loop: LoopThread, settings: Settings, clock: Callable[[], float] | None = None) -> None:
         self.loop = loop
         self.settings = settings
         self.server = loop.look(lambda: ShardServer(settings, clock))

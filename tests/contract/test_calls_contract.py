@@ -658,7 +658,7 @@ def test_bytes_that_are_no_message_end_the_call_and_nothing_else(serve, clock, m
     before = shard.state()
 
     async def garbage() -> None:
-        call = a.channel.stream_stream(f"/diloco.v1.ParameterServer/{method}")(metadata=a.metadata(), timeout=10)
+        call = a.channel.stream_stream(f"/diloco.v1.ParameterServer/{method}")(metadata=a.metadata(), timeout=120)
         await call.write(b"\xff" * 100)
         await call.done_writing()
         async for _ in call:

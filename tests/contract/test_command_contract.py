@@ -35,7 +35,7 @@ def test_quick_commands_import_neither_torch_nor_grpc(argv: list[str]) -> None:
     )
     environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
     done = subprocess.run(
-        [sys.executable, "-c", program, *argv], capture_output=True, text=True, env=environ, timeout=60
+        [sys.executable, "-c", program, *argv], capture_output=True, text=True, env=environ, timeout=200
     )
     assert done.returncode == 0, done.stderr
 
@@ -47,14 +47,23 @@ def test_what_every_process_loads_first_does_not_load_torch() -> None:
     assert out.strip() == "False"
 
 
-def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
-    program = (
-        "import sys; from diloco_common.command import run_command\n"
-        "def command():\n"
-        "    sys.stdin.readline()\n"  # until the reader has left
-        "    print('x' * 1_000_000)\n"
-        "sys.exit(run_command(command, name='diloco'))"
-    )
+PRINTS = """
+from diloco_common.command import run_command
+def command():
+    sys.stdin.readline()  # until the reader has left
+    print("x" * 1_000_000)
+sys.exit(run_command(command, name="diloco"))
+"""
+HELPS = """
+from diloco_deploy.cli import main
+sys.stdin.readline()
+sys.exit(main(["--help"]))
+"""
+
+
+@pytest.mark.parametrize("body", [PRINTS, HELPS], ids=["print", "--help"])
+def test_a_reader_that_leaves_ends_a_command_quietly(body: str) -> None:
+    program = "import sys" + body
     with subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
@@ -70,4 +79,4 @@ def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
         process.stdin.write("go\n")
         process.stdin.flush()
         assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=200) == 0

@@ -75,7 +75,7 @@ class Command:
         return [psutil.Process(json.loads(file.read_text())["pid"]) for file in files]
 
     def end(self) -> tuple[int, str]:
-        said, _ = self.process.communicate(timeout=60)
+        said, _ = self.process.communicate(timeout=200)
         return self.process.returncode, said
 
 
@@ -190,6 +190,7 @@ def test_ctrl_c_ends_in_order_and_says_what_lies_where(
     assert code == 130
     assert gone(children)
     assert str(up.folder / "logs") in said
+    assert f"diloco resume {up.folder}" in said
     report = json.loads((up.folder / "report.json").read_text())
     assert report["interrupted"] is True
     assert report["tokens"] == 1200, "workers were drained, so their last words are known"

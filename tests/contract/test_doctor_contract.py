@@ -190,6 +190,8 @@ def test_a_skewed_clock_and_another_package_are_named(skewed):
     assert {"CLOCK_SKEWED", "PACKAGES_DIFFER"} <= codes(found)
     (clock,) = [f for f in found if f.code == "CLOCK_SKEWED"]
     assert "behind" in clock.what
+    named = {found.check.name: found.finding.code for found in look(Patient(Settings(), [skewed]))}
+    assert (named["clock"], named["version"]) == ("CLOCK_SKEWED", "PACKAGES_DIFFER")
     assert max(len(f.what) for f in found) < 500, "a shard does not fill the screen"
     assert clock.figures["clock_skew_s"] == pytest.approx(-3600, abs=30)
 
@@ -222,7 +224,7 @@ class Caller:
                     request_serializer=pb.ProbeRequest.SerializeToString,
                     response_deserializer=pb.ProbeResponse.FromString,
                 )
-                return await call(messages(), metadata=self._metadata, timeout=10)
+                return await call(messages(), metadata=self._metadata, timeout=120)
 
         return self._loop.run(ask())
 

@@ -16,6 +16,7 @@ from diloco_server.server import ShardServer
 from diloco_server.storage.lock import FolderLock
 from diloco_server.storage.store import FileStore
 from stores import MANIFEST, make_version
+from waiting import DEADLINE_S, until_async
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -24,7 +25,7 @@ def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, hangs: bool
 ) -> None:
     """Else another process could take the folder, and the old write would land among its files."""
-    monkeypatch.setattr(server, "WRITES_END_S", 0.1)
+    monkeypatch.setattr(server, "WRITES_END_S", 0.1 if hangs else DEADLINE_S)
     begun, gate = threading.Event(), threading.Event()
     save = FileStore.save
 
@@ -70,8 +71,9 @@ def test_a_shard_ends_quietly_while_its_disk_refuses(
         monkeypatch.setattr(FileStore, "save", refuse)
         shard.host.start(lambda: shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
         jobs = list(shard.host._jobs)
+        await until_async(lambda: shard.host.keeper.failing, "the disk to refuse")
         await shard.stop()
-        await asyncio.wait(jobs, timeout=20.0)
+        await asyncio.wait(jobs, timeout=120)
 
     asyncio.run(run())
     said = caplog.text

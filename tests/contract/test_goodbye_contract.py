@@ -15,7 +15,8 @@ from diloco_common.errors import CannotConnect
 from diloco_common.identity import Identity
 from diloco_server import server
 from diloco_server.servicer import ParameterServer
-from diloco_worker.network_thread import SETTLE_S
+from diloco_worker import boundary, network_thread
+from waiting import DEADLINE_S
 
 
 class LateGoodbye(ParameterServer):
@@ -39,12 +40,14 @@ def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytes
     assert shard.member_state("a") == "left"
 
 
-def test_a_learner_does_not_wait_for_seeds_on_hold(serve) -> None:
+def test_a_learner_does_not_wait_for_seeds_on_hold(serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed learner holds its seeds back for 10 s. Pushes under way get half of that."""
     shard = serve()
+    monkeypatch.setattr(network_thread, "SETTLE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(boundary, "SEED_HOLD_S", 20 * DEADLINE_S)
     began = time.monotonic()
 
     with pytest.raises(CannotConnect, match="fragments are not there yet"):
-        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=0.1, state=state_of("a"))
+        diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=3.0, state=state_of("a"))
 
-    assert time.monotonic() - began < SETTLE_S
+    assert time.monotonic() - began < DEADLINE_S

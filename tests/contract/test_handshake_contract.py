@@ -225,7 +225,7 @@ def test_joining_ends_with_a_cause_that_waiting_does_not_mend(shard, written):
 def test_joining_waits_for_a_renewal(shard, run, train, written):
     folder = run.issue("learner/a", begins=timedelta(days=-3))
     with pytest.raises(CannotConnect):
-        diloco_worker.join(shard.address, tiny_model(), learner_id="a", tls=folder, wait_s=0.5)
+        diloco_worker.join(shard.address, tiny_model(), learner_id="a", tls=folder, wait_s=3.0)
     assert "code=CERTIFICATE_EXPIRED" in written.getvalue()
 
     run.issue("learner/a")
@@ -236,7 +236,7 @@ def test_joining_waits_for_a_renewal(shard, run, train, written):
 
 def test_an_observer_is_told_the_cause(serve, run):
     with pytest.raises(TlsNotSpoken):
-        pull_global_model([serve().address], tls=run.issue("observer/x"), wait_s=1.0)
+        pull_global_model([serve().address], tls=run.issue("observer/x"), wait_s=4.0)
 
 
 def test_the_cause_is_looked_for_at_the_first_failure_and_then_seldom(shard, loop, monkeypatch):

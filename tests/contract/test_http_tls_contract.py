@@ -60,7 +60,7 @@ def serve(process: Process, scenario: Callable[[], Coroutine[Any, Any, None]]) -
         finally:
             await process.server.stop()
 
-    asyncio.run(asyncio.wait_for(body(), timeout=60))
+    asyncio.run(asyncio.wait_for(body(), timeout=200))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def s3() -> Iterator[str]:
     host, port = server.get_host_and_port()
     address = f"http://{host}:{port}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    opener.open(urllib.request.Request(f"{address}/{BUCKET}", method="PUT"), timeout=20).close()
+    opener.open(urllib.request.Request(f"{address}/{BUCKET}", method="PUT"), timeout=120).close()
     yield address
     server.stop()
 

@@ -79,7 +79,7 @@ def test_what_the_run_does_not_train_comes_from_the_folder_of_the_model(addresse
     (config / "optimizer.pt").write_text("not for others")
     model = trained(addresses, nn.Sequential(Tied(), nn.Linear(3, 2))[0])
 
-    assert main(["pull", "--shards", addresses, "--out", str(out), "--config", str(config), "--dtype", "bfloat16"]) == 0
+    assert main(["pull", "--shards", addresses, "--out", str(out), "--base", str(config), "--dtype", "bfloat16"]) == 0
 
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     found = load_file(out / "model.safetensors")
@@ -94,7 +94,7 @@ def test_an_adapter_is_written_as_one(addresses, tmp_path):
     config.mkdir()
     (config / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     trained(addresses, nn.ModuleDict({"lora_A": nn.ModuleDict({"default": nn.Linear(4, 2)})}))
-    assert main(["pull", "--shards", addresses, "--out", str(out), "--config", str(config)]) == 0
+    assert main(["pull", "--shards", addresses, "--out", str(out), "--base", str(config)]) == 0
     assert load_file(out / "adapter_model.safetensors").keys() == {"lora_A.weight", "lora_A.bias"}
 
 
@@ -113,7 +113,7 @@ def test_names_of_an_adapter_are_those_of_its_file(name, in_file):
 @pytest.mark.parametrize(
     ("more", "code"),
     [
-        (["--config", "/no/such/folder"], "BAD_DATA"),
+        (["--base", "/no/such/folder"], "BAD_DATA"),
         (["--run", "another"], "WRONG_RUN"),
         (["--dtype", "int8"], "BAD_CONFIG"),
         (["--shards", "127.0.0.1"], "BAD_CONFIG"),
@@ -133,7 +133,7 @@ def test_the_evaluation_of_the_built_in_model_refuses_another_one(addresses, tmp
     trained(addresses, nn.Linear(4, 4))
     out = tmp_path / "model.safetensors"
     command = [sys.executable, "-m", "diloco_worker", "evaluate", "--shards", addresses, "--export", str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert "`diloco pull --out DIR` writes it [BAD_CONFIG]" in ended.stderr
     assert not out.exists()

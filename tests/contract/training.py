@@ -25,8 +25,10 @@ def state_of(learner_id: str, inner_step: int = 0, tokens: int = 0) -> dict[str,
 class Training:
     """Joins when made; each `step` is one inner step on `tokens` tokens."""
 
-    def __init__(self, shards: str, learner_id: str, *, seed: int = 0, lr: float = 0.05, **options: Any) -> None:
-        self.model = tiny_model(seed)
+    def __init__(
+        self, shards: str, learner_id: str, *, seed: int = 0, lr: float = 0.05, width: int = 6, **options: Any
+    ) -> None:
+        self.model = tiny_model(seed, width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         self.generator = torch.Generator().manual_seed(seed)
         options.setdefault("wait_s", 20.0)

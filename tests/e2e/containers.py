@@ -54,7 +54,7 @@ class Project:
     def __init__(self, compose: str) -> None:
         """`compose`: one that is `installed`."""
         self.compose = compose
-        free = dict.fromkeys(("PROMETHEUS_PORT", "GRAFANA_PORT", "SHARD_0_PORT", "SHARD_1_PORT"), "")
+        free = dict.fromkeys(("PAGE_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "SHARD_0_PORT", "SHARD_1_PORT"), "")
         mine = {"IMAGE_TAG": f"e2e-{compose}", "COMPOSE_PROJECT_NAME": f"diloco-e2e-{compose}-{os.getpid()}"}
         builder = {"DOCKER_BUILDKIT": {"v1": "0", "v2": "1"}[compose]}
         self._environment = {**os.environ, **free, **builder, **mine}

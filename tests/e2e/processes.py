@@ -28,7 +28,7 @@ from diloco_common.endpoints import Endpoints, read_address
 Status = dict[str, Any]
 T = TypeVar("T")
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """For things that take a second or two on a machine that is not busy."""
 LOOK_EVERY_S = 0.05
 
@@ -78,7 +78,7 @@ def run_module(module: str, *arguments: str, timeout_s: float = DEADLINE_S) -> s
 def http_get(address: str, path: str) -> tuple[int, str]:
     """Status code and text of an HTTP answer. Raises OSError where nobody answers."""
     try:
-        with _opener.open(f"http://{address}{path}", timeout=5.0) as answer:
+        with _opener.open(f"http://{address}{path}", timeout=DEADLINE_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as refusal:
         return refusal.code, refusal.read().decode()

@@ -14,7 +14,11 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 from containers import CACHE, ROOT, Project, installed, until
@@ -175,10 +179,12 @@ def comes_up(project: Project, page: Page) -> None:
     )
     assert set(modes.split()) == {"700", "600"}
     keys = {
-        name: in_volumes(project, name, "*.key", "key.pem") for name in ("certs", "shard-0", "worker", "prometheus")
+        name: in_volumes(project, name, "*.key", "key.pem")
+        for name in ("certs", "shard-0", "worker", "page", "prometheus")
     }
     assert [name for name, found in keys.items() if "/certs/ca/ca.key" in found] == ["certs"]
-    assert keys["prometheus"] == ["/run/diloco/observer-prometheus/key.pem"]
+    assert keys["prometheus"] == ["/run/diloco/observer-prometheus/key.pem"], "it cannot look at the page's"
+    assert all("/observer-" in key for key in keys["page"])
     assert not any("learner" in key for key in keys["shard-0"])
     assert all("/learner-" in key for key in keys["worker"])
     page.note("every container is bounded, and its files are its own")
@@ -200,6 +206,31 @@ def trains(project: Project, page: Page) -> None:
     answers = page.follow("queries")
     assert "diloco_shard_learners" in answers
     assert 'state="alive"' in answers
+    the_page_is_live(project, page)
+
+
+def the_page_is_live(project: Project, page: Page) -> None:
+    """It asks for its key, and shows three learners at two shards to whoever has it."""
+    (key,) = set(re.findall(r"#key=(\S+)", page.follow("live page"))[-1:])
+    address = f"http://{project.run('docker-compose port page 7171').strip()}"
+    assert asked(f"{address}/learners", "") == (401, {"error": mock.ANY})
+
+    def training() -> bool:
+        code, found = asked(f"{address}/learners", key)
+        return code == 200 and [row["state"] for row in found["rows"]] == ["training"] * 3
+
+    until(training, "three learners on the live page")
+    page.note("the live page asks for its key, and shows three learners to whoever has it")
+
+
+def asked(url: str, key: str) -> tuple[int, Any]:
+    """Status and JSON of a page that is asked with this key."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 def a_worker_dies(project: Project, page: Page, began: float) -> None:

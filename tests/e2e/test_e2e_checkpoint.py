@@ -13,13 +13,14 @@ from processes import LocalCluster, http_get, until, versions
 from safetensors.torch import load_file
 from torch import Tensor
 
+from diloco_common.errors import DilocoError
 from diloco_deploy.cli import main
 from diloco_server.storage.checkpoint import read_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_worker.global_model import pull_global_model
 
 FRAGMENTS = 4
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 NO_END = {"run.tokens": 0}
 
 
@@ -75,16 +76,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             name: tensor.shape for name, tensor in pulled.tensors.items()
         }
 
-        def regular() -> list[str]:
+        def regular() -> dict[str, set[int]]:
+            """The newest one: folder -> versions. It may make room for later ones while it is read."""
             found = json.loads(diloco("checkpoint", "list", folder, "--json"))
-            return [e["paths"] for e in found if len(e["paths"]) == 2 and e["state"] == "whole"][-1:]
+            whole = [e["paths"] for e in found if len(e["paths"]) == 2 and e["state"] == "whole"]
+            paths = whole[-1] if whole else []
+            try:
+                return {path: {f.version for f in read_manifest(Disk(Path(path)), path).files} for path in paths}
+            except (OSError, DilocoError):
+                return {}
 
-        (parts,) = until(regular, "a regular checkpoint of both shards")
-        number = int(Path(parts[0]).name.removeprefix("version-"))
+        parts = until(regular, "a regular checkpoint of both shards")
+        (number,) = {int(Path(path).name.removeprefix("version-")) for path in parts}
         assert number % 2 == 0
-        for path in parts:
-            contents = read_manifest(Disk(Path(path)), path)
-            assert {file.version for file in contents.files} == {number}
+        assert list(parts.values()) == [{number}] * 2
         assert "diloco_shard_checkpoint_version" in http_get(cluster.shards[0].endpoints.http, "/metrics")[1]
         assert all("checkpoint made" in shard.said() for shard in cluster.shards)
     return taken[-1]

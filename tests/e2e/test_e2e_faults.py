@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,10 +92,13 @@ def test_a_killed_worker_is_evicted_and_comes_back_where_its_checkpoint_was(clus
     await_progress_without(cluster, "ann")
     assert merged(cluster, "ann") == fenced, "nothing of it is merged after its eviction"
 
+    started = time.monotonic()
     ann.start()
     back = until(lambda: status_when_training(ann), "ann to train again")
 
-    assert saved["inner_step"] <= back["inner_step"] < saved["inner_step"] + began, "it went on from its checkpoint"
+    steps_most = (time.monotonic() - started) / TINY["worker.step_delay_s"]
+    steps = back["inner_step"] - saved["inner_step"]
+    assert 0 <= steps <= steps_most, "it went on from its checkpoint"
     later = until(lambda: checkpoint_beyond(cluster, "ann", saved["inner_step"]), "a newer checkpoint of ann's")
     assert later["tokens"] == later["inner_step"] * TOKENS_PER_STEP
     assert later["data_position"] == later["inner_step"] * BATCH, "no text was read twice or left out"
@@ -141,8 +145,8 @@ def test_a_frozen_worker_is_fenced_off_and_joins_again_by_itself(cluster: LocalC
     assert after["inner_step"] > before["inner_step"]
     assert after["tokens"] == after["inner_step"] * TOKENS_PER_STEP, "it counts on: nothing was lost or trained twice"
     assert ben.said().count("joined") >= 2 * len(cluster.shards)
+    until(lambda: all(shard["connected"] for shard in ben.status()["shards"]), "ben to be connected")
     for shard, old in zip(after["shards"], before["shards"], strict=True):
-        assert shard["connected"]
         assert (shard["epoch"], shard["generation"] > old["generation"]) == (old["epoch"], True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import LocalCluster, http_get, run_module
+from processes import LocalCluster, http_get, run_module, until
 
 from programs import promtool
 from secret_files import secret_file
@@ -30,7 +30,8 @@ def address(request: pytest.FixtureRequest, cluster: LocalCluster) -> str:
 
 
 def test_a_process_that_works_is_healthy_and_ready(address: str) -> None:
-    assert [http_get(address, path)[0] for path in ("/healthz", "/readyz")] == [200, 200]
+    assert http_get(address, "/healthz")[0] == 200
+    until(lambda: http_get(address, "/readyz")[0] == 200, "it to be ready")
 
 
 @pytest.mark.parametrize("path", ["/status", "/metrics", "/readyz", "/healthz", "/nothing-here"])

@@ -140,10 +140,12 @@ def test_a_killed_worker_is_seen_and_its_alert_begins(ask: Ask) -> None:
     until(lambda: ask(state), "the eviction of bob in Prometheus")
     (alert,) = until(lambda: ask('ALERTS{alertname="DilocoWorkerSilent"}'), "the alert")
     assert alert["metric"]["learner"] == "bob"
-    assert alert["metric"]["alertstate"] == "pending"
+    assert alert["metric"]["alertstate"] in ("pending", "firing")
 
 
 @each_query
 def test_every_query_evaluates_and_finds_something(ask: Ask, query: Query) -> None:
     found = ask(query.text)
-    assert found or any(word in query.where + query.text for word in SILENT_IN_A_HEALTHY_RUN)
+    if not any(word in query.where + query.text for word in SILENT_IN_A_HEALTHY_RUN):
+        # A scrape has one second: on a busy machine, one that fails leaves a gap.
+        assert found or until(lambda: ask(query.text), f"{query.where} to find something")

@@ -23,8 +23,10 @@ def test_workers_train_on_without_a_shard_and_seed_it_again(tmp_path: Path) -> N
         rounds = other.status()["rounds"]
         until(lambda: all(w.status()["inner_step"] > s + 5 for w, s in zip(workers, steps, strict=True)), "steps")
         until(lambda: other.status()["rounds"] > rounds or other.status()["done"], "rounds of the other shard")
-        seen = status_command(cluster)
-        assert seen == {"shard-0": "no answer", "shard-1": "ready", "ann": "training", "ben": "training"}
+        # On a busy machine somebody may not answer in the 1.2 s of the command, or the other shard be done already.
+        expected = {"shard-0": "no answer", "shard-1": "ready", "ann": "training", "ben": "training"}
+        seen = (expected, expected | {"shard-1": "done"})
+        until(lambda: status_command(cluster) in seen, "everybody's state")
 
         dying.start()
 

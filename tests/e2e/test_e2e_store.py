@@ -167,6 +167,7 @@ def test_interval_durability_reports_what_a_crash_lost_and_goes_on(tmp_path: Pat
             for line in http_get(shard.endpoints.http, "/metrics")[1].splitlines()
             if "versions_lost_total " in line
         ]
-        assert float(lost[-1].split()[-1]) >= 8
+        # What learners had seen: a version of each fragment at least, and not always the last one that was announced.
+        assert float(lost[-1].split()[-1]) >= 4
         events = [event for event in shard.status()["events"] if event["event"] == "versions lost"]
         assert all(event["seen"] > event["recovered"] == 0 for event in events), json.dumps(events)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from statistics import median
 
 from processes import LocalCluster, until
 
@@ -13,7 +12,9 @@ HANGING_STEP_S = 600.0
 
 
 def test_rounds_do_not_wait_for_the_slow_and_its_tokens_still_arrive(tmp_path: Path) -> None:
-    settings = {"sync.quorum": 1, "sync.grace": 0.05, "sync.staleness_max": 1000, "lease.stalled_s": 1}
+    settings = {
+        "sync.quorum": 1, "sync.grace": 0.05, "sync.staleness_max": 1000, "lease.stalled_s": 1, "lease.lease_s": 30,
+    }  # fmt: skip
     with LocalCluster(tmp_path / "run", settings) as cluster:
         for name, step_s in (("slow", SLOW_STEP_S), ("hanging", HANGING_STEP_S)):
             cluster.add_worker(name, {"worker.step_delay_s": step_s})
@@ -30,9 +31,10 @@ def test_rounds_do_not_wait_for_the_slow_and_its_tokens_still_arrive(tmp_path: P
         assert (hanging["inner_step"], hanging["contributed"]) == (0, 0)
         assert (status["evictions"], status["rejected"]) == (0, {})
         assert slow["tokens_merged"] <= 4 * slow["tokens"], "no token of the slow one is merged twice into a fragment"
-        opened = [float(s) for s in re.findall(r"round closed .* why=grace .* open_s=([0-9.]+)", shard.said())]
-        assert len(opened) > 20
-        assert median(opened) < SLOW_STEP_S / 2, "rounds wait for the quorum and the grace, not for the slow"
+        steps = cluster.learner("slow")["inner_step"]
+        closed = len(re.findall(r"round closed .* why=grace .* open_s=", shard.said()))
+        # A round of each fragment takes 8 steps of whoever it waits for.
+        assert closed > max(20, steps), "rounds wait for the quorum and the grace, not for the slow"
 
 
 def merged_of(cluster: LocalCluster, name: str) -> dict[str, int] | None:

@@ -42,7 +42,7 @@ def url(cluster: LocalCluster) -> Iterator[str]:
         found = until(lambda: re.search(r"http://\S+", log.read_text()), "the address of the page")
         yield found[0]
         page.send_signal(signal.SIGINT)
-        assert page.wait(10) == 0, log.read_text()
+        assert page.wait(120) == 0, log.read_text()
     finally:
         page.kill()
         page.wait()

@@ -39,12 +39,16 @@ from diloco_common.judge import violations
 from waiting import until
 
 SIZES = (2, 3)
+WIDTH = 500
+"""Of the model: under DDP too every rank has a part of each fragment, which is a block of 256 elements at least."""
 START_S = 1200.0
 """What takes longer than this hangs: torchrun starts all ranks anew, on a machine that may be busy."""
 SAVE_EVERY = 20
 """Inner steps between two checkpoints."""
 LOOK_S = 0.005
 """How often the shard's memory for half contributions is looked at."""
+MERGED_MAX = 12
+"""So many contributions of the island are merged between two kills, at most, that are waited for."""
 ANEW = 0.2
 """How often torchrun itself is ended, and another number of ranks is started."""
 
@@ -119,10 +123,10 @@ def kill_rank(folder: Path, times: int, seed: int, kind: str = "ddp") -> Outcome
     """Kill so many ranks of an island that trains in `folder`."""
     began, outcome, chance = time.monotonic(), Outcome(seed), random.Random(seed)
     loop = LoopThread()
-    sync = {"fragments": 3, "sync_every": 3, "quorum": 1, "push": "int8", "pull": "bfloat16"}
+    sync = {"fragments": 3, "sync_every": 3, "quorum": 2, "push": "int8", "pull": "bfloat16"}
     settings = settings_with(run={"history": folder / "history"}, sync=sync, lease={"lease_s": 3.0})
     shard = InProcessShard(loop, settings).start()
-    alone = Training(shard.address, "alone", seed=1, history=folder / "history")
+    alone = Training(shard.address, "alone", seed=1, width=WIDTH, history=folder / "history")
     island = Island(folder, shard.address, kind)
     island.start(2)
     killed: list[int] = []
@@ -142,9 +146,20 @@ def kill_rank(folder: Path, times: int, seed: int, kind: str = "ddp") -> Outcome
         step()
         return island.training() and not set(killed) & set(island.training())
 
+    def contributed(more: int) -> None:
+        """Train until so many more contributions of the island are merged."""
+        merged = shard.core.membership.get("island").merged + more
+
+        def are_merged() -> bool:
+            step()
+            return shard.core.membership.get("island").merged >= merged
+
+        until(are_merged, f"{more} more contributions of the island are merged", START_S)
+
     try:
         for _ in range(times):
             until(trains, "all ranks train", START_S)
+            contributed(chance.randrange(MERGED_MAX))
             for _ in range(chance.randrange(60)):
                 step()
             pids = island.training()
@@ -158,13 +173,7 @@ def kill_rank(folder: Path, times: int, seed: int, kind: str = "ddp") -> Outcome
                 island.start(chance.choice([size for size in SIZES if size != island.size]))
                 outcome.restarts_with_other_ranks += 1
         until(trains, "all ranks train", START_S)
-        merged = shard.core.membership.get("island").merged
-
-        def contributes() -> bool:
-            step()
-            return bool(shard.core.membership.get("island").merged > merged)
-
-        until(contributes, "the island contributes", START_S)
+        contributed(1)
     finally:
         island.end()
         alone.learner.close()
@@ -201,7 +210,7 @@ def rank(kind: str, shards: str, folder: Path, marks: Path) -> None:
     count, number, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
     server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(count, server), rank=int(number), world_size=int(size))
-    model = spread(kind, tiny_model())
+    model = spread(kind, tiny_model(width=WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     newest = folder / "newest"  # names the last checkpoint that is whole
     state = load(folder / newest.read_text(), model) if newest.exists() else None

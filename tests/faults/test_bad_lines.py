@@ -10,15 +10,13 @@ import loudly
 import pytest
 from networks import Namespace, NotPossible, need_namespaces
 from processes import until, versions
-from steady import FAULT_SECONDS, SteadyCluster
+from steady import FAULT_SECONDS, PATIENT, SteadyCluster
 
 DELAY_S, JITTER_S, LOSS = 0.08, 0.02, 0.01
 """One way, by packet."""
 THIN = "5mbit"
 WIDTH = 400
 """160 000 parameters: a version is 320 kB, half a second on the thin line."""
-LEASE_S = 6.0
-HEARTBEAT_S = 1.0
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ def train_over(line: Namespace, folder: Path, width: int) -> None:
     """For several leases and many versions. Nobody is evicted, no connection is lost, and nothing counts twice."""
     settings: dict[str, object] = {  # rounds wait for all: with a short grace window, the far one would always be late
         "shard.listen": f"{line.near}:0", "security.insecure": True, "sync.sync_every": 25, "sync.quorum": "all",
-        "lease.lease_s": LEASE_S, "lease.heartbeat_s": HEARTBEAT_S,
+        **PATIENT,
     }  # fmt: skip
     with SteadyCluster(folder, settings, width=width) as cluster:
         cluster.add("near")
@@ -40,7 +38,7 @@ def train_over(line: Namespace, folder: Path, width: int) -> None:
         (shard,), far = cluster.shards, cluster.learners["far"]
         began, goal = time.monotonic(), min(versions(shard.status()).values()) + 8
         until(lambda: min(versions(shard.status()).values()) >= goal, "versions")
-        seconds = max(2 * LEASE_S, FAULT_SECONDS)
+        seconds = max(2 * PATIENT["lease.lease_s"], FAULT_SECONDS)
         until(lambda: time.monotonic() - began > seconds, "leases to go by", seconds + 10)
         cluster.await_merged("far")
 

@@ -17,6 +17,8 @@ from processes import LocalCluster, environment, until, versions
 
 SOURCE = Path(__file__).with_name("wall_clock.c")
 DAY_S = 86_400
+CALM = {"run.tokens": 0, "lease.lease_s": 30, "sync.staleness_max": 1000}
+"""A worker that gets no core for a while is neither evicted nor too stale: only the clock may do harm here."""
 
 
 class WallClock:
@@ -56,7 +58,7 @@ def seconds_off() -> float:
 
 def test_a_wall_clock_that_jumps_a_day_changes_nothing(clock: WallClock, tmp_path: Path) -> None:
     """Fault 19: a day ahead, then a day behind; nobody is evicted, rounds go on, and so does a shard that restarts."""
-    with LocalCluster(tmp_path / "run", {"run.tokens": 0}, keeps=True, own_interpreter=True) as cluster:
+    with LocalCluster(tmp_path / "run", CALM, keeps=True, own_interpreter=True) as cluster:
         cluster.start(shards=1, workers=["ann", "ben"])
         (shard,) = cluster.shards
         for off_s in (DAY_S, -DAY_S):

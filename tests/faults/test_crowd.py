@@ -12,7 +12,7 @@ import loudly
 import psutil
 import pytest
 from processes import until
-from steady import SteadyCluster
+from steady import PATIENT, SteadyCluster
 
 CONNECTIONS = 1000
 RSS_MORE = 64 * 2**20
@@ -28,7 +28,7 @@ def cluster(tmp_path: Path) -> Iterator[SteadyCluster]:
     soft, _ = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)
     if soft < 2 * CONNECTIONS:
         loudly.skip("a thousand connections", f"only {soft} files may be open (ulimit -n)")
-    with SteadyCluster(tmp_path) as made:
+    with SteadyCluster(tmp_path, PATIENT) as made:
         made.add("ann", "ben")
         yield made
 

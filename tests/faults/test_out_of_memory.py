@@ -54,7 +54,7 @@ def test_a_worker_that_ran_out_of_memory_is_named_and_started_again(tight: Path,
             first = until(lambda: worker_of(up), "worker-1 to start")
             (tight / "cgroup.procs").write_text(str(first.pid))
             until(lambda: (now := worker_of(up)) and now.pid != first.pid, "worker-1 to be killed and started again")
-            said, _ = up.communicate(timeout=100)
+            said, _ = up.communicate(timeout=200)
         finally:
             up.kill()
     assert up.returncode == 0, said

@@ -12,9 +12,10 @@ from pathlib import Path
 import loudly
 import pytest
 from processes import http_get, until, versions
-from steady import QuickShard, SteadyCluster
+from steady import PATIENT, QuickShard, SteadyCluster
 
-SLOW_S = 1
+SLOW_S = 5
+"""Longer than the silence after which a learner would connect again (2.5 heartbeats)."""
 
 
 @contextmanager
@@ -66,8 +67,8 @@ def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: s
 
 
 def test_a_slow_disk_slows_versions_down_and_nobody_else(tmp_path: Path) -> None:
-    """Fault 7: every fsync takes a second; the shard answers, heartbeats are in time, and learners step."""
-    with SteadyCluster(tmp_path) as cluster:
+    """Fault 7: every fsync takes five seconds; the shard answers, heartbeats are in time, and learners step."""
+    with SteadyCluster(tmp_path, PATIENT) as cluster:
         cluster.add("ann")
         (shard,), ann = cluster.shards, cluster.learners["ann"]
         with injected(shard, tmp_path / "strace", "fsync", f"delay_enter={SLOW_S}s"):

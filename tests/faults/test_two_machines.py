@@ -39,7 +39,7 @@ class Terminal:
     def type(self, commands: str) -> str:
         command = ["bash", "-euo", "pipefail", "-c", commands]
         ended = subprocess.run(
-            command, cwd=self._folder, env=self._variables, capture_output=True, text=True, timeout=110, check=False
+            command, cwd=self._folder, env=self._variables, capture_output=True, text=True, timeout=200, check=False
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
@@ -87,7 +87,7 @@ def test_a_second_machine_joins_as_the_page_says(tmp_path: Path) -> None:
                 shutil.copytree(here / "runs/two/certs/learner-there", there / "learner-there")
                 second = Terminal(there, {"HERE": far.near})
                 with second.start(TWO["join"], tmp_path / "there.log", far.name):
-                    until(lambda: has_merged(here / "runs/two", "there"), "work of the second machine", seconds=100)
+                    until(lambda: has_merged(here / "runs/two", "there"), "work of the second machine", seconds=200)
             except AssertionError:
                 for log in (tmp_path / "here.log", tmp_path / "there.log"):
                     print(log.read_text(errors="replace") if log.exists() else f"no {log}")

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import loudly
+import pytest
 from networks import need_namespaces
 
 VERSUS = Path(__file__).resolve().parents[2] / "benchmarks" / "versus.py"
 LIMIT_S = 300.0
 
 
+@pytest.mark.timeout(LIMIT_S + 100)
 def test_two_systems_are_compared_and_leave_nothing_behind(tmp_path: Path) -> None:
     need_namespaces("versus.py")
     loudly.need("versus.py", nsenter="util-linux", unshare="util-linux")

@@ -36,6 +36,12 @@ def test_fewer_tokens_are_spread_over_the_text_and_the_same_every_time():
     assert evaluate(MODEL, inside, context=16, batch=4, max_tokens=64) != one
 
 
+def test_it_tells_how_far_it_is():
+    told: list[float] = []
+    evaluate(MODEL, TEXT, context=16, batch=31, tell=told.append)
+    assert told == [0.5, 1.0]
+
+
 def test_a_short_text_is_judged_with_shorter_windows_and_none_is_refused():
     assert evaluate(MODEL, TEXT[:5], context=16) > 0
     with pytest.raises(DataError, match="no held-out text"):

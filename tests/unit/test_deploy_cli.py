@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from diloco_common.endpoints import Endpoints, dialable, read_address, write_address, write_json
+from diloco_common.settings import Settings
 from diloco_deploy.cli import main
+from diloco_deploy.folder import Files, Outputs, shown
+from diloco_deploy.status_schema import ClusterRecord
 
 
 def test_status_without_a_cluster_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,6 +20,42 @@ def test_status_without_a_cluster_says_what_to_do(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().err
     assert str(tmp_path) in said
     assert "[CANNOT_CONNECT]" in said
+
+
+def test_status_of_a_cluster_that_starts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = Files(tmp_path, Outputs())
+    with files.owned():
+        ClusterRecord.of(Settings()).write(tmp_path)
+        assert main(["status", "--folder", str(tmp_path)]) == 5
+        assert "is starting" in capsys.readouterr().err
+
+
+def test_what_a_command_that_was_killed_left_behind_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    ClusterRecord.of(Settings()).write(tmp_path)
+    (tmp_path / "run" / "lock").write_text(f"{1 << 22}")  # above the largest that Linux gives
+    assert main(["status", "--folder", str(tmp_path)]) == 5
+    assert "no cluster is running" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["status"], ["logs"], ["scale", "--workers", "3"]])
+def test_a_cluster_is_found_by_the_settings_of_its_run(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text('[cluster]\nfolder = "elsewhere"\n')
+    assert main([*argv, "--config", str(tmp_path / "run.toml")]) != 0
+    assert "elsewhere" in capsys.readouterr().err
+
+
+def test_a_folder_is_named_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "absent"]) == 3
+    assert capsys.readouterr().err.startswith("diloco: absent holds no run of `diloco up`")
+    assert shown(Path("/elsewhere/a run")) == "'/elsewhere/a run'"
 
 
 @pytest.mark.parametrize(

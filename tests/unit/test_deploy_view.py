@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -81,6 +82,27 @@ def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
     one = shard(1, tokens_merged=800, fragments=[{"id": 3, "version": 1}])
     members = (Member("shard-0", "shard", "up", three), Member("shard-1", "shard", "up", one))
     assert Snapshot(members).totals().tokens_merged == 500
+
+
+def test_progress_does_not_move_while_a_shard_starts_again() -> None:
+    watch = Watch(0.0)
+    for index, merged in enumerate((400, 800)):
+        watch.expect(f"shard-{index}", "shard")
+        watch.heard(f"shard-{index}", shard(index, tokens_merged=merged), 1.0)
+    watch.expect("shard-1", "shard")
+    assert watch.snapshot(2.0).totals().tokens_merged == 600, "it has not answered yet"
+    watch.heard("shard-1", shard(1, tokens_merged=0, fragments=[], tokens_budget=2_000_000), 3.0)
+    assert watch.snapshot(3.0).totals().tokens_merged == 600, "it reads its versions"
+    watch.heard("shard-1", shard(1, tokens_merged=802), 4.0)
+    assert watch.snapshot(4.0).totals().tokens_merged == 601
+
+
+def test_the_budget_is_known_while_the_only_shard_starts_again() -> None:
+    watch = Watch(0.0)
+    watch.expect("shard-0", "shard")
+    watch.heard("shard-0", shard(0), 1.0)
+    watch.expect("shard-0", "shard")
+    assert watch.snapshot(2.0).totals().tokens_budget == 2_000_000
 
 
 def test_counters_survive_the_end_of_a_life() -> None:
@@ -199,6 +221,11 @@ def test_a_line_says_how_far_how_fast_and_how_much() -> None:
         "1:23  loss 2.500  merged 500k 25%  4:09 left  2.00k tok/s  workers 2/2  rounds 20  "
         "pushed 3.00 MB  pulled 6.00 MB"
     )
+
+
+def test_a_line_says_when_the_model_is_evaluated_and_how_far() -> None:
+    evaluating = dataclasses.replace(cluster(), doing="evaluating the model, 40%")
+    assert line(evaluating, 200).startswith("1:23  evaluating the model, 40%  merged 500k")
 
 
 def test_plain_lines_come_at_their_pace() -> None:

@@ -12,6 +12,7 @@ import pytest
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy import cli as diloco
+from diloco_deploy.doctor.command import Patient
 from diloco_server import cli as server
 from diloco_worker import cli as worker
 
@@ -127,6 +128,7 @@ def test_a_new_folder_has_settings_that_are_taken_and_a_script_that_compiles(
     shown = json.loads(capsys.readouterr().out)
     assert shown["run.id"] == {"value": "my-run", "origin": f"{folder / 'run.toml'}:5"}
     assert shown["lease.lease_s"]["origin"] == "default"
+    assert shown["cluster.folder"]["origin"] == "default", "where status, logs, scale, web and resume look"
     compile((folder / "train.py").read_text(), "train.py", "exec")
     assert 'run="my-run"' in (folder / "train.py").read_text()
 
@@ -147,3 +149,11 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert diloco.main(["completion", shell]) == 0
     said = capsys.readouterr().out
     assert [one.name for one in diloco.COMMANDS if one.name not in said] == []
+
+
+def test_the_doctor_is_called_as_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    patients: list[Patient] = []
+    monkeypatch.setattr("diloco_deploy.doctor.command.doctor", lambda patient, **_: patients.append(patient) or 0)
+    for named in (["ps-0:1,ps-1:1"], ["--shards", "ps-0:1,ps-1:1"]):
+        assert diloco.main(["doctor", *named, "--run", "mine"]) == 0
+        assert (tuple(patients[-1].shards), patients[-1].settings.run.id) == (("ps-0:1", "ps-1:1"), "mine")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from diloco_deploy.roll_call import Present, problems, roll_call
+from diloco_deploy.live import line
+from diloco_deploy.roll_call import Present, as_snapshot, problems, roll_call
 from diloco_deploy.status import cluster_status
 from diloco_deploy.status_schema import EXIT_DEGRADED, ClusterRecord, ClusterStatus, MemberRecord
 
@@ -50,6 +51,12 @@ def away(index: int, for_s: float) -> list[dict[str, Any]]:
 
 def called(present: list[Present]) -> dict[str, str]:
     return {one.name: one.presence for one in present}
+
+
+def test_a_run_is_as_old_as_its_oldest_process() -> None:
+    answers = {"shard-0": shard(0, uptime_s=12.0), "shard-1": shard(1, uptime_s=725.0)}
+    present = roll_call(dict.fromkeys(answers, "ps:1"), answers, None, NOW)
+    assert line(as_snapshot(present), 200).startswith("12:05  ")
 
 
 def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:

@@ -16,16 +16,18 @@ from diloco_common.revocations import read_revocations
 from diloco_common.tls import read_folder
 from diloco_deploy.certs.authority import make_authority, open_authority
 from diloco_deploy.certs.tending import AGAIN, Tending
+from diloco_deploy.cli import main
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
-SUBJECTS = ("shard/0", "shard/1", "observer/prometheus")
+SUBJECTS = ("shard/0", "shard/1", "observer/page", "observer/prometheus")
 
 
 @pytest.fixture
 def tending(tmp_path: Path) -> Tending:
     make_authority(tmp_path / "ca", "compose", NOW)
     authority = open_authority(tmp_path / "ca")
-    return Tending(authority, tmp_path, [subject_of("compose", who) for who in SUBJECTS], ["ps.example"], 90.0)
+    subjects = [subject_of("compose", who) for who in SUBJECTS]
+    return Tending(authority, tmp_path, subjects, ["ps.example"], 90.0, lent=subjects[-1:])
 
 
 def learner_wishes(out: Path, learner_id: str) -> Path:
@@ -41,7 +43,11 @@ def mode(path: Path) -> int:
 def test_shards_and_observers_get_theirs_at_once_and_then_there_is_nothing_to_do(tending, tmp_path):
     assert [words.partition(",")[0] for words in tending.look(NOW)] == list(SUBJECTS)
     assert tending.look(NOW + timedelta(days=1)) == []
-    for who, folder in [("shard/0", "shards/shard-0"), ("observer/prometheus", "observers/observer-prometheus")]:
+    for who, folder in [
+        ("shard/0", "shards/shard-0"),
+        ("observer/page", "observers/observer-page"),
+        ("observer/prometheus", "observers/observer-prometheus"),
+    ]:
         assert str(read_folder_of(tmp_path / folder).subject) == who
 
 
@@ -57,11 +63,13 @@ def test_a_shard_is_known_by_the_name_of_its_folder_and_under_the_given_hosts(te
     assert {"shard-1", "ps.example", "localhost"} == set(names.get_values_for_type(x509.DNSName))
 
 
-def test_keys_are_for_their_owner_and_that_of_an_observer_for_our_group(tending, tmp_path):
+def test_keys_are_for_their_owner_and_one_that_is_lent_for_our_group(tending, tmp_path):
     learner_wishes(tmp_path, "a")
     tending.look(NOW)
     assert mode(tmp_path / "shards/shard-0/key.pem") == 0o600
     assert mode(tmp_path / "learners/learner-a/key.pem") == 0o600
+    assert mode(tmp_path / "observers/observer-page/key.pem") == 0o600
+    assert mode(tmp_path / "observers/observer-page") == 0o700
     assert mode(tmp_path / "observers/observer-prometheus/key.pem") == 0o640
     assert mode(tmp_path / "observers/observer-prometheus") == 0o750
 
@@ -147,6 +155,13 @@ def test_in_a_crowd_of_folders_those_that_are_known_are_served_and_new_ones_are_
         shutil.rmtree(path)
     tending.look(NOW + timedelta(days=61))
     assert not tending.why_not
+
+
+@pytest.mark.parametrize("lent", ["shard/0", "observer/other"])
+def test_only_the_key_of_a_known_observer_is_lent(tmp_path, lent, capsys):
+    argv = ["certs", "tend", "shard/0", "--run", "r", "--folder", str(tmp_path / "ca"), "--out", str(tmp_path)]
+    assert main([*argv, "--lend", lent]) == 2
+    assert f"--lend {lent}: name an observer that is among the identities" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["key.pem", "cert.pem", "ca.pem"])

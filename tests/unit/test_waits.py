@@ -12,7 +12,7 @@ import pytest
 
 from diloco_common.errors import Busy, TornUpload
 from diloco_server import waits
-from diloco_server.waits import Bodies, OpenPush, Outgoing
+from diloco_server.waits import Bodies, OpenPush, Outgoing, Turns
 from waiting import DEADLINE_S
 
 
@@ -188,3 +188,17 @@ def test_a_push_that_was_ended_between_two_parts_leaves_no_coroutine_behind() ->
         run(play)
         gc.collect()
     assert not warned
+
+
+def test_the_first_turns_are_there_at_once_on_a_machine_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of an event loop begins at 0 with the machine."""
+
+    async def play() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 0.5)
+        line = Turns(per_s=0.1, burst=3)
+        taken = [asyncio.create_task(line.next()) for _ in range(4)]
+        await turns()
+        assert [turn.done() for turn in taken] == [True, True, True, False]
+        taken[-1].cancel()
+
+    run(play)

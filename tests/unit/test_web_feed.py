@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco_deploy.watch import Watch
 from diloco_deploy.web import course, events, learners, rounds
 from diloco_deploy.web.feed import Feed
 
@@ -222,8 +223,8 @@ def test_shards_that_learners_miss_are_missed_though_nobody_gave_their_address()
 @pytest.mark.parametrize(
     ("changed", "level", "title"),
     [
-        ({"late": 0}, "good", "Nothing lost"),
-        ({"late": 633, "rejected": {"NOT_FINITE": 2}}, "good", "Nothing lost"),
+        ({}, "good", "Nothing lost"),
+        ({"rejected": {"NOT_FINITE": 2}}, "good", "Nothing lost"),
         ({"versions_lost": 2}, "bad", "2 versions lost"),
     ],
 )
@@ -232,6 +233,13 @@ def test_late_work_is_not_lost_and_lost_versions_are(changed, level, title):
     feed.heard("shard-0", shard(**changed), None, NOW)
     lost = feed.since(0, NOW)["headlines"]["lost"]
     assert (lost["level"], lost["title"]) == (level, title)
+
+
+def test_late_contributions_are_those_of_the_rows():
+    feed = feed_of("shard-0")
+    late = [learner("ann", missed={"LATE": 3}), learner("bob", missed={"LATE": 4, "FENCED": 1})]
+    feed.heard("shard-0", shard(late=9, learners=late), None, NOW)
+    assert "7 late, 1 fenced off" in feed.since(0, NOW)["headlines"]["lost"]["words"]
 
 
 # ------------------------------------------------------------ is it learning
@@ -261,6 +269,25 @@ def test_the_rest_is_told_from_the_pace_that_was_seen():
         feed.heard("shard-0", shard(tokens_merged=100 * second), None, NOW + second)
         feed.sample(NOW + second)
     assert feed.since(0, NOW)["run"]["left_s"] == pytest.approx((4000 - 2900) / 100)
+
+
+def test_the_rest_is_the_same_as_on_the_terminal():
+    feed, watch = feed_of("shard-0"), Watch(NOW)
+    watch.expect("shard-0", "shard")
+    for second in range(0, 100, 5):
+        said = shard(tokens_merged=second * second // 10)
+        feed.heard("shard-0", said, None, NOW + second)
+        watch.heard("shard-0", said, NOW + second)
+        assert feed.since(0, NOW)["run"]["left_s"] == watch.snapshot(NOW + second).eta_s
+    assert watch.snapshot(NOW).eta_s is not None
+
+
+def test_progress_does_not_move_while_a_shard_reads_its_versions():
+    feed = feed_of("shard-0")
+    feed.heard("shard-0", shard(), None, NOW)
+    feed.silent("shard-0", "connection refused", NOW + 1)
+    feed.heard("shard-0", shard(epoch=8, tokens_merged=0, fragments=[]), None, NOW + 2)
+    assert feed.since(0, NOW)["run"]["tokens_merged"] == 1000
 
 
 # ------------------------------------------------------------ what is sent, and how much

@@ -34,6 +34,7 @@ class _Outputs:
     final_status: Path | None
     model: Path | None
     result: Path | None
+    progress: Path | None
 
 
 @app.default
@@ -58,6 +59,7 @@ def work(
         Path | None, Parameter(metavar="FILE.safetensors", help="evaluate: write the global model here")
     ] = None,
     out: Annotated[Path | None, Parameter(metavar="FILE.json", help="evaluate: write the result here too")] = None,
+    progress: Annotated[Path | None, Parameter(metavar="FILE.json", help="evaluate: write here how far it is")] = None,
     options: SettingsOptions = NO_SETTINGS,
 ) -> None:
     """Run one worker with the built-in training, evaluate the global model, or print the digest of the model."""
@@ -81,7 +83,8 @@ def work(
     logs.configure()
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
-    (_evaluate if command == "evaluate" else _train)(settings, _Outputs(address_file, final_status, export, out))
+    outputs = _Outputs(address_file, final_status, export, out, progress)
+    (_evaluate if command == "evaluate" else _train)(settings, outputs)
 
 
 def _train(settings: Settings, outputs: _Outputs) -> None:
@@ -164,13 +167,23 @@ def _evaluate(settings: Settings, outputs: _Outputs) -> None:
     _check_is_built_in(found.tensors, settings)
     held_out = load_corpus(settings.data.source, settings.data.held_out).held_out
     model = build_gpt(settings.model, settings.run.seed)  # bit for bit what the first worker seeded
-    first = evaluate(model, held_out, settings.model.context)
+
+    def judged(before: float) -> float:
+        """The loss, which is one half of the work."""
+
+        def tell(share: float) -> None:
+            if outputs.progress is not None:
+                write_json(outputs.progress, {"share": before + share / 2})
+
+        return evaluate(model, held_out, settings.model.context, tell=tell)
+
+    first = judged(0.0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(found.tensors[name])
     result = {
         "eval_loss_first": first,
-        "eval_loss_final": evaluate(model, held_out, settings.model.context),
+        "eval_loss_final": judged(0.5),
         "parameters": sum(p.numel() for p in model.parameters()),
         "versions": {str(i): version for i, version in sorted(found.versions.items())},
         "tokens_merged": found.tokens_merged,

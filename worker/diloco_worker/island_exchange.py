@@ -12,7 +12,6 @@ import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +28,8 @@ _GROUPS = itertools.count()
 """Of this process. All ranks join alike, so they count alike."""
 GOODBYE_S = 5.0
 """How long ranks wait for each other when they leave."""
+LOOK_S = 0.05
+"""How often they look whether all are there."""
 
 
 class Exchange(Protocol):
@@ -60,7 +61,8 @@ class IslandGroup:
         ranks = _ranks_of(island)
         self.ranks = ranks
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self._group = _gloo(ranks)
+        self._store = _own_store(ranks)
+        self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=TIMEOUT_S))
 
     def agree(self, text: str) -> str:
         """The leader's text, at all ranks. At most 200 bytes."""
@@ -79,10 +81,16 @@ class IslandGroup:
         return GlooExchange(self._group, self.rank, self.size)
 
     async def goodbye(self) -> None:
-        """Wait until all ranks are here, or for a few seconds."""
-        wait = partial(self._group.monitored_barrier, timedelta(seconds=GOODBYE_S))
-        with contextlib.suppress(RuntimeError):  # some have ended already
-            await asyncio.get_running_loop().run_in_executor(None, wait)
+        """Wait until all ranks are here, or for a few seconds.
+
+        By the store. A barrier of gloo, `monitored_barrier` too, waits for rank 0 as long as the group does (torch
+        2.13): a rank that fails alone would never end, and torchrun would never learn that it has failed.
+        """
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended already; not all ranks leave
+            async with asyncio.timeout(GOODBYE_S):
+                self._store.add("leave", 1)
+                while self._store.add("leave", 0) < self.size:  # noqa: ASYNC110 - other processes add
+                    await asyncio.sleep(LOOK_S)
 
 
 class GlooExchange:
@@ -124,16 +132,15 @@ class GlooExchange:
             self._work = None
 
 
-def _gloo(ranks: Sequence[int]) -> Any:
-    """A gloo group under a name of its own.
+def _own_store(ranks: Sequence[int]) -> dist.Store:
+    """Where the ranks of a gloo group find each other, under a name of its own.
 
     `new_group` would meet under the same name again after torchrun has restarted all ranks, and read from the store
     where ranks listened that have ended (torch 2.13).
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"diloco-island/{restarts}/{next(_GROUPS)}/{ranks[0]}"
-    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timedelta(seconds=TIMEOUT_S))
+    return dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 
 def _places(size: int) -> Sequence[slice]:

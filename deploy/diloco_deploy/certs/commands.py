@@ -11,7 +11,7 @@ from pathlib import Path
 from cryptography import x509
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Subject, subject_of
+from diloco_common.identity import Scope, Subject, subject_of
 from diloco_common.tls import read_folder, serial_text, shown
 from diloco_deploy.certs.authority import (
     CA_DAYS,
@@ -54,16 +54,21 @@ def issue(
     return 0
 
 
-def tend(folder: Path, run_id: str, identities: Sequence[str], hosts: Sequence[str], days: float, out: Path) -> int:
-    """Until SIGTERM or SIGINT. SIGHUP renews everything at once."""
+def tend(
+    folder: Path, run_id: str, identities: Sequence[str], hosts: Sequence[str], days: float, out: Path,
+    lent: Sequence[str],
+) -> int:  # fmt: skip
+    """Until SIGTERM or SIGINT. SIGHUP renews everything at once. Raises ConfigError."""
     from diloco_common import logs
 
     make_authority(folder, run_id, datetime.now(UTC))
     authority = open_authority(folder)
     logs.configure()
     log = logs.Log("certs")
-    subjects = [subject_of(authority.run_id, text) for text in identities]
-    tending, said = Tending(authority, out, subjects, hosts, days), ""
+    subjects, lend = ([subject_of(authority.run_id, text) for text in texts] for texts in (identities, lent))
+    if strange := [str(one) for one in lend if one.scope is not Scope.OBSERVER or one not in subjects]:
+        raise ConfigError(f"--lend {strange[0]}: name an observer that is among the identities")
+    tending, said = Tending(authority, out, subjects, hosts, days, lend), ""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: asked.append(number))

@@ -1,7 +1,7 @@
 """`diloco certs tend`: stay, and see to the certificates of all containers on one host.
 
     OUT/shards/shard-0/ ...             of every shard; OUT/shards/revoked.json is a copy of the deny-list
-    OUT/observers/observer-NAME/ ...    its key is readable for our group, as Prometheus runs as another user
+    OUT/observers/observer-NAME/ ...    of every observer; a key that is lent is readable for our group
     OUT/learners/learner-ID/ ...        whoever makes this folder gets a certificate in it
 
 The authority's own folder stays with this process. What lies in `learners` belongs to the learners: it is neither read
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -50,10 +50,14 @@ class Tending:
         subjects: Sequence[Subject],
         hosts: Sequence[str],
         days: float | None = None,
+        lent: Collection[Subject] = (),
     ) -> None:
-        """`subjects`: shards and observers. `hosts`: of every shard, beside the name of its own folder."""
+        """`subjects`: shards and observers. `hosts`: of every shard, beside the name of its own folder.
+
+        `lent`: observers that run as another user, in our group: Prometheus does.
+        """
         self._authority, self._out, self._subjects, self._hosts = authority, out, subjects, hosts
-        self._days = days or CERTIFICATE_DAYS
+        self._days, self._lent = days or CERTIFICATE_DAYS, lent
         self._newest: dict[str, Issued] = {}
         self._known: dict[str, Subject] = {}
         """Name of the folder -> learner that has had a certificate."""
@@ -151,15 +155,15 @@ class Tending:
     def _make(self, subject: Subject, folder: Path, now: datetime) -> str:
         """Issue one certificate; what was done. Raises ConfigError."""
         hosts = [folder.name, *self._hosts] if subject.scope is Scope.SHARD else []
-        is_observer = subject.scope is Scope.OBSERVER
+        is_lent = subject in self._lent
         try:
             if subject.scope is not Scope.LEARNER:
-                folder.mkdir(mode=0o750 if is_observer else 0o700, exist_ok=True)
+                folder.mkdir(mode=0o750 if is_lent else 0o700, exist_ok=True)
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 into = Path(f"/proc/self/fd/{held}")  # this very folder, whatever takes its name meanwhile
                 _, issued = self._authority.issue(subject, now, hosts=hosts, days=self._days, into=into)
-                if is_observer:
+                if is_lent:
                     (into / KEY).chmod(0o640)
             finally:
                 os.close(held)

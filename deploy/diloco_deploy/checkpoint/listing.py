@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from diloco_common.command import QuietConsole
 from diloco_common.errors import DataError
 from diloco_deploy import units
 from diloco_deploy.checkpoint.sources import open_checkpoint, shard_folders
@@ -60,7 +60,7 @@ def show(entries: Sequence[Entry]) -> None:
             low, high = entry.contents.versions
             versions, size = (str(low) if low == high else f"{low}-{high}"), units.size(entry.contents.num_bytes)
         table.add_row(_pattern(entry.paths), entry.state, versions, size)
-    Console(soft_wrap=True).print(table)
+    QuietConsole(soft_wrap=True).print(table)
 
 
 def _below(folder: Path) -> list[Path]:

@@ -95,6 +95,10 @@ def tend(
         list[str] | None,
         Parameter(metavar="NAME|IP", help="of every shard, beside the name of its folder; may be repeated"),
     ] = None,
+    lend: Annotated[
+        list[str] | None,
+        Parameter(metavar="observer/NAME", help="our group may read its key: it runs as another user; may be repeated"),
+    ] = None,
     days: Annotated[Days, _VALID] = 90.0,
     folder: Folder = CERTS,
 ) -> int:
@@ -104,4 +108,4 @@ def tend(
     """
     from diloco_deploy.certs.commands import tend
 
-    return tend(folder, run, identities, host or (), days, out)
+    return tend(folder, run, identities, host or (), days, out, lend or ())

@@ -15,10 +15,10 @@ _SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250
 
 
 def doctor(
-    *,
     shards: Annotated[
         str | None, setting("worker.shards", "HOST:PORT,...", "look at the way from here to these shards")
     ] = None,
+    *,
     shard: Annotated[Flag, Parameter(help="look at this machine: is it fit to run the shard of the settings?")] = False,
     run: Annotated[str | None, setting("run.id", "ID", "id of the run")] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "certificate of the caller")] = None,

@@ -17,7 +17,7 @@ def pull(
     *,
     shards: Annotated[str, Parameter(metavar="HOST:PORT,...", help="addresses of all shards")],
     out: Annotated[Path, Parameter(metavar="DIR", help="folder to write; files in it are replaced")],
-    config: Annotated[
+    base: Annotated[
         Path | None,
         Parameter(
             metavar="DIR",
@@ -38,4 +38,4 @@ def pull(
     """
     from diloco_deploy.pull import pull_into
 
-    return pull_into(out, shards, config, dtype, run=run, tls=tls, token_file=token_file, wait_s=wait)
+    return pull_into(out, shards, base, dtype, run=run, tls=tls, token_file=token_file, wait_s=wait)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common.options import Flag, Json, setting
+from diloco_common.options import Config, Flag, Json, setting
 from diloco_common.settings_loader import Given, load
 
 
@@ -17,6 +17,7 @@ def status(
     folder: Annotated[
         str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
     ] = None,
+    config: Config = None,
     http: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="ask these processes instead")] = None,
     tls: Annotated[
         Path | None,
@@ -34,20 +35,19 @@ def status(
     Any one shard is enough to ask: it knows how many there are, and hears from its learners which they do not reach.
     Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if somebody who is expected is missing.
     """
-    from rich.console import Console
-
+    from diloco_common.command import QuietConsole
     from diloco_common.security import read_bearer_token
     from diloco_deploy.status import Where, asker_for, check_watch, show_status, watch_status
 
     flags = {"cluster.folder": Given(folder, "--folder")} if folder else {}
     if token_file:
         flags["security.token_file"] = Given(token_file, "--token-file")
-    settings = load(None, os.environ, flags=flags).settings
+    settings = load(config, os.environ, flags=flags).settings
     where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)
     addresses = [address.strip() for address in (http or "").split(",") if address.strip()]
     asker = asker_for(where, addresses, tls, bearer_token)
     whom = Where(where, addresses)
     if watch:
         check_watch(as_json=json, strict=strict)
-        return watch_status(whom, console=Console(), asker=asker)
-    return show_status(whom, as_json=json, strict=strict, console=Console(), asker=asker)
+        return watch_status(whom, console=QuietConsole(), asker=asker)
+    return show_status(whom, as_json=json, strict=strict, console=QuietConsole(), asker=asker)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common.options import Flag, setting
+from diloco_common.options import Config, Flag, setting
 from diloco_common.settings_loader import Given, load
 
 
@@ -20,6 +20,7 @@ def web(
     folder: Annotated[
         str | None, setting("cluster.folder", "PATH", "without --shards: folder of the cluster that `diloco up` runs")
     ] = None,
+    config: Config = None,
     listen: Annotated[str, Parameter(metavar="HOST:PORT", help="where to serve the page")] = "127.0.0.1:7171",
     tls: Annotated[
         Path | None,
@@ -45,7 +46,7 @@ def web(
         flags["security.token_file"] = Given(token_file, "--token-file")
     if insecure:
         flags["security.insecure"] = Given("true", "--insecure")
-    settings = load(None, os.environ, flags=flags).settings
+    settings = load(config, os.environ, flags=flags).settings
     addresses = [address.strip() for address in (shards or "").split(",") if address.strip()]
     security = settings.security
     return show(settings.cluster.folder, addresses, listen, security, tls=tls or security.tls, certificate=certificate)

@@ -107,10 +107,15 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
 
         return run_of_shards.describe(door, known, PROTOCOL)
 
-    def measured() -> Sequence[Finding]:
+    def measured() -> Finding:
         from diloco_deploy.doctor import run_of_shards
 
-        return run_of_shards.measure(door, known, _ours())
+        return run_of_shards.measure(door, known)
+
+    def compared() -> Sequence[Finding]:
+        from diloco_deploy.doctor import run_of_shards
+
+        return run_of_shards.version(door, known, _ours())
 
     a = door.address
     checks = [
@@ -119,6 +124,7 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
         Check("tls", a, 7.0, partial(way.handshake, a, door.files), ("port",)),
         Check("run", a, 12.0, described, ("port", "tls")),
         Check("clock", a, 9.0, measured, ("run",)),
+        Check("version", a, 1.0, compared, ("run",)),
     ]
     return run(checks, time.monotonic, ends_at)
 

@@ -53,20 +53,23 @@ def complete(known: Known) -> Finding:
     return ok(f"all {count} shards of the run were reached")
 
 
-def measure(door: Door, known: Known, ours: str) -> Sequence[Finding]:
-    """Clock and version of the shard; the way up is kept for `link`. Raises its Refusal."""
+def measure(door: Door, known: Known) -> Finding:
+    """The clock of the shard; its version is kept for `version`, the way up for `link`. Raises its Refusal."""
     try:
         measured = calls.measure(door)
     except calls.NoShard:
-        return [warning("CLOCK_UNKNOWN", f"{door.address} is of a version before `diloco doctor`")]
+        return warning("CLOCK_UNKNOWN", f"{door.address} is of a version before `diloco doctor`")
     except calls.Silence:
-        return [failure("NO_ANSWER", f"{door.address} does not answer a probe")]
+        return failure("NO_ANSWER", f"{door.address} does not answer a probe")
     known.measured[door.address] = measured
     proven = door.files is not None or door.token is not None
-    return [
-        clock(door.address, measured.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven),
-        package(door.address, measured.package, ours),
-    ]
+    return clock(door.address, measured.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven)
+
+
+def version(door: Door, known: Known, ours: str) -> Sequence[Finding]:
+    """Whether the shard runs our version. Nothing, where the shard did not say which it runs."""
+    measured = known.measured.get(door.address)
+    return [] if measured is None else [package(door.address, measured.package, ours)]
 
 
 def clock(address: str, skew_s: float, *, proven: bool) -> Finding:

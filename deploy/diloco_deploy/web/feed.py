@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from diloco_deploy.progress import Pace, tokens_merged
 from diloco_deploy.web.course import Course, Point, Trend
 from diloco_deploy.web.events import Events
 from diloco_deploy.web.headlines import SPANS_S, headlines
@@ -19,13 +20,11 @@ from diloco_deploy.web.rounds import DrawnRounds
 
 Answer = Mapping[str, Any]
 OUTAGES_MAX = 128
-PACE_S = 60.0
-"""How far back the pace of the run is looked at."""
 TAGS_OF_LEARNERS = {
     "awaited": "w", "training": "t", "stalled": "s", "quarantined": "q", "partly": "p", "away": "a", "left": "l",
     "unknown": "u",
 }  # fmt: skip
-_COUNTERS = ("rounds", "late", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
+_COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
 
 
 @dataclass
@@ -53,6 +52,8 @@ class Shard:
     """For its last answer."""
     status: Answer = field(default_factory=dict)
     """Its last answer; kept when it stops answering."""
+    listing: Answer = field(default_factory=dict)
+    """Its last answer that lists fragments: while a shard reads its versions, it has none yet."""
     starts: int = 0
     """Epochs that this page has seen."""
     traced: tuple[int, int] = (0, 0)
@@ -95,6 +96,7 @@ class Feed:
         self._unread: set[str] = set()  # shards whose last answer is not in `_known` yet
         self._forgotten = 0
         self._course = Course()
+        self._pace = Pace()
         self._rounds = DrawnRounds()
         self._events = Events()
         self._outages: deque[Outage] = deque(maxlen=OUTAGES_MAX)
@@ -142,7 +144,9 @@ class Feed:
             shard.label = str(status.get("name") or name)
         shard.starts += 1 if is_new or not shard.status else 0
         shard.answers, shard.heard_at, shard.why_not, shard.status = True, now, "", status
+        shard.listing = status if status.get("fragments") else shard.listing
         shard.asked_at = asked_at
+        self._pace.heard(now, self.tokens_merged() or 0)
         self._silent_since = None
         if rounds is not None:
             self._heard_rounds(shard, rounds, seq, now)
@@ -209,12 +213,10 @@ class Feed:
         return {**rows, "now": round(now, 2), "known": len(self._learners), "forgotten": self._forgotten}
 
     def tokens_merged(self) -> int | None:
-        """Progress of the run: the mean over all fragments. None: no shard has said."""
-        weights = [(max(1, len(s.status.get("fragments") or ())), s) for s in self._shards.values() if s.status]
-        if not weights:
-            return None
-        merged = sum(weight * int(shard.status.get("tokens_merged") or 0) for weight, shard in weights)
-        return round(merged / sum(weight for weight, _ in weights))
+        """Progress of the run; None: no shard has said."""
+        return tokens_merged(
+            [s.listing, s.status] if s.listing else [s.status] for s in self._shards.values() if s.status
+        )
 
     # ------------------------------------------------------------ helpers
 
@@ -270,7 +272,7 @@ class Feed:
             "shards_of_run": max((int(s.status.get("count") or 0) for s in answered), default=None),
             "unreached": self._unreached(),
             "silent_since": self._silent_since,
-            "left_s": self._left_s(budget),
+            "left_s": self._pace.left_s(budget) if self._silent_since is None else None,
         }
 
     def _unreached(self) -> dict[int, float]:
@@ -287,16 +289,6 @@ class Feed:
                     if index is not None and index not in asked:
                         found[int(index)] = max(float(away.get("for_s") or 0.0), found.get(int(index), 0.0))
         return found
-
-    def _left_s(self, budget: int) -> float | None:
-        """Seconds until the budget is reached, at the pace of the last minute."""
-        points = self._course.points
-        if not budget or self._silent_since is not None or not points:
-            return None
-        last = points[-1]
-        first = next(point for point in points if point.at >= last.at - PACE_S)
-        merged, took_s = last.tokens_merged - first.tokens_merged, last.at - first.at
-        return max(0, budget - last.tokens_merged) * took_s / merged if merged > 0 and took_s >= 5.0 else None
 
     def _totals(self) -> dict[str, Any]:
         shards = self._shards.values()

@@ -97,11 +97,11 @@ _WORDS = {
 def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, str]:
     lost, refused = totals["versions_lost"], sum(totals["refused"].values())
     carried = []
-    if totals["late"]:
-        carried.append(f"{totals['late']:,} late")
+    late, fenced = totals["missed"].get("LATE", 0), totals["missed"].get("FENCED", 0)
+    if late:
+        carried.append(f"{late:,} late")
     if refused:
         carried.append(f"{refused:,} refused")
-    fenced = totals["missed"].get("FENCED", 0)
     if fenced:
         carried.append(f"{fenced:,} fenced off")
     if lost:

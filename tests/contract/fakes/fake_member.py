@@ -16,7 +16,7 @@ from diloco_common.endpoints import Role, write_address
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", nargs="?")
-    for name in ("settings", "address-file", "final-status", "shards", "export", "out"):
+    for name in ("settings", "address-file", "final-status", "shards", "export", "out", "progress"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()

@@ -54,7 +54,7 @@ def main() -> None:
     if behaviour in ("waits", "deaf"):
         member.terminated.wait(60)
     else:
-        member.answered.acquire(timeout=60)
+        member.answered.acquire(timeout=200)
         if behaviour == "dies" or (behaviour == "dies-once" and name == "worker-0" and not lived_before):
             os.kill(os.getpid(), signal.SIGKILL)
     status |= {"state": "done", "tokens": 600}

@@ -53,4 +53,3 @@ for (const input of document.querySelectorAll("input[name=span]")) input.addEven
 addEventListener("resize", () => show(true));
 document.addEventListener("theme", () => show(true));
 document.addEventListener("visibilitychange", () => show());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show(true));

@@ -1,16 +1,24 @@
 // Light, dark, or as the system says. Runs before the first paint, so nothing flashes.
 
 const THEMES = ["system", "light", "dark"];
+const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "system";
 try {
   theme = localStorage.getItem("diloco-theme") || "system";
 } catch {
   // storage is forbidden: the system decides
 }
-if (theme !== "system") document.documentElement.dataset.theme = theme;
+
+function apply() {
+  document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
+  document.dispatchEvent(new Event("theme"));
+}
+apply();
+dark.addEventListener("change", apply);
 
 document.addEventListener("DOMContentLoaded", () => {
   const button = document.getElementById("theme");
+  if (button === null) return; // the page that asks for the key has none
   const show = () => {
     button.textContent = `◐ ${theme}`;
     button.setAttribute("aria-label", `Theme: ${theme}`);
@@ -18,14 +26,12 @@ document.addEventListener("DOMContentLoaded", () => {
   show();
   button.addEventListener("click", () => {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-    if (theme === "system") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
     try {
       localStorage.setItem("diloco-theme", theme);
     } catch {
       // it holds for this visit
     }
     show();
-    document.dispatchEvent(new Event("theme"));
+    apply();
   });
 });

@@ -1,0 +1,85 @@
+"""Examples of ours with something wrong in them: how they are run, and what a person is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from forks import context, log_to
+from processes import environment, until
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RANKS = 2
+ALONE_S = 10.0
+"""What torchrun would end at once gets so long to end by itself: so it can be read what it says."""
+CODE = re.compile(r"\[([A-Z_]+)\]$")
+
+
+def changed(script: str, *changes: tuple[str, str]) -> str:
+    """The script with these words in the place of those, each once."""
+    for before, after in changes:
+        assert script.count(before) >= 1, before
+        script = script.replace(before, after, 1)
+    return script
+
+
+def answer(stderr: str) -> list[str]:
+    """What a person is told at the end: without the lines of the log, which begin with the time."""
+    return [line for line in stderr.strip().splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]
+
+
+def assert_told(said: str, code: str) -> None:
+    """At most three lines, of which the first names the line of the script, and the last has the code."""
+    told = answer(said)
+    assert 1 <= len(told) <= 3, said
+    assert re.match(r"diloco \(train.py, line \d+\): ", told[0]), said
+    found = CODE.search(told[-1])
+    assert found is not None, said
+    assert found[1] == code, said
+
+
+def run_ranks(script: Path, arguments: Sequence[str], folder: Path) -> list[str]:
+    """Run a script as two ranks, as torchrun does, and return what each of them has said. None of them succeeds.
+
+    Forked, not by torchrun itself, which takes ten seconds of two cores for its imports and theirs.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    given |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    ranks = []
+    for rank in range(RANKS):
+        mine = environment() | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        job = (script, list(arguments), folder / f"rank-{rank}", mine)
+        ranks.append(context.Process(target=_become_rank, args=job, daemon=True))
+    for process in ranks:
+        process.start()
+    try:
+        until(lambda: any(process.exitcode for process in ranks), "a rank ends")
+        for process in ranks:
+            process.join(ALONE_S)
+            process.terminate()
+            process.join(ALONE_S)
+        assert ranks[0].exitcode == 1
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(folder / f"rank-{rank}").read_text() for rank in range(RANKS)]
+
+
+def _become_rank(script: Path, arguments: list[str], log: Path, environment: Mapping[str, str]) -> None:
+    log_to(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)

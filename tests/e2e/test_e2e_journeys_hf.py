@@ -1,0 +1,110 @@
+"""The examples of Hugging Face, mistyped: every mistake is answered in at most three lines, with a stable code.
+
+As in test_e2e_journeys.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Callable, Iterator
+
+import pytest
+from mistakes import EXAMPLES, assert_told, changed
+from test_e2e_examples import shard
+
+import diloco_worker
+
+transformers = pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
+pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed")
+peft = pytest.importorskip("peft", reason="NOT RUN: peft is not installed")
+
+TEXT = ("Path(__file__).parent.parent.glob", f"Path({str(EXAMPLES)!r}).parent.glob")
+TRAINER = changed((EXAMPLES / "hf_trainer.py").read_text(), TEXT)
+LORA = (EXAMPLES / "lora.py").read_text()
+MADE = "    callback = DilocoCallback(shards, "
+GIVEN = {TRAINER: 'shards, run="trainer"', LORA: 'shards, model, run="lora"'}
+TARGETS = '["c_attn", "c_fc"]'
+
+
+def with_options(script: str, options: str) -> str:
+    """With more options of the callback, or of `join`."""
+    return changed(script, (GIVEN[script], f"{GIVEN[script]}, {options}"))
+
+
+def with_argument(line: str) -> str:
+    """The Trainer, with something done to its arguments or its model before the callback is made."""
+    return changed(TRAINER, (MADE, f"    {line}\n{MADE}"))
+
+
+def with_adapter(line: str) -> str:
+    """LoRA, with something done to the model before it joins."""
+    return changed(LORA, ("    with diloco", f"    {line}\n    with diloco"))
+
+
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    # what is wrong -> the script, the shards that it is given, the code that it hears
+    "trainer: no port": (TRAINER, "127.0.0.1", "BAD_CONFIG"),
+    "trainer: no shards": (TRAINER, "", "BAD_CONFIG"),
+    "trainer: a port where nobody is": (with_options(TRAINER, "wait_s=1.0"), "127.0.0.1:9", "CANNOT_CONNECT"),
+    "trainer: another run": (changed(TRAINER, ('"trainer"', '"lora"')), "TRAINER", "WRONG_RUN"),
+    "trainer: a learner id with a space": (
+        with_options(TRAINER, 'learner_id="my laptop"'),
+        "TRAINER", "BAD_LEARNER_ID",
+    ),
+    "trainer: a folder without certificates": (with_options(TRAINER, 'tls="/no/such"'), "TRAINER", "BAD_CONFIG"),
+    "trainer: an island": (with_options(TRAINER, "island=(0, 1)"), "TRAINER", "BAD_CONFIG"),
+    "trainer: a name that is no parameter": (
+        with_options(TRAINER, 'mean_merge=["head"]'),
+        "TRAINER", "UNSUPPORTED_MODEL",
+    ),
+    "trainer: the best model at the end": (
+        with_argument("arguments.metric_for_best_model, arguments.load_best_model_at_end = 'loss', True"),
+        "TRAINER", "BAD_CONFIG",
+    ),
+    "trainer: a model in float64": (with_argument("model.double()"), "TRAINER", "UNSUPPORTED_MODEL"),
+    "trainer: the model saved to a file": (with_options(TRAINER, "save_to=__file__"), "TRAINER", "BAD_CONFIG"),
+    "lora: a URL": (LORA, "http://127.0.0.1:50051", "BAD_CONFIG"),
+    "lora: a port where nobody is": (with_options(LORA, "wait_s=1.0"), "127.0.0.1:9", "CANNOT_CONNECT"),
+    "lora: the same shard twice": (LORA, "LORA,LORA", "BAD_CONFIG"),
+    "lora: the run of another model": (changed(LORA, ('run="lora"', 'run="trainer"')), "LORA", "WRONG_RUN"),
+    "lora: another base": (changed(LORA, ("manual_seed(0)", "manual_seed(1)")), "LORA", "FROZEN_MISMATCH"),
+    "lora: a base in bfloat16": (
+        changed(LORA, ("(base(), LoraConfig", "(base().bfloat16(), LoraConfig")),
+        "LORA", "FROZEN_MISMATCH",
+    ),
+    "lora: another rank of the adapter": (changed(LORA, ("r=4", "r=8")), "LORA", "MANIFEST_MISMATCH"),
+    "lora: other layers": (changed(LORA, (TARGETS, '["c_attn"]')), "LORA", "MANIFEST_MISMATCH"),
+    "lora: no adapter": (with_adapter("model = base()"), "LORA", "MANIFEST_MISMATCH"),
+    "lora: an adapter that is frozen": (with_adapter("model.requires_grad_(False)"), "LORA", "UNSUPPORTED_MODEL"),
+    "lora: no tokens": (changed(LORA, ("tokens=batch.numel()", "tokens=-batch.numel()")), "LORA", "BAD_CONFIG"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Of a shard for each example. At that of LoRA there is a learner, with the right base and adapter."""
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "trainer").mkdir()
+    (folder / "lora").mkdir()
+    serve = ["diloco-server", "--listen", "127.0.0.1:50051", "--set"]
+    with (
+        shard([*serve, "run.id=trainer"], folder / "trainer") as trainer,
+        shard([*serve, "run.id=lora"], folder / "lora") as lora,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.syspath_prepend(EXAMPLES)
+        example = runpy.run_path(str(EXAMPLES / "lora.py"))
+        config = peft.LoraConfig(target_modules=ast.literal_eval(TARGETS), r=4, fan_in_fan_out=True)
+        with diloco_worker.join(lora, peft.get_peft_model(example["base"](), config), run="lora", wait_s=60.0):
+            yield {"TRAINER": trainer, "LORA": lora}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_hugging_face_is_answered_in_three_lines(
+    mistake: str, addresses: dict[str, str], as_a_script: Callable[..., str]
+) -> None:
+    script, shards, code = MISTAKES[mistake]
+    for name, address in addresses.items():
+        shards = shards.replace(name, address)
+    assert_told(as_a_script(script, shards, "out"), code)

@@ -1,0 +1,133 @@
+"""Writes the tables of docs/kubernetes-sizes.md, by the formulas of `diloco plan`.
+
+`python tools/kubernetes_sizes.py` writes them, `--check` says whether they are up to date. A table stands between
+`<!-- table: NAME -->` and `<!-- end -->`; the words around it stay.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from diloco_common.codec import num_payload_bytes
+from diloco_common.settings import CheckpointSettings, SyncSettings
+from diloco_common.sizes import Share, learner_bytes
+from diloco_deploy import units
+from diloco_deploy.plan import formulas
+from diloco_deploy.plan.formulas import BITS
+
+WORKERS = 8
+STEP_S = 1.0
+MONTH_S = 30 * 24 * 3600
+HEADROOM = 1.25
+"""A limit is so many times what the plan says. Beyond it the kernel kills the shard."""
+ADAMW_BYTES = 16
+"""Of a parameter in training: weights, gradients and two moments, in float32."""
+UNDER_WAY = 2
+KEEP = CheckpointSettings().keep
+SYNC = SyncSettings()
+GIB = 2**30
+
+
+class Model(NamedTuple):
+    """A size that people ask for, and how it would be cut and placed."""
+
+    name: str
+    params: float
+    shards: int
+    fragments: int
+    ranks: int
+    """GPUs of one worker: an island under FSDP2 from 7 B on."""
+
+
+MODELS = (
+    Model("0.1 B", 1e8, 1, 24, 1),
+    Model("1 B", 1e9, 2, 24, 1),
+    Model("7 B", 7e9, 4, 24, 8),
+    Model("70 B", 7e10, 32, 96, 64),
+)
+
+
+def page(text: str) -> str:
+    """The page with its tables written anew. Raises ValueError for a table that nobody makes."""
+    made = {"shards": shards(), "workers": workers(), "bytes": moved()}
+    pattern = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    missing = made.keys() ^ {match[2] for match in pattern.finditer(text)}
+    if missing:
+        raise ValueError(f"tables that are only here or only on the page: {', '.join(sorted(missing))}")
+    return pattern.sub(lambda match: f"{match[1]}\n{made[match[2]]}\n\n{match[3]}", text)
+
+
+def shards() -> str:
+    """What one shard's pod asks for."""
+    head = ("model", "shards", "fragments", "peak, by the plan", "memory limit", "disk", f"with {KEEP} checkpoints",
+            "volume", "writes")  # fmt: skip
+    return _table(head, map(_shard, MODELS))
+
+
+def _shard(model: Model) -> Sequence[str]:
+    owned, held = model.params / model.shards, model.fragments / model.shards
+    peak = formulas.shard_memory(owned, math.ceil(held), WORKERS, BITS[SYNC.push], "nesterov", SYNC.pull)
+    each = formulas.version_bytes("nesterov", SYNC.pull)
+    disk, full = (formulas.shard_disk(owned, owned / held, each, kept) for kept in (0, KEEP))
+    writes = formulas.disk_rate(owned, each, SYNC.sync_every, STEP_S)
+    return (
+        model.name, str(model.shards), str(model.fragments), units.size(peak), gibibytes(HEADROOM * peak),
+        units.size(disk), units.size(full), gibibytes(HEADROOM * full), f"{units.size(writes)}/s",
+    )  # fmt: skip
+
+
+def workers() -> str:
+    """What one GPU of a worker holds."""
+    head = ("model", "GPUs of a worker", "training", "anchors, residuals", "under way", "sum, each GPU")
+    return _table(head, map(_worker, MODELS))
+
+
+def _worker(model: Model) -> Sequence[str]:
+    each = round(model.params / model.fragments / model.ranks)
+    found = learner_bytes([Share(each, each)] * model.fragments, push=SYNC.push, pull=SYNC.pull, under_way=UNDER_WAY)
+    training = ADAMW_BYTES * found.elements
+    sizes = (training, found.kept, found.under_way, training + found.peak)
+    return (model.name, str(model.ranks), *map(units.size, sizes))
+
+
+def moved() -> str:
+    """What one worker moves."""
+    head = ("model", "encodings", "up, each round of all", "down", "up, a month", "down, a month", f"{WORKERS} workers")
+    pairs = ((SYNC.push, SYNC.pull), ("int4", "int8"))
+    return _table(head, (_bytes(model, push, pull) for model in MODELS for push, pull in pairs))
+
+
+def _bytes(model: Model, push: str, pull: str) -> Sequence[str]:
+    up, down = (num_payload_bytes(encoding, round(model.params)) for encoding in (push, pull))
+    rounds = MONTH_S / (SYNC.sync_every * STEP_S)
+    sums = (up * rounds, down * rounds, WORKERS * (up + down) * rounds)
+    return (model.name, f"{push}, {pull}", units.size(up), units.size(down), *map(terabytes, sums))
+
+
+def terabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e12:,.0f} TB"
+
+
+def gibibytes(num_bytes: float) -> str:
+    """As a manifest has it, rounded up."""
+    return f"{math.ceil(num_bytes / GIB)}Gi"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    from written import ROOT, written  # found where this file runs as a program
+
+    target = ROOT / "docs/kubernetes-sizes.md"
+    return written(target, page(target.read_text(encoding="utf-8")), __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
