@@ -36,7 +36,7 @@ NEEDS = {"hf_trainer.py": ["transformers", "accelerate"], "lora.py": ["transform
 
 def commands(example: Path) -> list[list[str]]:
     """The lines of its docstring that are commands, without what they say."""
-    docstring = example.read_text().split('"""')[1]
+    docstring = example.read_text().split('"""')[1].replace("\\\n", "")
     lines = [line for line in docstring.splitlines() if line.startswith(("diloco", "python", "torchrun"))]
     return [shlex.split(line, comments=True) for line in lines]
 
