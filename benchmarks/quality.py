@@ -18,16 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import nn
 
 from diloco_common.allocator import tune_allocator
 from diloco_lab import protocol_page, runner
-from diloco_lab.arms import Conditions
+from diloco_lab.arms import Conditions, load_arm
 from diloco_lab.lockstep import LockstepRun, Outcome
 from diloco_lab.protocol import carried_out, load_protocol
 from diloco_lab.references import classic_diloco, data_parallel
+from diloco_lab.report import gap
 from diloco_lab.tasks import BuiltIn
 from diloco_worker.builtin.data import load_corpus
 from diloco_worker.builtin.evaluation import evaluate
@@ -38,9 +40,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quality.jsonl"
 PROTOCOL = ROOT / "benchmarks" / "quality_protocol.toml"
 PROTOCOL_RESULTS = ROOT / "benchmarks" / "results" / "quality_protocol.jsonl"
+DISTURBED = ROOT / "benchmarks" / "disturbed"
+DISTURBED_RESULTS = ROOT / "benchmarks" / "results" / "quality_disturbed.jsonl"
 EVALUATION_TOKENS = 131_072
 CURVE_TOKENS = 16_384
 CURVE_POINTS = 12
+SEEDS_MAX = 100
+"""More than anybody ran."""
 
 
 def run(spec: Spec) -> dict[str, object]:
@@ -106,6 +112,29 @@ def show_protocol(page: str) -> str:
     )
 
 
+def show_disturbed(page: str) -> str:
+    """The page with what disturbances cost so far: each arm against the undisturbed runs of its seeds."""
+    lines = runner.load(DISTURBED_RESULTS)
+    arms = [load_arm(path) for path in sorted(DISTURBED.glob("*.toml"))]
+    calm = next(arm for arm in arms if arm.name == "undisturbed")
+    rows = [
+        "| run | loss | undisturbed | above it, 95 % | contributions a round |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for arm in arms:
+        seeds = [seed for seed in range(SEEDS_MAX) if {arm.key(seed), calm.key(seed)} <= lines.keys()]
+        found = gap(arm, calm, seeds, lines) if arm is not calm else None
+        if found is not None:
+            loss, base, merged = (
+                fmean(lines[of.key(seed)]["result"][figure] for seed in seeds)
+                for of, figure in ((arm, "loss"), (calm, "loss"), (arm, "participants"))
+            )
+            rows.append(f"| {arm.name.replace('_', ' ')} | {loss:.4f} | {base:.4f} | {found} | {merged:.2f} |")
+    return re.sub(
+        r"(<!-- disturbed -->\n).*?(<!-- end -->)", lambda m: "\n".join([m[1], *rows, "", m[2]]), page, flags=re.DOTALL
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run what is missing of docs/quality.md, and rebuild it.")
     parser.add_argument("--list", action="store_true", help="say what would run")
@@ -118,7 +147,7 @@ def main() -> None:
         return
     if not args.page:
         run_missing(missing, results)
-    PAGE.write_text(show_protocol(rebuild(PAGE.read_text(), results)))
+    PAGE.write_text(show_disturbed(show_protocol(rebuild(PAGE.read_text(), results))))
     draw(results, PLOT)
     print(f"{PAGE.relative_to(ROOT)} and {PLOT.relative_to(ROOT)} show {len(results)} runs")
 

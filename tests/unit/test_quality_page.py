@@ -18,13 +18,17 @@ def quality(repository: Path, monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
+def rebuilt(quality, text: str) -> str:
+    return quality.show_disturbed(quality.show_protocol(quality.rebuild(text, quality.load())))
+
+
 def test_the_tables_are_those_of_the_results(quality) -> None:
     text = quality.PAGE.read_text()
-    assert quality.show_protocol(quality.rebuild(text, quality.load())) == text
+    assert rebuilt(quality, text) == text
 
 
 def test_a_figure_that_was_typed_is_replaced(quality) -> None:
     text = quality.PAGE.read_text()
     typed = text.replace("| 1.604 | 1.616 |", "| 1.004 | 1.016 |")
     assert typed != text
-    assert quality.show_protocol(quality.rebuild(typed, quality.load())) == text
+    assert rebuilt(quality, typed) == text
