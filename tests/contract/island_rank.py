@@ -75,7 +75,7 @@ def train(
     state = None if checkpoint is None else load(checkpoint, model)
     loaded = whole(model).tolist()
     with diloco_worker.join(
-        shards, model, learner_id=learner_id, island=dist.group.WORLD, wait_s=30.0, state=state,
+        shards, model, learner_id=learner_id, island=dist.group.WORLD, wait_s=120.0, state=state,
         history=None if checkpoint is None else out / "history",
     ) as learner:  # fmt: skip
         first = whole(model)

@@ -22,9 +22,9 @@ from diloco_common.errors import DilocoError
 
 Case = TypeVar("Case")
 HANG_S = 5.0
-"""Of the processor in this process, where others may be in the way; on the wire, of time."""
+"""Of the processor in this process."""
 STUCK_S = 60.0
-"""Of time, in this process."""
+"""Of time: others may be in the way, and on the wire nobody knows whose turn it is."""
 RSS_MORE = 64 * 2**20
 
 

@@ -18,7 +18,7 @@ import grpc
 import messages
 import psutil
 import torch
-from fuzzing import HANG_S, NUMBERS, RSS_MORE, TEXTS, Finding, Result, chance_of, mutated, number, shown
+from fuzzing import NUMBERS, RSS_MORE, STUCK_S, TEXTS, Finding, Result, chance_of, mutated, number, shown
 from scene import ShardProcess
 
 from builders import chunk_request
@@ -284,7 +284,7 @@ def _offer(channel: grpc.Channel, call: Call, lease: Lease) -> tuple[str, str]:
     """The stable code, and the words of a refusal. Not by grpc.aio, which loses answers (grpc/grpc#36066)."""
     bodies = [body if isinstance(body, bytes) else body(lease) for body in call.bodies]
     made = channel.stream_stream(SERVICE + call.method)(
-        iter(bodies), metadata=metadata_of(call, lease), timeout=HANG_S + 3.0
+        iter(bodies), metadata=metadata_of(call, lease), timeout=STUCK_S
     )
     try:
         last = b""
@@ -322,7 +322,7 @@ async def _requests(shard: ShardProcess, result: Result, seed: int, numbers: ran
         async with places:
             data = draw_http(chance_of("http", seed, at))
             try:
-                async with asyncio.timeout(HANG_S + 3.0):
+                async with asyncio.timeout(STUCK_S):
                     code = await _ask(host, int(port), data)
             except TimeoutError:
                 code = "nothing for too long"
@@ -414,7 +414,7 @@ async def join(channel: grpc.aio.Channel, lease: Lease) -> None:
         decodes=rpc.DECODES,
     )  # fmt: skip
     who = [("authorization", f"Bearer {TOKEN}"), ("diloco-run", "local"), ("diloco-learner", lease.learner_id)]
-    raw = await channel.unary_unary(SERVICE + "Join")(request.SerializeToString(), metadata=who, timeout=HANG_S)
+    raw = await channel.unary_unary(SERVICE + "Join")(request.SerializeToString(), metadata=who, timeout=STUCK_S)
     answer = pb.JoinResponse.FromString(raw)
     lease.generation, lease.epoch, lease.digest = answer.generation, answer.epoch, answer.manifest_digest
 

@@ -17,7 +17,7 @@ import waiting
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 CONTROLLER = "ctl"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 _CONF = """
 ClusterName=test
 SlurmctldHost={controller}({address})
@@ -162,7 +162,7 @@ class Slurm:
         """Run a client on the controller. One against nodes that are not ready would wait for ever."""
         ended = subprocess.run(
             self._machines.command(CONTROLLER, *command),
-            env={**self._environment(), **(env or {})}, timeout=20, capture_output=True, text=True, check=True,
+            env={**self._environment(), **(env or {})}, timeout=60, capture_output=True, text=True, check=True,
         )  # fmt: skip
         return ended.stdout
 
