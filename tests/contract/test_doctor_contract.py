@@ -17,7 +17,7 @@ from certificates import Certificates
 from diloco_common import rpc
 from diloco_common.protocol import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
 from diloco_common.settings import Settings
-from diloco_deploy.doctor import run_of_shards
+from diloco_deploy.doctor import run_of_shards, way
 from diloco_deploy.doctor.command import Patient, look
 from diloco_deploy.doctor.finding import Finding, State
 from diloco_deploy.doctor.known import Door, Known
@@ -87,7 +87,13 @@ def test_the_port_of_http_is_no_shard(serve):
     assert failures(found_at(shard.server.http_address)) == ["NOT_A_SHARD"]
 
 
-def test_a_name_that_there_is_not():
+def test_a_name_that_there_is_not(monkeypatch):
+    """As a name server says it. Where none answers, the resolver waits for longer than the doctor does."""
+
+    def unknown(*_: object, **__: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(way.socket, "getaddrinfo", unknown)
     assert failures(found_at("no-such-host.invalid:50051")) == ["NAME_UNKNOWN"]
 
 
@@ -260,7 +266,8 @@ def test_a_probe_is_answered_with_what_came(serve, loop):
     assert abs(answer.clock - time.time()) < 60
 
 
-def test_a_probe_without_end_is_ended(serve, loop):
+def test_a_probe_without_end_is_ended(serve, loop, monkeypatch):
+    monkeypatch.setattr("diloco_server.probe.PROBE_S", 60.0)  # by its bytes, and not by its time
     answer = Caller(loop, serve().address).measure(endless)
     assert PROBE_BYTES_MAX <= answer.num_bytes <= PROBE_BYTES_MAX + PROBE_MESSAGE_BYTES
 

@@ -178,7 +178,7 @@ def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
 
     assert found.code == Revoked.code
     assert shard.member_state("a") == "left"
-    assert time.monotonic() - began < 20 * OUT_S, "a deadline against hanging; 1 s is the rule"
+    assert time.monotonic() - began < 60 * OUT_S, "a deadline against hanging; 1 s is the rule"
     assert {refusal(call).code for call in calls_of(bad).values()} == {Revoked.code}
     honest_control.hear(object)
     assert shard.member_state("b") == "alive"
