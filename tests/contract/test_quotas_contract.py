@@ -24,7 +24,7 @@ RSS_MORE = 64 << 20
 """Bytes that an attack may cost at most."""
 BODY = 7_900_000
 """Of a message that never ends: a little less than the largest."""
-LEASE_S = 20.0
+LEASE_S = 60.0
 """Long: a loaded machine must not evict the honest learner."""
 
 

@@ -232,7 +232,7 @@ def torchrun(*args: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of ranks.py, on gloo."""
     script = Path(__file__).with_name("ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=4 * DEADLINE_S, check=False)
 
 
 def test_two_ranks_of_one_model_are_refused_and_torchrun_ends_with_the_cause() -> None:
