@@ -44,7 +44,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("rename_before_sync", schedules.killed_while_writing, range(10, 110), {"damage_has_a_cause"}),
     ("reuse_an_epoch", schedules.hard_on_disks, range(20), {"work_lost", "differing_bytes"}),
     ("forget_what_was_merged", schedules.hard_on_disks, range(40), {"double_counted"}),
-    ("accept_damaged_files", schedules.hard_on_disks, range(40, 100), {"differing_bytes", WELL}),
+    ("accept_damaged_files", schedules.hard_on_disks, range(40, 200), {"differing_bytes", WELL}),
     ("keep_the_old_name", schedules.hard_on_disks, range(30), {"lost_versions_are_noticed"}),
     ("forget_what_is_held", schedules.written_at_intervals, range(80), {WELL}),
     ("begin_every_folder_at_epoch_1", schedules.emptied, range(20), {"differing_bytes"}),
