@@ -20,8 +20,11 @@ _EVENTS_KEPT_S = 600.0
 class _Seen:
     """An event that was already told. Shards report its age, so its time varies a little between answers."""
 
-    key: tuple[str, str, str, str]
+    key: tuple[str, int, str, str, str]
+    """Member, which of its processes, event, learner, code."""
     at: float
+    """By the clock of the process: an answer that took long, or lay here for a while, is no new event."""
+    told_at: float
 
 
 class Watch:
@@ -80,15 +83,17 @@ class Watch:
 
     def _new_events(self, name: str, status: Status, now: float) -> list[str]:
         lines = []
-        self._seen = [seen for seen in self._seen if now - seen.at < _EVENTS_KEPT_S]
+        self._seen = [seen for seen in self._seen if now - seen.told_at < _EVENTS_KEPT_S]
+        life, uptime_s = len(self._members[name].past), float(status.get("uptime_s", now))
         for event in status.get("events", []):
-            at = now - float(event.get("ago_s", 0.0))
-            if at < now - _EVENTS_KEPT_S:
+            ago_s = float(event.get("ago_s", 0.0))
+            if ago_s > _EVENTS_KEPT_S:
                 continue
+            at = uptime_s - ago_s
             what, learner, code = (str(event.get(key) or "") for key in ("event", "learner", "code"))
-            key = (name, what, learner, code)
+            key = (name, life, what, learner, code)
             if any(seen.key == key and abs(seen.at - at) < _SAME_EVENT_WITHIN_S for seen in self._seen):
                 continue
-            self._seen.append(_Seen(key, at))
+            self._seen.append(_Seen(key, at, now))
             lines.append(f"{name}: {learner} {what}".replace("  ", " ") + (f" ({code})" if code else ""))
         return lines

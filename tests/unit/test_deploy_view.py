@@ -161,6 +161,18 @@ def test_an_event_is_told_once_however_often_it_is_polled() -> None:
     ]
 
 
+def test_an_answer_that_comes_late_tells_nothing_again_and_the_next_process_tells_anew() -> None:
+    def says(uptime_s: float, ago_s: float) -> dict[str, Any]:
+        return shard(0, uptime_s=uptime_s, events=[{"ago_s": ago_s, "event": "joined", "learner": "worker-1"}])
+
+    watch = Watch(0.0)
+    watch.expect("shard-0", "shard")
+    assert watch.heard("shard-0", says(5.0, 0.0), 10.0) == ["shard-0: worker-1 joined"]
+    assert watch.heard("shard-0", says(6.0, 1.0), 14.0) == [], "it was said at 11"
+    watch.expect("shard-0", "shard")
+    assert watch.heard("shard-0", says(5.0, 0.0), 20.0) == ["shard-0: worker-1 joined"]
+
+
 def test_the_time_left_follows_the_pace_of_merging() -> None:
     watch = Watch(0.0)
     watch.expect("shard-0", "shard")
