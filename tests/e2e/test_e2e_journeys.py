@@ -61,6 +61,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "a name that is no parameter": (with_options('mean_merge=["head"]'), "SHARD", "UNSUPPORTED_MODEL"),
     "an island that is none": (with_options('island="all"'), "SHARD", "UNSUPPORTED_MODEL"),
     "a rule that is none": (with_options('frozen="some"'), "SHARD", "BAD_CONFIG"),
+    "residuals nowhere": (with_options('residuals="disk"'), "SHARD", "BAD_CONFIG"),
     "nothing to train": (in_model("model.requires_grad_(False)"), "SHARD", "UNSUPPORTED_MODEL"),
     "a model in float64": (in_model("model.double()"), "SHARD", "UNSUPPORTED_MODEL"),
     "a model on the meta device": (in_model('model.to("meta")'), "SHARD", "UNSUPPORTED_MODEL"),

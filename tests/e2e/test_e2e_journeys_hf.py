@@ -96,7 +96,9 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         patch.syspath_prepend(EXAMPLES)
         example = runpy.run_path(str(EXAMPLES / "lora.py"))
         config = peft.LoraConfig(target_modules=ast.literal_eval(TARGETS), r=4, fan_in_fan_out=True)
-        with diloco_worker.join(lora, peft.get_peft_model(example["base"](), config), run="lora", wait_s=60.0):
+        with diloco_worker.join(
+            lora, peft.get_peft_model(example["base"](), config), learner_id="first", run="lora", wait_s=60.0
+        ):
             yield {"TRAINER": trainer, "LORA": lora}
 
 

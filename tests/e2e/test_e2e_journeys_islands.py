@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import context
 from mistakes import EXAMPLES, answer, assert_told, changed, run_ranks
 from test_e2e_examples import shard
 
@@ -85,7 +86,9 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a shard whose run has no end."""
+    """Of a shard whose run has no end. Ranks start at once: what they are forked from has imported everything."""
+    (first := context.Process(target=int)).start()
+    first.join()
     folder = tmp_path_factory.mktemp("shard")
     with shard(["diloco-server", "--listen", "127.0.0.1:50051", "--set", "run.id=spirals"], folder) as found:
         yield found

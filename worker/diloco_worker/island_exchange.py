@@ -62,7 +62,7 @@ class IslandGroup:
         self.ranks = ranks
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self._store = _own_store(ranks)
-        self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=TIMEOUT_S))
+        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=TIMEOUT_S))
 
     def agree(self, text: str) -> str:
         """The leader's text, at all ranks. At most 200 bytes."""
@@ -132,7 +132,7 @@ class GlooExchange:
             self._work = None
 
 
-def _own_store(ranks: Sequence[int]) -> dist.Store:
+def _own_store(ranks: Sequence[int]) -> Any:
     """Where the ranks of a gloo group find each other, under a name of its own.
 
     `new_group` would meet under the same name again after torchrun has restarted all ranks, and read from the store

@@ -34,7 +34,7 @@ from diloco_worker.connections import Connections
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.ranks import Island, Rank
-from diloco_worker.core.replica import Replica
+from diloco_worker.core.replica import Replica, in_pinned_memory
 from diloco_worker.credentials import Credentials
 from diloco_worker.frozen_tensors import FrozenRule
 from diloco_worker.grpc_transport import GrpcTransport
@@ -66,6 +66,7 @@ def join(
     wait_s: float | None = None,
     island: Island = None,
     frozen: FrozenRule = "same",
+    residuals: Literal["device", "host"] = "device",
     log: Literal["stderr"] | None = "stderr",
 ) -> Learner:
     """Join a run, and return once the model holds the latest version of every fragment.
@@ -95,6 +96,8 @@ def join(
             trains a model of its own, and is a learner of its own. Without either, several processes are refused.
         frozen: "same": frozen parameters and fixed buffers must be those of the other learners, bit for bit. "any":
             they may differ (a base in another dtype, or quantised), and are not looked at.
+        residuals: where the learner keeps what encodings have lost, 4 bytes per parameter: beside the model, or in
+            pinned "host" memory, from where they come back each time that a contribution is encoded.
         log: "stderr": what the learner says goes there, unless the process has handlers for its logs already, and an
             error of ours that nobody catches ends the process with its words alone. None: neither.
 
@@ -125,6 +128,8 @@ def join(
     if frozen not in ("same", "any"):
         raise ConfigError(f'frozen={frozen!r} is neither "same" nor "any"')
     replica = Replica(model, mean_merge) if group is None else make_replica(model, mean_merge, group)
+    if residuals not in ("device", "host"):
+        raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
     world = real_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
     if caller.rank:  # the leader speaks for all
@@ -138,6 +143,12 @@ def join(
             telemetry.log.warning("no native kernels: encoding takes several times as long", why=why)
         else:
             telemetry.log.event("kernels", origin=native.origin())
+    if residuals == "host" and replica.device.type == "cuda":
+        replica.stow = in_pinned_memory
+    elif residuals == "host":
+        telemetry.log.warning(
+            'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
+        )
     telemetry.model(replica.specs, sum(p.numel() for p in frozen_tensors.frozen_parameters(model).values()))
     start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
     declared = frozen_tensors.declare(model, resumed=start.resumed) if frozen == "same" else ()

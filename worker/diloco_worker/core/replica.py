@@ -44,6 +44,8 @@ class Replica:
         self.ties = tuple(Tie(name, of) for name, of in names.ties(by_name).items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
+        self.stow: Callable[[Tensor], Tensor] | None = None
+        """Where a residual lies between contributions: gives a copy there. None: where it was computed."""
 
     @property
     def is_spread(self) -> bool:
@@ -101,6 +103,11 @@ def wait_for_device(device: torch.device) -> None:
     """Until what this thread has computed there is there for every thread and stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def in_pinned_memory(values: Tensor) -> Tensor:
+    """A copy in pages of the host that stay in memory, from where a device reads fastest. Waits until it is there."""
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
 
 def queued_until(values: Tensor) -> Callable[[], None] | None:

@@ -5,7 +5,8 @@
     residual    what encoders lost of contributions that were merged (error feedback)
     loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way
 
-Between contributions only anchor and residual are there.
+Between contributions only anchor and residual are there. A learner may keep its residuals in host memory
+(`Replica.stow`): a residual is then on the device only while a contribution is encoded.
 
 Which contribution is taken, and what becomes of it, is decided in fragment.py. The codec thread encodes and decodes
 with these tensors, and computes ahead what applying a version adds. The training thread puts values into the model.
@@ -52,9 +53,10 @@ class ContributionTensors:
 
     def __init__(
         self, round_number: int, anchor: Anchor, residual: Tensor | None, read: Callable[[Tensor], None], *,
-        error_feedback: bool, own: slice | None = None,
+        error_feedback: bool, own: slice | None = None, stow: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`read` copies theta to a tensor. `own`: what of it this process pushes, if that is not all."""
+        """`read` copies theta to a tensor. `own`: what of it this process pushes, if that is not all. `stow` gives what
+        is kept of a loss; None: itself."""
         self.round = round_number
         """Names the contribution, within its fragment."""
         self.anchor = anchor
@@ -63,7 +65,7 @@ class ContributionTensors:
         self.snapshot: Tensor | None = None
         """None until it is taken."""
         self.loss: Tensor | None = None
-        """Set by `encode`, where there is error feedback."""
+        """Set by `encode`, where there is error feedback; in host memory, if the learner keeps its residuals there."""
         self.is_being_read = True
         """Whether the snapshot is still to be taken, or being taken."""
         self.read = read
@@ -71,6 +73,7 @@ class ContributionTensors:
         self._wait_until_copied: Callable[[], None] | None = None
         self._error_feedback = error_feedback
         self._own = own
+        self._stow = stow
 
     @property
     def is_others(self) -> bool:
@@ -103,14 +106,17 @@ class ContributionTensors:
         anchor, snapshot = self.anchor, self._whole_snapshot()
         if self._own is not None:
             anchor, snapshot = Anchor.of(anchor[self._own]), snapshot[self._own]
-        if self._error_feedback and self.loss is None:
-            self.loss = memory.empty(snapshot.numel(), device=snapshot.device)
-        return encode_payload(anchor, encoding, minus=snapshot, plus=self.residual, loss=self.loss)
+        device = snapshot.device
+        residual = None if self.residual is None else self.residual.to(device)
+        loss = memory.empty(snapshot.numel(), device=device) if self._error_feedback else None
+        payload = encode_payload(anchor, encoding, minus=snapshot, plus=residual, loss=loss)
+        self.loss = loss if loss is None or self._stow is None else self._stow(loss)
+        return payload
 
     def delta(self) -> Tensor:
         """What is meant to be sent: anchor - snapshot + residual. Takes the snapshot."""
         delta = torch.sub(self.anchor.float32(), self._whole_snapshot())
-        return delta if self.residual is None else delta.add_(self.residual)
+        return delta if self.residual is None else delta.add_(self.residual.to(delta.device))
 
     def move(self, difference: Tensor) -> None:
         """A version of an earlier round was applied: the reference moves along."""
@@ -172,7 +178,7 @@ class FragmentTensors:
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.read, self.fragment),
             error_feedback=self._policy.error_feedback,
-            own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None,
+            own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
         )  # fmt: skip
         if self._replica.device.type != "cpu":
             self.contribution.take_snapshot()
