@@ -63,11 +63,11 @@ def tend(
 
     make_authority(folder, run_id, datetime.now(UTC))
     authority = open_authority(folder)
-    logs.configure()
-    log = logs.Log("certs")
     subjects, lend = ([subject_of(authority.run_id, text) for text in texts] for texts in (identities, lent))
     if strange := [str(one) for one in lend if one.scope is not Scope.OBSERVER or one not in subjects]:
         raise ConfigError(f"--lend {strange[0]}: name an observer that is among the identities")
+    logs.configure()
+    log = logs.Log("certs")
     tending, said = Tending(authority, out, subjects, hosts, days, lend), ""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
