@@ -136,6 +136,11 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"memory of a shard, at most", "diloco's part, at most", "disk of a shard"} <= set(names)
 
 
+def test_a_link_is_as_wide_down_as_up_unless_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "7B", "--up", "10Gbit"]) == 0
+    assert "10.0 Gbit/s up, 10.0 Gbit/s down" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("ranks", "gigabytes"), [(8, 52.5), (64, 6.5625)])
 def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str], ranks: int, gigabytes: float) -> None:
     """70 B: anchor 2 and residual 4 bytes for each parameter that the rank holds."""

@@ -29,8 +29,8 @@ Rate = Annotated[
     ),
 ]
 Down = Annotated[
-    float,
-    Parameter(converter=_RATE, metavar="100Mbit", help="of a learner's link, from the shards", show_default="100Mbit"),
+    float | None,
+    Parameter(converter=_RATE, metavar="100Mbit", help="of a learner's link, from the shards", show_default="as --up"),
 ]
 Delay = Annotated[float, Parameter(converter=_DELAY, metavar="80ms", help="there and back", show_default="80ms")]
 Step = Annotated[float, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")]
@@ -49,7 +49,7 @@ def plan(
     model: Model = None,
     learners: Annotated[int, Parameter(converter=_WHOLE, metavar="L", help="learners of the run")] = 8,
     up: Rate = 1e8,
-    down: Down = 1e8,
+    down: Down = None,
     round_trip: Delay = 0.08,
     step_time: Step = 1.0,
     fragments: Fragments = None,
@@ -71,7 +71,7 @@ def plan(
     from diloco_deploy.plan.choice import Asked, Link
     from diloco_deploy.plan.command import plan
 
-    link = Link(up, down, round_trip)
+    link = Link(up, up if down is None else down, round_trip)
     asked = Asked(_params(params, model), learners, link, step_time, fragments, shards, outer, shard_link, disk)
     return plan(asked, as_json=json)
 
