@@ -47,7 +47,7 @@ def main() -> int:
             return 2
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that machines and links are taken away
         try:
-            with _own_share():
+            with _own_share(beside=args.beside):
                 _run_missing(args)
         except NotPossible as error:
             print(f"this machine does not let us make machines and links: {error}", file=sys.stderr)
@@ -102,6 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="copy logs and step times of each run into this folder")
     parser.add_argument("--page", action="store_true", help="run nothing, write page and picture")
     parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
+    parser.add_argument("--beside", action="store_true", help="leave other work on this machine its share: to try it")
     args = parser.parse_args()
     args.times = Times(measured=args.seconds, away=args.away)
     return args
@@ -119,10 +120,12 @@ def _which(tool: str) -> bool:
 
 
 @contextmanager
-def _own_share() -> Iterator[None]:
-    """All systems have the same two cores, on any machine. Other work on them has to wait, where cgroups allow it."""
+def _own_share(*, beside: bool) -> Iterator[None]:
+    """All systems have the same two cores, on any machine. Other work on them has to wait, where cgroups allow it; not
+    `beside` work that matters as much."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    for root, weight in (("/sys/fs/cgroup/cpu", ("cpu.shares", "100000")), ("/sys/fs/cgroup", ("cpu.weight", "10000"))):
+    shares, weights = ("2048", "200") if beside else ("100000", "10000")
+    for root, weight in (("/sys/fs/cgroup/cpu", ("cpu.shares", shares)), ("/sys/fs/cgroup", ("cpu.weight", weights))):
         group = Path(root, f"versus-{os.getpid()}")
         try:
             group.mkdir()

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 WORKERS = 4
 VICTIM = 3
 """The worker that is slow, or is killed. No service runs beside it."""
-START_S = 120.0
+START_S = 300.0
 LOOK_S = 0.05
 TRIES = 8
 """A worker that ends by itself is started again this often, as any cluster manager would."""

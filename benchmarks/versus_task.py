@@ -24,7 +24,7 @@ from torch import Tensor, nn
 FORWARD_SHARE = 1 / 3
 """Of the step; backward has the rest, but for `OPTIMIZER_SHARE`."""
 OPTIMIZER_SHARE = 0.05
-WAIT_S = 120.0
+WAIT_S = 320.0
 """For the others, before training begins."""
 
 

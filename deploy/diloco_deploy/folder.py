@@ -69,7 +69,10 @@ class Files:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         with lock:
             self._lock(lock)
-            yield
+            try:
+                yield
+            finally:
+                lock.truncate(0)  # the number may be another process's by the next time that somebody looks
 
     def _lock(self, lock: TextIO) -> None:
         try:
@@ -183,7 +186,10 @@ def anchored(settings: Settings) -> Settings:
 def is_owned(folder: Path) -> bool:
     """Whether the process that locked the folder of a cluster last is alive."""
     try:
-        os.kill(int((folder / "run" / "lock").read_text(encoding="utf-8")), 0)
+        owner = int((folder / "run" / "lock").read_text(encoding="utf-8"))
+        if owner == os.getpid():  # of another container, or before this machine was started
+            return False
+        os.kill(owner, 0)
     except PermissionError:
         return True  # it is, and somebody else's
     except (OSError, ValueError, OverflowError):

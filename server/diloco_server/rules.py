@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, is_extension
 from diloco_common.settings import OuterSettings, Settings, SyncSettings
-from diloco_server.core.cadence import CadenceRule, every_h_steps
+from diloco_server.core.cadence import CadenceRule, Rest, every_h_steps, interval
 from diloco_server.core.merge import MergeRule
 from diloco_server.core.outer import OuterOptimizer
 
@@ -52,6 +53,7 @@ def find_rules(settings: Settings) -> Rules:
             raise ConfigError(
                 f"sync.cadence {settings.sync.cadence} is no function (diloco_server.core.cadence.CadenceRule)"
             )
+        _try(found.thing, settings)
         cadence, sources["sync.cadence"] = found.thing, f"{settings.sync.cadence} {found.source}"
     for setting, name in (("sync.push", settings.sync.push), ("sync.pull", settings.sync.pull)):
         if is_extension(name):
@@ -60,8 +62,20 @@ def find_rules(settings: Settings) -> Rules:
         "sync.merge": settings.sync.merge, "outer.optimizer": settings.outer.optimizer,
         "sync.cadence": settings.sync.cadence,
     }  # fmt: skip
-    words = ", ".join(sources.get(setting, name) for setting, name in by_name.items())
-    return Rules(merge, outer, cadence, sources, words[:RULES_MAX])
+    words = ", ".join(f"{setting} {sources.get(setting, name)}" for setting, name in by_name.items())
+    if len(words) > RULES_MAX:
+        words = f"rules with the digest {hashlib.sha256(words.encode()).hexdigest()[:16]}"
+    return Rules(merge, outer, cadence, sources, words)
+
+
+def _try(cadence: CadenceRule, settings: Settings) -> None:
+    """Ask a rule of others before there is anything to lose. Raises ConfigError."""
+    for fraction in (0.0, 0.5, 1.0):
+        rest = Rest(0, settings.sync.fragments, 1, fraction, settings.sync.sync_every)
+        try:
+            interval(cadence, rest, never=False)
+        except Exception as error:  # whatever the user's function raises
+            raise ConfigError(f"sync.cadence {settings.sync.cadence} does not work: {error}") from error
 
 
 def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequence[str]) -> None:

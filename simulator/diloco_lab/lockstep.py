@@ -315,7 +315,6 @@ class LockstepRun:
         if len(alive) > 1:
             learner = alive[self.outcome.deaths % len(alive)]
             learner.die()
-            self.outcome.deaths += 1
             self.clock.after(self.conditions.away, learner.come_back)
 
     def _versions(self) -> int:

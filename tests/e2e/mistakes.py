@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forks import context, log_to
-from processes import environment, until
+from processes import DEADLINE_S, environment, until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RANKS = 2
@@ -61,6 +61,7 @@ def run_ranks(script: Path, arguments: Sequence[str], folder: Path) -> list[str]
         process.start()
     try:
         until(lambda: any(process.exitcode for process in ranks), "a rank ends")
+        ranks[0].join(DEADLINE_S)
         for process in ranks:
             process.join(ALONE_S)
             process.terminate()

@@ -95,7 +95,7 @@ def test_step_cost_measures_the_loop_with_and_without_the_learner(tmp_path: Path
 
 def test_disk_rounds_compares_clusters_that_differ_in_durability_alone(tmp_path: Path) -> None:
     json_path = tmp_path / "disk.json"
-    sizes = ("--params=2e5", "--learners=1", "--step-s=0.02", "--steps=24", "--windows=2")
+    sizes = ("--params=2e5", "--learners=1", "--step-s=0.02", "--steps=100", "--windows=2")
     run("disk_rounds.py", *sizes, f"--folder={tmp_path}", f"--json={json_path}")
     found = read(json_path)
     assert min(found["rounds_per_s_version"], found["rounds_per_s_interval"]) > 0

@@ -10,6 +10,8 @@ from processes import run_module
 
 from diloco_deploy.chaos.result import CHECKS
 
+pytestmark = pytest.mark.xdist_group("chaos")  # one after the other: each has a dozen processes
+
 HOSTILE_MIN_PUSHES = 20
 GAP_S = 20
 """Longest time without a step: other tests keep the machine busy."""

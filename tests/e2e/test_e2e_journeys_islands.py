@@ -5,6 +5,7 @@ As in test_e2e_journeys.py, but with two ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +59,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "ddp: negative tokens": (changed(DDP, ("tokens=len(points)", "tokens=-1")), "SHARD", "BAD_CONFIG"),
     "fsdp2: a URL": (FSDP2, "http://127.0.0.1:50051", "BAD_CONFIG"),
-    "fsdp2: a shard too many": (and_joined(FSDP2, "wait_s=1.0"), "SHARD,127.0.0.1:9", "BAD_CONFIG"),
+    "fsdp2: a shard too many": (and_joined(FSDP2, "wait_s=60.0"), "SHARD,127.0.0.1:9", "BAD_CONFIG"),
     "fsdp2: a learner id with a space": (and_joined(FSDP2, 'learner_id="node 7"'), "SHARD", "BAD_LEARNER_ID"),
     "fsdp2: no island": (joined(FSDP2, 'run="spirals"'), "SHARD", "UNSUPPORTED_MODEL"),
     "fsdp2: each rank alone": (joined(FSDP2, 'run="spirals", island="alone"'), "SHARD", "UNSUPPORTED_MODEL"),
@@ -113,4 +114,5 @@ def test_a_rank_that_fails_alone_says_why_and_ends(address: str, tmp_path: Path)
     leader, other = run_ranks(path, [address], tmp_path)
 
     assert_told(other, "ISLAND_BROKEN")
-    assert "Connection closed by peer" in leader, "in its own all-reduce, once the other rank has ended"
+    in_its_own_all_reduce = re.search("Connection (closed|reset) by peer|Broken pipe", leader)
+    assert in_its_own_all_reduce, leader

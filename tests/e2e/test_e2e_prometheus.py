@@ -138,7 +138,7 @@ def test_a_query_finds_what_it_asks_for(served: Series, query: Query) -> None:
 def test_a_killed_worker_is_seen_and_its_alert_begins(ask: Ask) -> None:
     state = 'diloco_shard_learner_state{learner="bob", state="evicted"} == 1'
     until(lambda: ask(state), "the eviction of bob in Prometheus")
-    (alert,) = until(lambda: ask('ALERTS{alertname="DilocoWorkerSilent"}'), "the alert")
+    (alert,) = until(lambda: ask('ALERTS{alertname="DilocoWorkerSilent", learner="bob"}'), "the alert")
     assert alert["metric"]["learner"] == "bob"
     assert alert["metric"]["alertstate"] in ("pending", "firing")
 

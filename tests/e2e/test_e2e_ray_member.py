@@ -92,7 +92,7 @@ def test_the_next_life_of_a_shard_waits_for_the_former_one(make: Make, tmp_path:
     assert events == [f"shard-0 on {HOST} waits for its former process to end"]
     assert known(tmp_path) == first, "nobody is sent to one that does not serve"
 
-    assert former.stop(20.0)
+    assert former.stop(120.0)
     until_up(following)
     found = known(tmp_path)
     assert found is not None
@@ -119,9 +119,9 @@ def test_old_and_new_under_one_learner_id_count_nothing_twice(make: Make, tmp_pa
     old_log = tmp_path / "logs/worker-0.0.log"
     until(lambda: "SUPERSEDED" in old_log.read_text(), "the old process to be refused")
 
-    assert old.stop(20.0)
-    assert new.stop(20.0)
-    assert shard.stop(20.0)
+    assert old.stop(120.0)
+    assert new.stop(120.0)
+    assert shard.stop(120.0)
     lives = [("shard-0", lines("shard-0", 0)), *(("worker-0", lines("worker-0", life)) for life in (0, 1))]
     assert violations(gather(lives)) == []
 

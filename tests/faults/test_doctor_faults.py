@@ -59,6 +59,7 @@ def shard(namespace: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with SteadyCluster(tmp_path_factory.mktemp("doctor"), settings, width=WIDTH) as cluster:
         cluster.add("near")
         cluster.await_merged("near")
+        cluster.ask("pause")  # the doctor has seconds, and a learner would want the core
         yield cluster.shards[0].where.grpc
 
 

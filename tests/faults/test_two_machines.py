@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -58,8 +58,9 @@ class Terminal:
         finally:
             family = [process, *psutil.Process(process.pid).children(recursive=True)]
             for each in family:
-                each.kill()
-            process.wait(20)
+                with suppress(psutil.NoSuchProcess):  # it may end with its parent
+                    each.kill()
+            process.wait(120)
 
 
 def has_merged(run: Path, learner: str) -> bool:

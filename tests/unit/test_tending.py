@@ -74,6 +74,18 @@ def test_keys_are_for_their_owner_and_one_that_is_lent_for_our_group(tending, tm
     assert mode(tmp_path / "observers/observer-prometheus") == 0o750
 
 
+def test_a_key_that_there_is_can_be_lent_and_taken_back(tending, tmp_path):
+    tending.look(NOW)
+    subjects = [subject_of("compose", who) for who in SUBJECTS]
+    authority = open_authority(tmp_path / "ca")
+    page, prometheus = tmp_path / "observers/observer-page", tmp_path / "observers/observer-prometheus"
+
+    assert Tending(authority, tmp_path, subjects, [], 90.0, lent=[subjects[2]]).look(NOW) == []
+
+    assert [mode(page), mode(page / "key.pem")] == [0o750, 0o640]
+    assert [mode(prometheus), mode(prometheus / "key.pem")] == [0o700, 0o600]
+
+
 def test_a_learner_that_makes_a_folder_gets_a_certificate_in_it(tending, tmp_path):
     tending.look(NOW)
     folder = learner_wishes(tmp_path, "cdad8b7211fb")

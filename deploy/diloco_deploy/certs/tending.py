@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -143,6 +144,7 @@ class Tending:
             left = 0.0 if newest is None else newest.expires - now.timestamp()
             is_good = left > RENEW_SHARE * self._days * 86400 and os.path.lexists(folder / CA)
             if uri in self._tried or (is_good and uri not in self._troubles):
+                self._lend_or_take_back(subject, folder)
                 return ""
         self._tried[uri] = now
         self._troubles.pop(uri, None)
@@ -152,19 +154,34 @@ class Tending:
             self._troubles[uri] = f"{subject}: {error}"
             return ""
 
+    def _lend_or_take_back(self, subject: Subject, folder: Path) -> None:
+        """A key that there is: readable for the group while it is lent, and for nobody else otherwise."""
+        if subject.scope is Scope.OBSERVER:
+            with suppress(OSError):
+                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    self._set_modes(subject, held)
+                finally:
+                    os.close(held)
+
+    def _set_modes(self, subject: Subject, held: int) -> None:
+        """Of an observer's folder, which is open, and of the key in it. Raises OSError."""
+        is_lent = subject in self._lent
+        os.fchmod(held, 0o750 if is_lent else 0o700)
+        Path(f"/proc/self/fd/{held}", KEY).chmod(0o640 if is_lent else 0o600)
+
     def _make(self, subject: Subject, folder: Path, now: datetime) -> str:
         """Issue one certificate; what was done. Raises ConfigError."""
         hosts = [folder.name, *self._hosts] if subject.scope is Scope.SHARD else []
-        is_lent = subject in self._lent
         try:
             if subject.scope is not Scope.LEARNER:
-                folder.mkdir(mode=0o750 if is_lent else 0o700, exist_ok=True)
+                folder.mkdir(mode=0o700, exist_ok=True)
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 into = Path(f"/proc/self/fd/{held}")  # this very folder, whatever takes its name meanwhile
                 _, issued = self._authority.issue(subject, now, hosts=hosts, days=self._days, into=into)
-                if is_lent:
-                    (into / KEY).chmod(0o640)
+                if subject.scope is Scope.OBSERVER:
+                    self._set_modes(subject, held)
             finally:
                 os.close(held)
         except OSError as error:

@@ -53,7 +53,7 @@ class Shard:
     status: Answer = field(default_factory=dict)
     """Its last answer; kept when it stops answering."""
     listing: Answer = field(default_factory=dict)
-    """Its last answer that lists fragments: while a shard reads its versions, it has none yet."""
+    """Its last answer that lists fragments, as none are listed while a shard reads its versions."""
     starts: int = 0
     """Epochs that this page has seen."""
     traced: tuple[int, int] = (0, 0)
@@ -144,7 +144,8 @@ class Feed:
             shard.label = str(status.get("name") or name)
         shard.starts += 1 if is_new or not shard.status else 0
         shard.answers, shard.heard_at, shard.why_not, shard.status = True, now, "", status
-        shard.listing = status if status.get("fragments") else shard.listing
+        if status.get("fragments") or status.get("run") != shard.listing.get("run"):
+            shard.listing = status
         shard.asked_at = asked_at
         self._pace.heard(now, self.tokens_merged() or 0)
         self._silent_since = None

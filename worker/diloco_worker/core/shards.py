@@ -56,7 +56,7 @@ class Shards:
         if joined.rules and first.rules and joined.rules != first.rules:
             raise ConfigError(
                 f"{joined.address} makes versions by {joined.rules}, {first.address} by {first.rules}; start all "
-                "shards with the same settings, and install the same version of the rule's package on each"
+                "shards with the same settings, and with the same sources of rules that are not ours"
             )
         if joined.manifest_digest != manifest_digest or joined.policy != policy:
             raise ManifestMismatch(
