@@ -95,7 +95,7 @@ def logits(model: nn.Module, kind: Kind) -> Tensor:
 
 
 def pull(shards: str, config: Path, out: Path, *more: str) -> None:
-    assert main(["pull", "--shards", shards, "--out", str(out), "--config", str(config), *more]) == 0
+    assert main(["pull", "--shards", shards, "--out", str(out), "--base", str(config), *more]) == 0
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from pathlib import Path
 import loudly
 import pytest
 from processes import http_get, until, versions
-from steady import PATIENT, QuickShard, SteadyCluster
+from steady import QuickShard, SteadyCluster
 
-SLOW_S = 5
-"""Longer than the silence after which a learner would connect again (2.5 heartbeats)."""
+SLOW_S = 8
+"""Longer than the silence after which a learner would connect again, 2.5 heartbeats."""
+LEASES = {"lease.lease_s": 15, "lease.heartbeat_s": 3}
 
 
 @contextmanager
@@ -67,8 +68,8 @@ def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: s
 
 
 def test_a_slow_disk_slows_versions_down_and_nobody_else(tmp_path: Path) -> None:
-    """Fault 7: every fsync takes five seconds; the shard answers, heartbeats are in time, and learners step."""
-    with SteadyCluster(tmp_path, PATIENT) as cluster:
+    """Fault 7: every fsync takes eight seconds; the shard answers, heartbeats are in time, and learners step."""
+    with SteadyCluster(tmp_path, LEASES) as cluster:
         cluster.add("ann")
         (shard,), ann = cluster.shards, cluster.learners["ann"]
         with injected(shard, tmp_path / "strace", "fsync", f"delay_enter={SLOW_S}s"):

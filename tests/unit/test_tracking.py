@@ -110,7 +110,7 @@ def test_a_worker_whose_tracker_cannot_be_does_not_join(monkeypatch: pytest.Monk
     monkeypatch.setattr(tracking, "importlib", nothing)
     settings = Settings(worker=WorkerSettings(shards=("127.0.0.1:1",), track="wandb:p"))
     with pytest.raises(ConfigError, match="pip install wandb"):
-        cli._train(settings, cli._Outputs(None, None, None, None))
+        cli._train(settings, cli._Outputs(None, None, None, None, None))
 
 
 def test_tensorboard_gets_a_folder_for_each_name(tmp_path: Path) -> None:
