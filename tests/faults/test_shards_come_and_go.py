@@ -9,8 +9,8 @@ from pathlib import Path
 from processes import until, versions
 from steady import FAULT_SECONDS, SteadyCluster
 
-LEASE_S = 3.0
-FROZEN_S = 1.5 * LEASE_S
+LEASE_S = 2.0
+FROZEN_S = 2 * LEASE_S
 """Not for long: a shard counts at most 16 usual rounds of what comes at once, and rounds are short here."""
 
 
