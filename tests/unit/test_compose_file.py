@@ -89,3 +89,13 @@ def test_a_worker_on_a_gpu_is_no_replica_and_the_page_adds_another(repository: P
         gpus.append(device["device_ids"])
     assert gpus == [["${WORKER_GPU:-0}"], ["1"]]
     assert "build" not in services["worker-gpu-1"], "two services that build one image race"
+
+
+def test_the_observers_volume_gets_one_mode_whichever_container_is_first(compose: dict[str, Any]) -> None:
+    """An empty volume takes the mode of the image's folder, and Prometheus, another user, has to pass."""
+    paths = {
+        name: volume.split(":")[1]
+        for name, service in compose["services"].items() for volume in service.get("volumes", [])
+        if volume.startswith("certs-observers:") and service["image"].startswith("decoupled-diloco/")
+    }  # fmt: skip
+    assert paths == {"certs": "/certs/observers", "page": "/certs/observers"}
