@@ -26,8 +26,11 @@ def test_status_of_a_cluster_that_starts_says_so(tmp_path: Path, capsys: pytest.
     files = Files(tmp_path, Outputs())
     with files.owned():
         ClusterRecord.of(Settings()).write(tmp_path)
+        (tmp_path / "run" / "lock").write_text(str(os.getppid()))  # of another process than the one that asks
         assert main(["status", "--folder", str(tmp_path)]) == 5
         assert "is starting" in capsys.readouterr().err
+    assert main(["status", "--folder", str(tmp_path)]) == 5
+    assert "no cluster is running" in capsys.readouterr().err
 
 
 def test_what_a_command_that_was_killed_left_behind_does_not_start(
