@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from diloco_common import logs
 
 # Before torch starts, here and in every process that a test starts: OpenMP threads of several processes on a
 # few busy cores spend their time waiting for each other.
@@ -22,6 +26,20 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def repository() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A test in this process may configure our log. What that writes to is closed when the test ends, so it goes
+    too. A later test would read "I/O operation on closed file" otherwise."""
+    root, ours = logging.getLogger(), logging.getLogger("diloco")
+    levels = root.level, ours.level
+    yield
+    for logger, level in zip((root, ours), levels, strict=True):
+        logger.setLevel(level)
+        for handler in [h for h in logger.handlers if isinstance(h, logs.Handler)]:
+            logger.removeHandler(handler)
+    logging.captureWarnings(False)
 
 
 FIRST = ("test_e2e_chaos", "test_e2e_up", "test_e2e_benchmarks", "e2e", "faults", "simulation", "unit")

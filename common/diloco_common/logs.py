@@ -64,7 +64,7 @@ class Log:
 
 def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Send our events, and the warnings of other libraries, to stderr. Replaces any earlier handlers."""
-    handler = _Handler(sys.stderr if stream is None else stream)
+    handler = Handler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):
@@ -79,7 +79,7 @@ def listen() -> None:
     """For a library: our events go to stderr, unless the process has handlers that get them. Repeating it is fine."""
     ours = logging.getLogger("diloco")
     if all(isinstance(h, logging.NullHandler) for h in (*ours.handlers, *logging.getLogger().handlers)):
-        handler = _Handler(sys.stderr)
+        handler = Handler(sys.stderr)
         handler.setFormatter(TextFormatter())
         ours.addHandler(handler)
     if ours.level == logging.NOTSET:
@@ -93,7 +93,7 @@ def keep_quiet() -> None:
         ours.addHandler(logging.NullHandler())
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class Handler(logging.StreamHandler[TextIO]):
     """Writes the first lines of a kind, and then how many more there were."""
 
     def __init__(self, stream: TextIO) -> None:

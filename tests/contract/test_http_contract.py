@@ -22,7 +22,7 @@ from diloco_common.http import HttpServer, check_http_is_meant
 from diloco_common.http_listener import HttpListener
 from diloco_common.settings import SecuritySettings
 from diloco_deploy.polling import Asker, fetch_status
-from waiting import until_async
+from waiting import DEADLINE_S, until_async
 
 
 class Process:
@@ -46,7 +46,7 @@ class Process:
         )
         address = await server.start()
         try:
-            async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False) as browser:
+            async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=DEADLINE_S) as browser:
                 yield browser
         finally:
             await server.stop()

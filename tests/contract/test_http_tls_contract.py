@@ -20,6 +20,7 @@ from diloco_common.http import HttpServer
 from diloco_common.http_connections import CONNECTIONS_MAX
 from diloco_common.http_tls import TlsDoor
 from diloco_common.tls import TlsFolder, read_folder
+from waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ class Process:
         context = ssl.create_default_context(cafile=str(ca / "ca.pem"))
         if own is not None:
             context.load_cert_chain(own / "cert.pem", own / "key.pem")
-        async with httpx.AsyncClient(verify=context, trust_env=False) as browser:
+        async with httpx.AsyncClient(verify=context, trust_env=False, timeout=DEADLINE_S) as browser:
             return await browser.get(f"https://{self.address}{path}")
 
 

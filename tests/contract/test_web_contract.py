@@ -41,7 +41,9 @@ def serve(page: LivePage, scenario: Scenario, **of_client: Any) -> None:
     async def body() -> None:
         url = await page.start()
         try:
-            async with httpx.AsyncClient(base_url=url.partition("#")[0], trust_env=False, **of_client) as client:
+            async with httpx.AsyncClient(
+                base_url=url.partition("#")[0], trust_env=False, timeout=DEADLINE_S, **of_client
+            ) as client:
                 await scenario(url, client)
         finally:
             await page.stop()
@@ -338,7 +340,7 @@ def test_diloco_up_has_a_page_also_where_the_port_is_taken(tmp_path):
         second = beside(tmp_path, url.removeprefix("http://").rstrip("/"))
         other = second.start().removeprefix("live page: ")
         assert url != other
-        assert [httpx.get(one, trust_env=False).status_code for one in (url, other)] == [200, 200]
+        assert [httpx.get(one, trust_env=False, timeout=DEADLINE_S).status_code for one in (url, other)] == [200, 200]
     finally:
         for page in (first, second):
             if page is not None:

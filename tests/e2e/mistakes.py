@@ -6,9 +6,11 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from forks import context, log_to
 from processes import DEADLINE_S, environment, until
 
@@ -17,6 +19,15 @@ RANKS = 2
 ALONE_S = 10.0
 """What torchrun would end at once gets so long to end by itself: so it can be read what it says."""
 CODE = re.compile(r"\[([A-Z_]+)\]$")
+
+
+@contextmanager
+def as_examples_run() -> Iterator[pytest.MonkeyPatch]:
+    """For a script in this process: it finds the other examples, and its hook for errors goes with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "excepthook", sys.__excepthook__)
+        patch.syspath_prepend(EXAMPLES)
+        yield patch
 
 
 def changed(script: str, *changes: tuple[str, str]) -> str:

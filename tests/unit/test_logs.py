@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -15,17 +14,6 @@ from hypothesis import strategies as st
 from diloco_common.logs import Log, configure, show
 
 ANSI = "\x1b[31mred\x1b[0m"
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("diloco")
-    before = list(root.handlers), root.level, ours.level
-    yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
-    logging.captureWarnings(False)
 
 
 @pytest.fixture
