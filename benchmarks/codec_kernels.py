@@ -36,7 +36,9 @@ class Subject:
     def __init__(self, encoding: str) -> None:
         self.codec = get_codec(encoding)
         size = CHUNK * NUM_CHUNKS
-        self.values, self.minus, self.plus = (torch.randn(size).mul_(1e-3) for _ in range(3))
+        self.values, self.minus = (torch.randn(size).mul_(1e-3) for _ in range(2))
+        self.residual = torch.randn(size).mul_(1e-5).to(self.codec.residual_dtype)
+        self.loss = torch.empty_like(self.residual)
         self.base = self.minus.bfloat16()
         self.anchor = torch.empty(size, dtype=torch.bfloat16)
         self.out = torch.empty(size)
@@ -54,8 +56,8 @@ class Subject:
                 self.values[bound],
                 self.chunks[i],
                 minus=self.minus[bound],
-                plus=self.plus[bound],
-                loss=self.out[bound],
+                plus=self.residual[bound],
+                loss=self.loss[bound],
             )
         return NUM_CHUNKS
 

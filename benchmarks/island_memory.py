@@ -2,10 +2,10 @@
 
     python benchmarks/island_memory.py --params 300e6 --ranks 1,2,4        # FSDP2; needs about 20 bytes per parameter
 
-The ranks train nothing: each step changes a 24th of their own rows, and sleeps. One fragment is due per step
-(P = H = 24). How many are under way at once follows from how long a round takes, in steps: `--step-s`. Measured is the
-most that a rank's resident memory grew between its second and its last versions, over what it was before `join`: in
-bytes per parameter that the rank holds. Prints one line of JSON for each number of ranks.
+The ranks train nothing: each step changes a 24th of their own rows, and sleeps. One fragment is due per H / 24 steps
+(P = 24, H is `--every`). How many are under way at once follows from how long a round takes, in steps: `--step-s`.
+Measured is the most that a rank's resident memory grew between its second and its last versions, over what it was
+before `join`: in bytes per parameter that the rank holds. Prints one line of JSON for each number of ranks.
 
 Exits with 1 if a rank held more than 10 bytes per parameter of its own.
 """
@@ -101,8 +101,9 @@ def rank(shards: str, params: float, steps: int, step_s: float, out: str) -> Non
     dist.destroy_process_group()
 
 
-def measure(params: float, ranks: int, steps: int, step_s: float) -> dict[str, object]:
-    with tempfile.TemporaryDirectory() as folder, running_shard(f"sync.fragments={FRAGMENTS}") as shard:
+def measure(params: float, ranks: int, steps: int, step_s: float, every: int) -> dict[str, object]:
+    sync = f"sync.fragments={FRAGMENTS}", f"sync.sync_every={every}"
+    with tempfile.TemporaryDirectory() as folder, running_shard(*sync) as shard:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
             "--rank", shard.address, str(params), str(steps), str(step_s), folder,
@@ -113,7 +114,7 @@ def measure(params: float, ranks: int, steps: int, step_s: float) -> dict[str, o
     most = max(one.under_way for one in said)
     formula = {n: learner_bytes(shares(manifest, ranks), under_way=n) for n in sorted({1, 2, most})}
     return {
-        "ranks": ranks, "params": manifest.num_elements, "local": [one.local for one in said],
+        "ranks": ranks, "every": every, "params": manifest.num_elements, "local": [one.local for one in said],
         "under_way": most, "bytes_per_local": [round(one.most / one.local, 2) for one in said],
         "formula_per_local": {n: round(found.per_element, 2) for n, found in formula.items()},
         "pushed_per_version_of_all": [round(one.pushed / one.versions * FRAGMENTS) for one in said],
@@ -132,10 +133,11 @@ def main() -> int:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--steps", type=int, default=72, help="measured, once every fragment has two versions")
     parser.add_argument("--step-s", type=float, default=0.2, help="what a step takes, in seconds")
+    parser.add_argument("--every", type=int, default=FRAGMENTS, help="inner steps between two rounds of a fragment")
     args = parser.parse_args()
     is_good = True
     for ranks in map(int, args.ranks.split(",")):
-        found = measure(args.params, ranks, args.steps, args.step_s)
+        found = measure(args.params, ranks, args.steps, args.step_s, args.every)
         print(json.dumps(found), flush=True)
         is_good = is_good and max(found["bytes_per_local"]) <= MOST  # type: ignore[call-overload]
     return 0 if is_good else 1

@@ -3,13 +3,14 @@
 The sources: what is kept of a fragment is the table at the top of `diloco_worker/core/tensors.py`, what a rank of an
 island holds and owns of it is `diloco_worker/core/island_parts.py`. benchmarks/island_memory.py measures the same.
 
-    peak  =  sum over all fragments  (anchor a h + residual 4 o)
-           + sum over those under way (snapshot 4 h + loss 4 o + contribution encoded + version as it came
+    peak  =  sum over all fragments  (anchor a h + residual r o)
+           + sum over those under way (snapshot 4 h + loss r o + contribution encoded + version as it came
                                        + difference 4 h)
 
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
     a   bytes of an anchor's element: 2, or 4 where float32 is pulled
+    r   bytes of a residual's element: 2, or 4 where topk64_2bit is pushed; 0 without error feedback
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diloco_common.codec import num_payload_bytes
+from diloco_common.codec import get_codec, num_payload_bytes
 from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.change import ANCHOR, VALUES
 from diloco_common.manifest import Fragment, Manifest
@@ -103,7 +104,7 @@ def learner_bytes(
     Raises UnknownEncoding.
     """
     anchor = FLOAT32_BYTES if pull == "float32" else 2
-    feedback = FLOAT32_BYTES if error_feedback else 0
+    feedback = get_codec(push).residual_dtype.itemsize if error_feedback else 0
     kept = sum(anchor * h + feedback * o for h, o in found)
 
     def moving(share: Share) -> int:

@@ -20,6 +20,8 @@ SIZE = 1000
 LATE = PushAnswer(Outcome.LATE)
 REFUSED = PushAnswer(Outcome.REJECTED, NormTooLarge.code, "too large")
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)
+ROUNDING = 2.0**-9
+"""Share of itself that an element of a residual may lose as bfloat16."""
 
 
 class OneTensor(nn.Module):
@@ -47,6 +49,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
 
     sent = torch.zeros(SIZE, dtype=torch.float64)
     meant = torch.zeros(SIZE, dtype=torch.float64)
+    rounded = torch.zeros(SIZE, dtype=torch.float64)
     tokens_merged = last_merged = 0
 
     def train(seed: int) -> torch.Tensor:
@@ -82,6 +85,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
             sent += pushed.double()
             tokens_merged += tokens
             last_merged = version
+            rounded += ROUNDING * contribution.tensors.loss.double().abs()
             if on_commit == "overwrite":
                 meant += progress
         if on_commit == "carry":
@@ -94,7 +98,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
     (contribution,) = core.contribute()
     left = contribution.tensors.delta().double()  # the residual, and what no contribution held yet
 
-    torch.testing.assert_close(sent + left, meant, rtol=0, atol=2e-5)
+    assert ((sent + left - meant).abs() <= 2e-5 + rounded).all()
     assert float(sent.abs().max()) > 0.01, "nothing was sent"
     if on_commit == "carry":
         assert tokens_merged + contribution.tokens == core.tokens

@@ -410,6 +410,13 @@ def test_only_a_flat_float32_tensor_is_encoded_or_decoded_into(values: Tensor) -
         decode_payload(encode_payload(torch.ones(4), "int8"), values)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_what_was_lost_before_and_what_is_lost_now_are_of_one_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    plus, loss = (torch.zeros(4, dtype=dtype) for dtype in dtypes)
+    with pytest.raises(ValueError, match="of one dtype"):
+        encode_payload(torch.ones(4), "int8", plus=plus, loss=loss)
+
+
 def test_an_unknown_encoding_is_refused_with_the_names_that_are_known() -> None:
     with pytest.raises(UnknownEncoding, match="'int3'; choose one of float32, bfloat16, int8, int4, e3m0, topk64_2bit"):
         get_codec("int3")

@@ -55,13 +55,19 @@ def encoded(codec: Codec, values: torch.Tensor, **others: torch.Tensor | None) -
 
 
 def in_both(codec: Codec, values: torch.Tensor, **others: torch.Tensor) -> None:
-    """Encode with error feedback both ways, and compare bytes and loss."""
-    losses = torch.empty_like(values), torch.empty_like(values)
-    by_kernels = encoded(codec, values, loss=losses[0], **others)
-    with by_torch():
-        without = encoded(codec, values, loss=losses[1], **others)
-    assert torch.equal(by_kernels, without)
-    assert torch.equal(*(loss.view(torch.int32) for loss in losses))
+    """Encode with error feedback both ways, and compare bytes and loss; in bfloat16 it is that in float32, rounded."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        losses = torch.empty_like(values, dtype=dtype), torch.empty_like(values, dtype=dtype)
+        parts = others | {"plus": others["plus"].to(dtype)} if "plus" in others else others
+        by_kernels = encoded(codec, values, loss=losses[0], **parts)
+        with by_torch():
+            without = encoded(codec, values, loss=losses[1], **parts)
+        assert torch.equal(by_kernels, without)
+        assert torch.equal(*(loss.view(torch.uint8) for loss in losses))
+        found.append(losses[0])
+    if "plus" not in others:
+        assert torch.equal(found[0].clamp(-BFLOAT16_MAX, BFLOAT16_MAX).bfloat16(), found[1])
 
 
 @each_encoding
@@ -343,14 +349,17 @@ def test_a_contribution_from_an_anchor_becomes_the_same_bytes(
     snapshot, residual = (random_values(size, seed).clamp(-1, 1).mul_(scale / 4) for seed in (1, 2))
     anchor = at_odd_address((random_values(size, 3).clamp(-1, 1) * (scale / 4)).bfloat16())
 
-    def contribution() -> list[torch.Tensor]:
-        loss = torch.empty(size)
-        return [encoded(codec, anchor, minus=snapshot, plus=residual, loss=loss), loss]
+    for dtype in (torch.float32, torch.bfloat16):
+        kept = residual.to(dtype)
 
-    both_ways(monkeypatch, contribution)
-    exact = torch.empty(size)
-    assert torch.equal(contribution()[0], encoded(codec, anchor.float(), minus=snapshot, plus=residual, loss=exact))
-    assert torch.equal(contribution()[1], exact)
+        def contribution(kept: torch.Tensor = kept) -> list[torch.Tensor]:
+            loss = torch.empty(size, dtype=kept.dtype)
+            return [encoded(codec, anchor, minus=snapshot, plus=kept, loss=loss), loss]
+
+        both_ways(monkeypatch, contribution)
+        exact = torch.empty(size, dtype=dtype)
+        assert torch.equal(contribution()[0], encoded(codec, anchor.float(), minus=snapshot, plus=kept, loss=exact))
+        assert torch.equal(contribution()[1], exact)
 
 
 @each_encoding

@@ -222,6 +222,25 @@ def test_a_contribution_says_where_its_work_began_whatever_came_since(on_commit:
     assert (again.since, again.tokens) == (0, 3)
 
 
+def test_tokens_are_unmerged_until_a_version_tells_that_it_holds_them() -> None:
+    rig = Rig()
+    rig.trains(-1.0, tokens=5)
+    assert rig.core.tokens_unmerged == 5
+    rig.asked(1)
+    rig.trains(-1.0, tokens=7)
+    assert rig.core.tokens_unmerged == 12, "it may be late"
+    rig.arrives(1, 9.0, merged=1)
+    assert rig.core.tokens_unmerged == 7
+
+
+def test_tokens_of_an_earlier_process_are_not_unmerged() -> None:
+    rig = Rig(version=None)
+    rig.core.tokens = 1000
+    assert rig.core.tokens_unmerged == 0
+    rig.arrives(3, 10.0)
+    assert rig.core.tokens_unmerged == 0
+
+
 def test_one_contribution_is_under_way_at_a_time() -> None:
     rig = Rig()
     rig.trains(by=1.0)

@@ -98,6 +98,20 @@ def test_a_block_that_nobody_needed_for_long_goes() -> None:
     assert len(pool) == 2
 
 
+def test_blocks_that_are_free_can_be_given_back_and_those_in_use_stay() -> None:
+    pool = memory.Pool()
+    used, free, returned = (pool.take(memory.LEAST) for _ in range(3))
+    del free
+    used[:3] = b"abc"
+    pool.take(memory.LEAST)
+    del returned
+    pool.drop()
+    assert len(pool) == 0
+    again = pool.take(memory.LEAST)
+    again[:3] = b"xyz"
+    assert bytes(used[:3]) == b"abc"
+
+
 def test_a_block_that_fits_nobody_any_more_goes() -> None:
     pool = memory.Pool()
     pool.take(64 * MIB)

@@ -141,9 +141,9 @@ def test_a_link_is_as_wide_down_as_up_unless_it_is_said(capsys: pytest.CaptureFi
     assert "10.0 Gbit/s up, 10.0 Gbit/s down" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("ranks", "gigabytes"), [(8, 52.5), (64, 6.5625)])
+@pytest.mark.parametrize(("ranks", "gigabytes"), [(8, 35.0), (64, 4.375)])
 def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str], ranks: int, gigabytes: float) -> None:
-    """70 B: anchor 2 and residual 4 bytes for each parameter that the rank holds."""
+    """70 B: anchor 2 and residual 2 bytes for each parameter that the rank holds."""
     assert main(["plan", "memory", "--params", "70B", "--ranks", str(ranks), "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)[0]
     assert kept["value"] == pytest.approx(gigabytes * 1e9, rel=0.001)

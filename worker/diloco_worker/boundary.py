@@ -148,7 +148,7 @@ class StepBoundary:
         core = self.core
         return Figures(
             core.inner_step, core.tokens, dict(core.contributions), core.tokens_carried / len(core.fragments),
-            core.unmerged,
+            core.unmerged, core.tokens_unmerged,
         )  # fmt: skip
 
     def trained(self) -> tuple[int, int]:

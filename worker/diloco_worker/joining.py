@@ -96,9 +96,9 @@ def join(
             trains a model of its own, and is a learner of its own. Without either, several processes are refused.
         frozen: "same": frozen parameters and fixed buffers must be those of the other learners, bit for bit. "any":
             they may differ (a base in another dtype, or quantised), and are not looked at.
-        residuals: where the learner keeps what encodings have lost, 4 bytes per parameter: beside the model, or in
-            pinned "host" memory, from where they come back each time that a contribution is encoded. There torch rounds
-            the bytes of each tensor up to a power of two.
+        residuals: where the learner keeps what encodings have lost, 2 bytes per parameter (4 with topk64_2bit): beside
+            the model, or in pinned "host" memory, from where they come back each time that a contribution is encoded.
+            There torch rounds the bytes of each tensor up to a power of two.
         log: "stderr": what the learner says goes there, unless the process has handlers for its logs already, and an
             error of ours that nobody catches ends the process with its words alone. None: neither.
 

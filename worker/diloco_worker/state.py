@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
+from types import NoneType
 from typing import Any
 
 from diloco_common.errors import ConfigError
@@ -31,15 +33,29 @@ class LearnerState:
     @staticmethod
     def from_dict(saved: Mapping[str, Any], run: str) -> LearnerState:
         """Raises ConfigError if it is no state, or one of another run than `run`."""
-        missing = sorted({f.name for f in fields(LearnerState)} - saved.keys())
-        if missing:
+        if wrong := _what_is_wrong(saved):
             raise ConfigError(
-                f"state= is not what learner.state_dict() gave: it has no {', '.join(missing)}; save it beside the "
-                "model and the optimizer, and give it back as it was"
+                f"state= is not what learner.state_dict() gave: {wrong}; save it beside the model and the optimizer, "
+                "and give it back as it was"
             )
         if saved["run"] != run:
             raise ConfigError(f"state= is of run {saved['run']!r}, and this is run {run!r}: leave it out, or give run=")
         return LearnerState(**{f.name: saved[f.name] for f in fields(LearnerState)})
+
+
+def _what_is_wrong(saved: object) -> str:
+    """Why this is no state; empty if it is one."""
+    if not isinstance(saved, Mapping):
+        return f"it is a {type(saved).__name__}"
+    if missing := sorted({f.name for f in fields(LearnerState)} - saved.keys()):
+        return f"it has no {', '.join(missing)}"
+    for name, kinds in (("run", str), ("learner_id", str), ("index", (Integral, NoneType))):
+        if not isinstance(saved[name], kinds):
+            return f"its {name} is {saved[name]!r}"
+    for name in ("inner_step", "tokens"):
+        if not (isinstance(saved[name], Integral) and saved[name] >= 0):
+            return f"its {name} is {saved[name]!r}"
+    return ""
 
 
 def blank_state() -> dict[str, Any]:
@@ -52,4 +68,4 @@ def blank_state() -> dict[str, Any]:
 
 def read_state(state: Mapping[str, Any] | None, run: str) -> LearnerState | None:
     """What `join(state=...)` was given; None: nothing, or a blank state. Raises as `LearnerState.from_dict`."""
-    return LearnerState.from_dict(state, run) if state and state != blank_state() else None
+    return None if state is None or state in ({}, blank_state()) else LearnerState.from_dict(state, run)

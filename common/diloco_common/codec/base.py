@@ -36,6 +36,10 @@ class Codec(ABC):
 
     name: ClassVar[str]
     """The name in the header of a payload."""
+    residual_dtype: ClassVar[torch.dtype] = torch.bfloat16
+    """Of the loss, as a learner keeps it for error feedback. It is at most half a step of the codes, so 8 bits are
+    enough: a thousandth of a step may be rounded away. An encoding that leaves large elements out for many rounds
+    needs float32: what is small would be rounded away beside what has come together."""
 
     @abstractmethod
     def num_bytes(self, num_elements: int) -> int:
@@ -74,16 +78,19 @@ class Codec(ABC):
     ) -> None:
         """Encode the chunk x = `values - minus + plus`, each (n,) float32, into `out` as `encode_values` does.
 
-        `values` may be bfloat16. Sets `loss` (n,) float32 to x - decoded. `loss` may be `values` itself. Raises
-        NotFinite.
+        `values` may be bfloat16. So may `plus` and `loss`, if both are. Computes x - decoded in float32, and sets
+        `loss` (n,) to it, rounded to its dtype. `loss` may be `values` itself. Raises NotFinite.
         """
         self._check_size(out, values.numel())
         encoded = self._encode_natively(values, minus, plus, loss, out)
         if encoded is None:
-            x = difference(values, minus, plus, loss)
+            lost = _in_float32(loss)
+            x = difference(values, minus, plus, lost)
             self.encode_values(x, out)
-            if loss is not None:
-                self.accumulate(out, loss, weight=-1.0)
+            if loss is not None and lost is not None:
+                self.accumulate(out, lost, weight=-1.0)
+                if lost is not loss:
+                    loss.copy_(lost.clamp_(-BFLOAT16_MAX, BFLOAT16_MAX))
         elif not encoded:
             refuse_non_finite(difference(values, minus, plus))
 
@@ -193,10 +200,17 @@ class Codec(ABC):
             raise BadSize(f"{self.name}: {num_elements} elements take {expected} bytes, got {data.numel()}")
 
 
+def _in_float32(loss: Tensor | None) -> Tensor | None:
+    """Where to compute a loss: in its place, or in scratch if it is kept with fewer bits."""
+    if loss is None or loss.dtype == torch.float32:
+        return loss
+    return scratch("loss", torch.float32, loss.numel(), loss.device)
+
+
 def difference(values: Tensor, minus: Tensor | None, plus: Tensor | None, out: Tensor | None = None) -> Tensor:
     """`values - minus + plus`, in `out` if given, else in scratch; `values` itself if there is nothing to compute.
 
-    `values` (n,) float32 or bfloat16; the others float32.
+    `values` and `plus` (n,) float32 or bfloat16; the others float32.
     """
     if out is None:
         if minus is None and plus is None and values.dtype == torch.float32:

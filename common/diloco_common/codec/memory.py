@@ -41,6 +41,11 @@ def empty(size: int, dtype: torch.dtype = torch.float32, device: torch.device | 
     return torch.frombuffer(_pool.take(num_bytes), dtype=dtype, count=size)
 
 
+def give_back() -> None:
+    """Blocks that are free go back to the kernel."""
+    _pool.drop()
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """Addresses, of which only the pages that a tensor reached take memory."""
@@ -91,6 +96,13 @@ class Pool:
         view = memoryview(block.addresses)[:num_bytes]
         weakref.finalize(view, self._returned.append, block).atexit = False
         return view
+
+    def drop(self) -> None:
+        """Forget all blocks that are free."""
+        with self._lock:
+            self._returned.clear()
+            self._free.clear()
+            self._takes = self._free_least = 0
 
     def _best(self, num_bytes: int) -> Block | None:
         while self._returned:

@@ -37,12 +37,11 @@ class Kernels:
     ) -> bool:  # fmt: skip
         """Encode `values - minus + plus` (n,) float32 as int8, int4 or e3m0 into `out` uint8. `loss` gets the error.
 
-        `values` may be bfloat16. `limits`: code_max, scale_min, scale_max of the codec. Returns False if an element is
-        not finite.
+        `values` may be bfloat16. So may `plus` and `loss`, if both are. `limits`: code_max, scale_min, scale_max of the
+        codec. Returns False if an element is not finite.
         """
-        pointers = [_address(t) for t in (values, minus, plus, loss)]
         encode = self.library.diloco_encode if values.itemsize == 4 else self.library.diloco_encode_from_anchor
-        block: int = encode(bits, *pointers, values.numel(), *limits, out.data_ptr())
+        block: int = encode(bits, *_encoded(values, minus, plus, loss), *limits, out.data_ptr())
         return block < 0
 
     def difference(self, values: Tensor, reference: Tensor, out: Tensor) -> None:
@@ -99,8 +98,9 @@ class Kernels:
         self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
     ) -> bool:
         """As `encode`, as topk64_2bit; `values` may be bfloat16."""
-        pointers = [0 if t is None else t.data_ptr() for t in (values, minus, plus, loss)]
-        block: int = self.library.diloco_encode_top(values.itemsize, *pointers, values.numel(), out.data_ptr())
+        block: int = self.library.diloco_encode_top(
+            values.itemsize, *_encoded(values, minus, plus, loss), out.data_ptr()
+        )
         return block < 0
 
     def check_top(self, data: Tensor, num_elements: int) -> bool:
@@ -132,9 +132,8 @@ class Kernels:
         out: Tensor,
     ) -> bool:  # fmt: skip
         """As `encode`, as float32 (bits = 32) or bfloat16 (16), at most `most`; `values` may be bfloat16."""
-        pointers = [0 if t is None else t.data_ptr() for t in (values, minus, plus, loss)]
         block: int = self.library.diloco_encode_plain(
-            bits, values.itemsize, *pointers, values.numel(), most, out.data_ptr()
+            bits, values.itemsize, *_encoded(values, minus, plus, loss), most, out.data_ptr()
         )
         return block < 0
 
@@ -151,6 +150,12 @@ class Kernels:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _encoded(values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None) -> list[int]:
+    """What is encoded, as arguments: addresses, the width of error feedback, and the number of elements."""
+    width = next((t.itemsize for t in (plus, loss) if t is not None), 4)
+    return [*(_address(t) for t in (values, minus, plus, loss)), width, values.numel()]
 
 
 def _by_dtype(reference: Tensor | None) -> tuple[int, int]:
@@ -245,9 +250,10 @@ _RANGE = (_INT, _POINTER, _INT64, _INT64, _INT64)  # bits, chunk, its elements, 
 _SUM = (_INT, _POINTER, _INT, _INT64, _INT64)  # bits, sources, how many, start, stop
 _RANGE_TOP, _SUM_CHUNKS = (_POINTER, _INT64, _INT64, _INT64), (_POINTER, _INT, _INT64)
 _LIMITS = (_FLOAT, _FLOAT, _FLOAT)
+_ENCODED = (*[_POINTER] * 4, _INT, _INT64)  # values, minus, plus, loss, width of the last two, how many
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "diloco_encode": (_INT64, _INT, *[_POINTER] * 4, _INT64, *_LIMITS, _POINTER),
+    "diloco_encode": (_INT64, _INT, *_ENCODED, *_LIMITS, _POINTER),
     "diloco_check": (_INT, _INT, _POINTER, _INT64, _FLOAT, _FLOAT),
     "diloco_decode": (None, *_RANGE, _POINTER),
     "diloco_accumulate": (None, *_RANGE, _FLOAT, _POINTER),
@@ -255,17 +261,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "diloco_sum": (_DOUBLE, *_SUM, _POINTER),
     "diloco_sum_nesterov": (None, *_SUM, _FLOAT, _FLOAT, _POINTER, _POINTER),
     "diloco_encode_change": (_INT64, _INT, _POINTER, _POINTER, _INT64, *_LIMITS, _FLOAT, _POINTER, _POINTER),
-    "diloco_encode_from_anchor": (_INT64, _INT, *[_POINTER] * 4, _INT64, *_LIMITS, _POINTER),
+    "diloco_encode_from_anchor": (_INT64, _INT, *_ENCODED, *_LIMITS, _POINTER),
     "diloco_difference": (None, *[_POINTER] * 3, _INT64, _POINTER),
     "diloco_decode_change": (None, _INT, _POINTER, _POINTER, _INT64, _FLOAT, *[_POINTER] * 4),
-    "diloco_encode_top": (_INT64, _INT, *[_POINTER] * 4, _INT64, _POINTER),
+    "diloco_encode_top": (_INT64, _INT, *_ENCODED, _POINTER),
     "diloco_check_top": (_INT, _POINTER, _INT64),
     "diloco_decode_top": (None, *_RANGE_TOP, _POINTER),
     "diloco_accumulate_top": (None, *_RANGE_TOP, _FLOAT, _POINTER),
     "diloco_sum_squares_top": (_DOUBLE, *_RANGE_TOP),
     "diloco_sum_top": (_DOUBLE, *_SUM_CHUNKS, _POINTER),
     "diloco_sum_nesterov_top": (None, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),
-    "diloco_encode_plain": (_INT64, _INT, _INT, *[_POINTER] * 4, _INT64, _FLOAT, _POINTER),
+    "diloco_encode_plain": (_INT64, _INT, _INT, *_ENCODED, _FLOAT, _POINTER),
     "diloco_sum_squares_plain": (_DOUBLE, _INT, _POINTER, _INT64, _INT64),
     "diloco_sum_plain": (_DOUBLE, _INT, *_SUM_CHUNKS, _POINTER),
     "diloco_sum_nesterov_plain": (None, _INT, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),

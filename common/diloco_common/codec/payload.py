@@ -132,17 +132,22 @@ def encode_payload(
 ) -> Payload:
     """Encode the fragment x = `values - minus + plus`: all (n,) float32, contiguous, n >= 1, on one device.
 
-    `values` may be an anchor, in whatever dtype and chunks it came.
+    `values` may be an anchor, in whatever dtype and chunks it came. `plus` and `loss` may be bfloat16, both.
 
-    Sets `loss` (n,) float32 to the encoding error `x - decoded`, where `decoded` is bit for bit the result of
+    Sets `loss` (n,) to the encoding error `x - decoded`, where `decoded` is bit for bit the result of
     `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` itself.
 
     Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss` then
     holds nothing of use.
     """
-    for tensor in (values, minus, plus, loss):
+    for tensor in (values, minus):
         if isinstance(tensor, Tensor):
             _check_flat(tensor)
+    for tensor in (plus, loss):
+        if tensor is not None:
+            _check_flat(tensor, (torch.float32, torch.bfloat16))
+    if plus is not None and loss is not None and plus.dtype != loss.dtype:
+        raise ValueError(f"plus is {plus.dtype}, but loss {loss.dtype}: both are of one dtype")
     if chunk_elements is None:
         chunk_elements = usual_chunk_elements(encoding)
     _check_chunk_elements(encoding, chunk_elements)
@@ -261,10 +266,11 @@ def _check_chunk_elements(encoding: str, chunk_elements: int) -> None:
         )
 
 
-def _check_flat(values: Tensor) -> None:
-    if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous() or not values.numel():
+def _check_flat(values: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> None:
+    if values.dtype not in dtypes or values.dim() != 1 or not values.is_contiguous() or not values.numel():
+        meant = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"need a contiguous 1-D float32 tensor with elements, got {values.dtype} {list(values.shape)} "
+            f"need a contiguous 1-D {meant} tensor with elements, got {values.dtype} {list(values.shape)} "
             f"with strides {values.stride()}; .float().reshape(-1) makes one"
         )
 

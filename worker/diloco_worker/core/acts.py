@@ -148,3 +148,5 @@ class Figures:
     """Averaged over fragments."""
     unmerged: int = 0
     """Contributions under way whose fate is not known."""
+    tokens_unmerged: float = 0.0
+    """As in `LearnerCore`."""

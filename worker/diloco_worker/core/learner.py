@@ -51,6 +51,12 @@ class LearnerCore:
         """Contributions under way whose fate is not known."""
         return sum(f.contribution is not None for f in self.fragments.values())
 
+    @property
+    def tokens_unmerged(self) -> float:
+        """Tokens trained on that no version holds, as far as this learner has heard; averaged over fragments."""
+        begun = (f for f in self.fragments.values() if f.tensors.anchor is not None)
+        return sum(f.tokens_since(self.tokens) for f in begun) / len(self.fragments)
+
     # ------------------------------------------------------------ at a step boundary
 
     def stepped(self, tokens: int) -> None:

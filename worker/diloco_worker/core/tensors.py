@@ -1,9 +1,9 @@
-"""All of one fragment that is as large as the fragment: [num_elements] on the model's device, float32 but for anchors.
+"""All of one fragment that is as large as the fragment: [num_elements] on the model's device.
 
     anchor      the version applied last, as it came: 2 bytes per parameter, or 4 in a run that pulls float32
-    snapshot    theta after the contribution was taken
-    residual    what encoders lost of contributions that were merged (error feedback)
-    loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way
+    snapshot    theta after the contribution was taken: 4 bytes
+    residual    what encoders lost of contributions that were merged (error feedback): 2 bytes, or 4 with topk64_2bit
+    loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way: as the residual
 
 Between contributions only anchor and residual are there. A learner may keep its residuals in host memory
 (`Replica.stow`): a residual is then on the device only while a contribution is encoded.
@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Anchor, Payload, encode_payload, memory
+from diloco_common.codec import Anchor, Payload, encode_payload, get_codec, memory
 from diloco_common.manifest import Fragment
 from diloco_common.messages import LearnerPolicy
 from diloco_worker.core.island_parts import LocalFragment
@@ -106,9 +106,9 @@ class ContributionTensors:
         anchor, snapshot = self.anchor, self._whole_snapshot()
         if self._own is not None:
             anchor, snapshot = Anchor.of(anchor[self._own]), snapshot[self._own]
-        device = snapshot.device
-        residual = None if self.residual is None else self.residual.to(device)
-        loss = memory.empty(snapshot.numel(), device=device) if self._error_feedback else None
+        device, dtype = snapshot.device, get_codec(encoding).residual_dtype
+        residual = None if self.residual is None else self.residual.to(device, dtype)
+        loss = memory.empty(snapshot.numel(), dtype, device) if self._error_feedback else None
         payload = encode_payload(anchor, encoding, minus=snapshot, plus=residual, loss=loss)
         self.loss = loss if loss is None or self._stow is None else self._stow(loss)
         return payload

@@ -11,15 +11,14 @@ int64_t diloco_encode_change(int bits, const float *values, const bfloat16_t *ba
     for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
         int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
         for (int i = 0; i < count; i++) before[i] = from_bfloat16(base[start + i]);
-        if (!encode_block(bits, values + start, before, 0, 0, count, code_max, scale_min, scale_max, out + 4 * block,
-                          block_codes))
+        if (!encode_block(bits, values + start, before, NO_FEEDBACK, count, code_max, scale_min, scale_max,
+                          out + 4 * block, block_codes))
             return block;
         store_codes(bits, block_codes, start, count, codes);
         float unit = load_unit(bits, out, block);
         for (int i = 0; i < count; i++) {
             float after = before[i] + (float)block_codes[i] * unit;
-            after = after > anchor_max ? anchor_max : after;
-            anchor[start + i] = to_bfloat16(after < -anchor_max ? -anchor_max : after);
+            anchor[start + i] = to_bfloat16(clamped(after, anchor_max));
         }
     }
     return -1;

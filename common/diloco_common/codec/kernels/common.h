@@ -46,6 +46,8 @@ static inline float from_bfloat16(uint16_t half) {
     return value;
 }
 
+#define BFLOAT16_MAX 0x1.fep127f
+
 /* Rounds to nearest, ties to even. */
 static inline uint16_t to_bfloat16(float value) {
     uint32_t bits;
@@ -53,9 +55,53 @@ static inline uint16_t to_bfloat16(float value) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* x <- values - minus + plus, `count` elements. Values are float32 (width = 4) or bfloat16 (width = 2); minus and plus
-   may be null. */
-static inline void load_values(const void *values, int width, const float *minus, const float *plus, int count,
+static inline float clamped(float value, float most) {
+    float below = value > most ? most : value;
+    return below < -most ? -most : below;
+}
+
+/* Error feedback: what was lost of the contribution before (may be null) is added, and what is lost of this one (may be
+   null) is written. Both are float32 (width = 4) or bfloat16 (width = 2). */
+struct feedback {
+    const uint8_t *plus;
+    uint8_t *loss;
+    int width;
+};
+
+/* From element `start` on. */
+static inline struct feedback feedback_at(struct feedback all, int64_t start) {
+    int64_t offset = all.width * start;
+    return (struct feedback){all.plus ? all.plus + offset : 0, all.loss ? all.loss + offset : 0, all.width};
+}
+
+static const struct feedback NO_FEEDBACK = {0, 0, 4};
+
+/* x <- x + plus. */
+static inline void add_feedback(struct feedback feedback, int count, float *x) {
+    if (!feedback.plus) return;
+    if (feedback.width == 4) {
+        const float *plus = (const float *)feedback.plus;
+        for (int i = 0; i < count; i++) x[i] += plus[i];
+    } else {
+        const bfloat16_t *plus = (const bfloat16_t *)feedback.plus;
+        for (int i = 0; i < count; i++) x[i] += from_bfloat16(plus[i]);
+    }
+}
+
+/* loss <- x, rounded to its width, at most the largest bfloat16. */
+static inline void store_loss(struct feedback feedback, int count, const float *x) {
+    if (!feedback.loss) return;
+    if (feedback.width == 4) {
+        memcpy(feedback.loss, x, 4 * (size_t)count);
+    } else {
+        bfloat16_t *loss = (bfloat16_t *)feedback.loss;
+        for (int i = 0; i < count; i++) loss[i] = to_bfloat16(clamped(x[i], BFLOAT16_MAX));
+    }
+}
+
+/* x <- values - minus + plus, `count` elements. Values are float32 (width = 4) or bfloat16 (width = 2); minus may be
+   null. */
+static inline void load_values(const void *values, int width, const float *minus, struct feedback feedback, int count,
                                float *x) {
     if (width == 4 && minus) {
         for (int i = 0; i < count; i++) x[i] = ((const float *)values)[i] - minus[i];
@@ -64,8 +110,7 @@ static inline void load_values(const void *values, int width, const float *minus
         for (int i = 0; width == 2 && i < count; i++) x[i] = from_bfloat16(((const bfloat16_t *)values)[i]);
         for (int i = 0; minus && i < count; i++) x[i] -= minus[i];
     }
-    if (plus)
-        for (int i = 0; i < count; i++) x[i] += plus[i];
+    add_feedback(feedback, count, x);
 }
 
 /* The bits of the largest magnitude; those of NaN and infinity are the largest of all. */
@@ -81,8 +126,9 @@ static inline uint32_t largest_bits(const float *x, int count) {
 }
 
 /* x <- values - minus + plus for one block. Returns the bits of its largest magnitude. */
-static inline uint32_t load_block(const float *values, const float *minus, const float *plus, int count, float *x) {
-    load_values(values, 4, minus, plus, count, x);
+static inline uint32_t load_block(const float *values, const float *minus, struct feedback feedback, int count,
+                                  float *x) {
+    load_values(values, 4, minus, feedback, count, x);
     for (int i = count; i < BLOCK; i++) x[i] = 0;
     return largest_bits(x, BLOCK);
 }
@@ -99,10 +145,10 @@ static inline int8_t nearest_level(float scaled) {
 }
 
 /* Encode one block, and store its scale and codes. Returns 0 if an element is not finite. */
-static inline int encode_block(int bits, const float *values, const float *minus, const float *plus, float *loss, int count,
+static inline int encode_block(int bits, const float *values, const float *minus, struct feedback feedback, int count,
                                float code_max, float scale_min, float scale_max, uint8_t *scale_out, int8_t *codes) {
     float x[BLOCK], absmax;
-    uint32_t largest = load_block(values, minus, plus, count, x);
+    uint32_t largest = load_block(values, minus, feedback, count, x);
     if (largest >= 0x7f800000) return 0;
     memcpy(&absmax, &largest, 4);
     float scale = absmax / code_max;
@@ -113,10 +159,10 @@ static inline int encode_block(int bits, const float *values, const float *minus
         for (int i = 0; i < BLOCK; i++) codes[i] = nearest_level(x[i] / scale);
     else
         for (int i = 0; i < BLOCK; i++) codes[i] = (int8_t)(int32_t)rintf(x[i] / scale);
-    if (loss) {
+    if (feedback.loss) {
         float unit = unit_of(bits, scale);
         for (int i = 0; i < BLOCK; i++) x[i] -= (float)codes[i] * unit;
-        memcpy(loss, x, 4 * (size_t)count);
+        store_loss(feedback, count, x);
     }
     return 1;
 }

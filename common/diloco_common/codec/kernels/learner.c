@@ -3,18 +3,19 @@
 
 #include "common.h"
 
-/* As diloco_encode, of anchor - snapshot + residual (may be null). */
-int64_t diloco_encode_from_anchor(int bits, const bfloat16_t *anchor, const float *snapshot, const float *residual,
-                                  float *loss, int64_t n, float code_max, float scale_min, float scale_max,
-                                  uint8_t *out) {
+/* As diloco_encode, of anchor - snapshot + residual. */
+int64_t diloco_encode_from_anchor(int bits, const bfloat16_t *anchor, const float *snapshot, const uint8_t *residual,
+                                  uint8_t *loss, int width, int64_t n, float code_max, float scale_min,
+                                  float scale_max, uint8_t *out) {
+    struct feedback feedback = {residual, loss, width};
     uint8_t *codes = out + 4 * blocks_of(n);
     int8_t block_codes[BLOCK];
     float values[BLOCK];
     for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
         int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
         for (int i = 0; i < count; i++) values[i] = from_bfloat16(anchor[start + i]);
-        if (!encode_block(bits, values, snapshot ? snapshot + start : 0, residual ? residual + start : 0,
-                          loss ? loss + start : 0, count, code_max, scale_min, scale_max, out + 4 * block, block_codes))
+        if (!encode_block(bits, values, snapshot ? snapshot + start : 0, feedback_at(feedback, start), count, code_max,
+                          scale_min, scale_max, out + 4 * block, block_codes))
             return block;
         store_codes(bits, block_codes, start, count, codes);
     }
@@ -53,8 +54,7 @@ void diloco_decode_change(int bits, const uint8_t *data, const bfloat16_t *base,
         float unit = load_unit(bits, data, block);
         for (int i = 0; i < count; i++) {
             float sum = from_bfloat16(base[start + i]) + (float)code[i] * unit;
-            sum = sum > anchor_max ? anchor_max : sum;
-            uint16_t rounded = to_bfloat16(sum < -anchor_max ? -anchor_max : sum);
+            uint16_t rounded = to_bfloat16(clamped(sum, anchor_max));
             after[start + i] = rounded;
             x[i] = from_bfloat16(rounded);
         }

@@ -2,15 +2,15 @@
 
 #include "merging.h"
 
-/* Encode values - minus + plus (minus and plus may be null) of n elements into out, at most `most` in magnitude. Values
-   are float32 (width = 4) or bfloat16 (width = 2). loss (may be null, may be values) is what was lost. Returns -1, or the
-   first block with an element that is not finite. */
-int64_t diloco_encode_plain(int bits, int width, const uint8_t *values, const float *minus, const float *plus,
-                            float *loss, int64_t n, float most, uint8_t *out) {
+/* As diloco_encode, at most `most` in magnitude. Values are float32 (width = 4) or bfloat16 (width = 2). */
+int64_t diloco_encode_plain(int bits, int width, const uint8_t *values, const float *minus, const uint8_t *plus,
+                            uint8_t *loss, int feedback_width, int64_t n, float most, uint8_t *out) {
+    struct feedback all = {plus, loss, feedback_width};
     float x[BLOCK];
     for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
         int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
-        load_values(values + width * start, width, minus ? minus + start : 0, plus ? plus + start : 0, count, x);
+        struct feedback feedback = feedback_at(all, start);
+        load_values(values + width * start, width, minus ? minus + start : 0, feedback, count, x);
         if (largest_bits(x, count) >= 0x7f800000) return block;
         if (bits == 32) {
             memcpy(out + 4 * start, x, 4 * (size_t)count);
@@ -18,12 +18,11 @@ int64_t diloco_encode_plain(int bits, int width, const uint8_t *values, const fl
         } else {
             bfloat16_t *halves = (bfloat16_t *)(out + 2 * start);
             for (int i = 0; i < count; i++) {
-                float value = x[i] > most ? most : x[i];
-                halves[i] = to_bfloat16(value < -most ? -most : value);
+                halves[i] = to_bfloat16(clamped(x[i], most));
                 x[i] -= from_bfloat16(halves[i]);
             }
         }
-        if (loss) memcpy(loss + start, x, 4 * (size_t)count);
+        store_loss(feedback, count, x);
     }
     return -1;
 }

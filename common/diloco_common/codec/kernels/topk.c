@@ -159,10 +159,10 @@ static void pack(const uint16_t *indices, const uint8_t *codes, int num_kept, ui
 }
 
 /* x <- values - minus + plus, with their magnitudes as bits (negative beyond `count`), and those of GROUPS groups.
-   minus and plus may be null. */
-static void load(const void *values, int width, const float *minus, const float *plus, int count, float *x,
+   minus may be null. */
+static void load(const void *values, int width, const float *minus, struct feedback feedback, int count, float *x,
                  int32_t *magnitudes, int32_t *maxima) {
-    load_values(values, width, minus, plus, count, x);
+    load_values(values, width, minus, feedback, count, x);
     memcpy(magnitudes, x, 4 * (size_t)count);
     for (int i = 0; i < count; i++) magnitudes[i] &= 0x7fffffff;
     for (int i = count; i < TOP_BLOCK; i++) magnitudes[i] = -1;
@@ -192,22 +192,21 @@ static void encode_top(const int32_t *magnitudes, const int32_t *maxima, int cou
     pack(indices, codes, num_kept, index_out, code_out);
 }
 
-/* Encode values - minus + plus (minus and plus may be null) of n elements into out. Values are float32 (width = 4) or
-   bfloat16 (width = 2). loss (may be null, may be values) is what was lost. Returns -1, or the first block with an element
-   that is not finite. */
-int64_t diloco_encode_top(int width, const uint8_t *values, const float *minus, const float *plus, float *loss, int64_t n,
-                          uint8_t *out) {
+/* As diloco_encode. Values are float32 (width = 4) or bfloat16 (width = 2). */
+int64_t diloco_encode_top(int width, const uint8_t *values, const float *minus, const uint8_t *plus, uint8_t *loss,
+                          int feedback_width, int64_t n, uint8_t *out) {
+    struct feedback all = {plus, loss, feedback_width};
     uint8_t *indices = out + 8 * top_blocks_of(n), *codes = indices + index_bytes_of(n);
     float x[TOP_BLOCK];
     int32_t magnitudes[TOP_BLOCK], maxima[GROUPS];
     for (int64_t block = 0, start = 0; start < n; block++, start += TOP_BLOCK) {
         int count = n - start < TOP_BLOCK ? (int)(n - start) : TOP_BLOCK;
-        load(values + width * start, width, minus ? minus + start : 0, plus ? plus + start : 0, count, x, magnitudes,
-             maxima);
+        struct feedback feedback = feedback_at(all, start);
+        load(values + width * start, width, minus ? minus + start : 0, feedback, count, x, magnitudes, maxima);
         for (int i = 0; i < GROUPS; i++)
             if (maxima[i] >= INFINITY_BITS) return block;
         encode_top(magnitudes, maxima, count, x, out + 8 * block, indices + 96 * block, codes + 16 * block);
-        if (loss) memcpy(loss + start, x, 4 * (size_t)count);
+        store_loss(feedback, count, x);
     }
     return -1;
 }
