@@ -27,11 +27,16 @@ SAYS = {
     "ddp.py": ["% of held-out points on the right spiral"],
     "fsdp2.py": ["% of held-out points on the right spiral"],
     "hf_trainer.py": [" parameters, after "],
+    "lightning_trainer.py": ["% of held-out points on the right spiral"],
     "lora.py": ["an adapter of 4608 parameters", "adapter_model.safetensors: 4.61k parameters as float32"],
 }
 RULES = "own_outer_rule.py"
 """Rules of a shard: it joins none."""
-NEEDS = {"hf_trainer.py": ["transformers", "accelerate"], "lora.py": ["transformers", "peft"]}
+NEEDS = {
+    "hf_trainer.py": ["transformers", "accelerate"],
+    "lightning_trainer.py": ["lightning"],
+    "lora.py": ["transformers", "peft"],
+}
 
 
 def commands(example: Path) -> list[list[str]]:
@@ -75,7 +80,7 @@ def test_every_example_is_here() -> None:
 def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> None:
     for package in NEEDS.get(name, []):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"NOT RUN: {package} is not installed (pip install 'decoupled-diloco[hf]' peft)")
+            pytest.skip(f"NOT RUN: {package} is not installed (pip install 'decoupled-diloco[hf]' peft lightning)")
     serve, *others = commands(ROOT / "examples" / name)
     said = ""
     with shard(serve, tmp_path) as address:

@@ -1,0 +1,146 @@
+"""A Trainer of Lightning with our callback, as a learner of a real shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import settings_with
+
+from diloco_common.errors import ConfigError
+from diloco_worker.global_model import pull_global_model
+from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS
+
+lightning = pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed (pip install lightning)")
+from diloco_worker.lightning import DilocoCallback, tokens_of  # noqa: E402
+
+EXACT = {"push": "float32", "pull": "float32", "quorum": 1, "fragments": 2, "sync_every": 2}
+BATCH = 4
+
+
+class Rows(torch.utils.data.Dataset):
+    """Remembers which were drawn."""
+
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+        self._rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        self.drawn.append(i)
+        return self._rows[i]
+
+
+class Sine(lightning.LightningModule):
+    """Of the first two columns, by a small model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        self.rates: list[float] = []
+
+    def training_step(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return (self.net(rows) - rows[:, :2].sin()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    address: str, folder: Path, *, rows: Rows | None = None, resume: Path | None = None, save: Path | None = None,
+    callback: dict[str, Any] | None = None, **arguments: Any,
+) -> tuple[DilocoCallback, Sine]:  # fmt: skip
+    """Train, and save a checkpoint at the end."""
+    given = {
+        "max_epochs": -1, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
+    }  # fmt: skip
+    diloco = DilocoCallback(address, **{"wait_s": 20.0, **(callback or {"learner_id": "a"})})
+
+    class Saves(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if save is not None and trainer.global_step == trainer.max_steps:
+                trainer.save_checkpoint(save)
+
+    module = Sine()
+    trainer = lightning.Trainer(callbacks=[diloco, Saves()], **given | arguments)
+    data = torch.utils.data.DataLoader(rows if rows is not None else Rows(), batch_size=BATCH, shuffle=True)
+    trainer.fit(module, data, ckpt_path=resume)
+    return diloco, module
+
+
+def test_it_stops_at_the_budget_and_saves_the_global_model(serve, tmp_path, written):
+    shard = serve(settings_with(run={"tokens": 20 * BATCH}, sync=EXACT))
+    diloco, module = fit(shard.address, tmp_path, callback={"save_to": tmp_path / "global.ckpt"})
+
+    assert diloco.learner.state == "done"
+    assert diloco.learner.tokens == diloco.learner.inner_step * BATCH
+    found = pull_global_model([shard.address])
+    loaded = Sine.load_from_checkpoint(tmp_path / "global.ckpt")
+    for model in (module, loaded):
+        mine = dict(model.named_parameters())
+        assert all(torch.equal(mine[name], values) for name, values in found.tensors.items())
+    assert module.rates[0] < max(module.rates)
+    assert "global model saved" in written.getvalue()
+
+
+def test_max_steps_ends_it_before_the_run_and_says_so(serve, tmp_path, written):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    diloco, _ = fit(shard.address, tmp_path, max_steps=6)
+    assert diloco.learner.inner_step == 6
+    assert "the Trainer ends before the run: the others go on steps=6" in written.getvalue()
+
+
+def test_batches_of_one_optimizer_step_are_one_step_of_the_learner(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    diloco, _ = fit(shard.address, tmp_path, max_steps=4, accumulate_grad_batches=2)
+    assert (diloco.learner.inner_step, diloco.learner.tokens) == (4, 4 * 2 * BATCH)
+
+
+def test_every_learner_draws_its_data_in_an_order_of_its_own(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    orders = []
+    for learner_id in ("a", "b"):
+        rows = Rows()
+        fit(shard.address, tmp_path, rows=rows, callback={"learner_id": learner_id}, max_steps=5)
+        orders.append(rows.drawn[: 5 * BATCH])
+    assert orders[0] != orders[1]
+
+
+def test_a_trainer_that_resumes_goes_on_as_the_same_learner(serve, tmp_path):
+    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
+    fit(shard.address, tmp_path, max_steps=5, save=tmp_path / "saved.ckpt")
+    diloco, module = fit(
+        shard.address, tmp_path, callback={"run": "local"}, max_steps=10, resume=tmp_path / "saved.ckpt"
+    )
+    assert (diloco.learner.learner_id, diloco.learner.inner_step, diloco.learner.tokens) == ("a", 10, 10 * BATCH)
+    assert module.rates[1] > 0.1 * WARMUP_FLOOR * 6 / WARMUP_STEPS  # it does not rise once more
+
+
+def test_an_island_is_refused_in_words():
+    with pytest.raises(ConfigError, match="each device a Trainer of its own"):
+        DilocoCallback("127.0.0.1:1", island=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ({"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, 16),
+        ((torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.int64)), 2),
+        ([{"x": torch.zeros(3, 5)}], 3),
+        ({"id": [3], "text": ["one", "two"], "input_ids": torch.zeros(2, 8, dtype=torch.int64)}, 16),
+    ],
+)
+def test_tokens_are_ids_or_rows(batch: Any, tokens: int) -> None:
+    assert tokens_of(batch) == tokens
+
+
+def test_a_batch_without_a_tensor_is_named() -> None:
+    with pytest.raises(ConfigError, match="give tokens="):
+        tokens_of({"text": ["one", "two"]})

@@ -1,0 +1,143 @@
+"""A callback that makes a Lightning `Trainer` a learner. Needs `pip install lightning`.
+
+    from diloco_worker.lightning import DilocoCallback
+
+    trainer = Trainer(max_epochs=-1, callbacks=[DilocoCallback("ps-0:50051,ps-1:50051", save_to="global.ckpt")])
+    trainer.fit(module, data)          # until the budget of the run is merged, or max_steps; then it is the global one
+
+It joins once the Trainer has loaded what it resumes from, and does what a loop of one's own would do: draws the data in
+an order of this learner, says after each optimizer step how many tokens it had, lets the rate follow the run, stops at
+the budget, puts the global model into the module, and saves it. The learner's state is in the Trainer's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_common.errors import ConfigError
+from diloco_worker import uncaught
+from diloco_worker.joining import join
+from diloco_worker.learner import Learner
+from diloco_worker.progress_lr import ProgressLR, Shape
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # pragma: no cover
+    raise ImportError("diloco_worker.lightning needs Lightning: pip install lightning") from None
+
+
+def tokens_of(batch: Any) -> int:
+    """Of the first tensor in a batch: its elements if they are whole numbers, such as ids of tokens; else its rows."""
+    first = next(_tensors_in(batch), None)
+    if first is None:
+        raise ConfigError(f"no tensor is in a batch ({type(batch).__name__}): give tokens=, which counts its tokens")
+    return len(first) if first.is_floating_point() else first.numel()
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Those of one dimension or more, in their order."""
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield batch
+    elif isinstance(batch, Mapping):
+        yield from _tensors_in(list(batch.values()))
+    elif isinstance(batch, list | tuple):
+        for entry in batch:
+            yield from _tensors_in(entry)
+
+
+class DilocoCallback(Callback):  # type: ignore[misc]
+    """Joins a run when training begins, and finishes when it ends."""
+
+    def __init__(
+        self, shards: str, *, save_to: str | Path | None = None, rate: Shape = "cosine", warmup: float = 0.02,
+        tokens: Callable[[Any], int] = tokens_of, **options: Any,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            save_to: file for the global model, as `LightningModule.load_from_checkpoint` reads it; None: no file.
+            rate: how it comes down as the run proceeds, as of `ProgressLR`, if the module has no schedule of its own.
+            warmup: the share of the run in which the rate rises.
+            tokens: counts those of a batch.
+            options: of `join` (run, learner_id, tls, token, ...), but not `island`.
+
+        Raises ConfigError.
+        """
+        if options.get("log", "stderr") is not None:
+            uncaught.say_in_one_line()  # as `join` does, which comes later
+        if options.get("island") is not None:
+            raise ConfigError(
+                "DilocoCallback takes no island=: give each device a Trainer of its own (devices=1), each a learner, "
+                "or train an island in a loop of your own (docs/islands.md)"
+            )
+        self.learner: Learner | None = None
+        """None before training begins."""
+        self._shards, self._options = shards, options
+        self._save_to = None if save_to is None else Path(save_to)
+        self._rate: Shape = rate
+        self._warmup = warmup
+        self._tokens_of = tokens
+        self._tokens = 0
+        """Of the batches since the last step of the optimizer."""
+        self._steps = 0
+        self._saved: dict[str, Any] = {}
+        self._schedules: list[ProgressLR] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Join. Raises what `join` raises."""
+        state = self._saved.get("learner") if self.learner is None else self.learner.state_dict()
+        self.learner = learner = join(self._shards, module, state=state, **self._options)
+        self._steps, self._tokens = trainer.global_step, 0
+        torch.manual_seed(learner.seed + learner.inner_step)  # from here the order of the data comes
+        if trainer.lr_scheduler_configs:
+            learner.telemetry.log.warning("the rate follows the steps of this Trainer, not the run")
+            return
+        self._schedules = [ProgressLR(o, learner, self._rate, warmup=self._warmup) for o in trainer.optimizers]
+        for schedule, saved in zip(self._schedules, self._saved.get("schedules", ()), strict=False):
+            schedule.load_state_dict(saved)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Tell the learner, if the optimizer has stepped. Raises what `Learner.step` raises."""
+        assert self.learner is not None
+        self._tokens += self._tokens_of(batch)
+        if trainer.global_step == self._steps:  # it accumulates gradients
+            return
+        tokens, self._tokens, self._steps = self._tokens, 0, trainer.global_step
+        for schedule in self._schedules:
+            schedule.step()
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self.learner.step(tokens, None if loss is None else loss * trainer.accumulate_grad_batches)
+        trainer.should_stop = trainer.should_stop or self.learner.done
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Leave the global model in the module, and save it."""
+        assert self.learner is not None
+        if not self.learner.done:
+            self.learner.telemetry.log.warning(
+                "the Trainer ends before the run: the others go on", steps=trainer.global_step,
+                tokens_merged=self.learner.tokens_merged, tokens_budget=self.learner.tokens_budget,
+            )  # fmt: skip
+        self.learner.finish()
+        if self._save_to is not None:
+            trainer.save_checkpoint(self._save_to, weights_only=True)
+            self.learner.telemetry.log.event("global model saved", file=self._save_to)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Leave the run."""
+        if self.learner is not None:
+            self.learner.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into the checkpoints of the Trainer."""
+        if self.learner is None:
+            return self._saved
+        return {"learner": self.learner.state_dict(), "schedules": [s.state_dict() for s in self._schedules]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Before training begins, by the Trainer."""
+        self._saved, self.learner = state_dict, None
