@@ -3,8 +3,9 @@
     python benchmarks/five_minutes.py --bin ENVIRONMENT/bin          # minutes; the second machine takes root
 
 Types what the page has typed, in an empty folder, with nothing of this checkout on the path: the first loss of the
-built-in model, the page, a killed worker, a loop of one's own, a second machine in a network namespace. Prints seconds
-from pressing Enter. Other work on the machine makes them longer: the load is printed beside them.
+built-in model, the page, a killed worker, a loop of one's own, a second machine in a network namespace, and how long
+help and Ctrl-C take. Prints seconds from pressing Enter. Other work on the machine makes them longer: the load is
+printed beside them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults")
 from networks import Namespace
 
 LIMIT_S = 300.0
+HELPS, ENDS = 10, 5
 LOOP = """\
 import time
 
@@ -127,7 +130,7 @@ class Program:
     def seconds_until(self, is_so: Callable[[], object], since: float | None = None) -> float:
         """From its start, or since then. Exits with what it said if that takes too long."""
         began = self._began if since is None else since
-        while not is_so():
+        while not _holds(is_so):
             if self.process.poll() is not None or time.monotonic() - began > LIMIT_S:
                 sys.exit("".join(["it did not come to that:\n", *self.lines[-30:]]))
             time.sleep(0.1)
@@ -137,12 +140,17 @@ class Program:
         return next((found for line in list(self.lines) if (found := re.search(pattern, line))), None)
 
 
-def answers(url: str) -> bool:
+def _holds(is_so: Callable[[], object]) -> bool:
+    """Whether it is so. What cannot be asked at the moment is not."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
+        return bool(is_so())
     except OSError:
         return False
+
+
+def answers(url: str) -> bool:
+    with urllib.request.urlopen(url, timeout=2) as answer:
+        return bool(answer.status == 200)
 
 
 def built_in(programs: Path, place: Path) -> Mapping[str, float]:
@@ -177,10 +185,7 @@ def status(run: Path) -> Mapping[str, object]:
 
 
 def losses(run: Path) -> list[float]:
-    try:
-        learners = status(run)["learners"]
-    except (OSError, KeyError):
-        return []
+    learners = status(run).get("learners", [])
     assert isinstance(learners, list)
     return [each["loss"] for each in learners if each.get("loss") is not None]
 
@@ -236,7 +241,31 @@ def second_machine(programs: Path, place: Path) -> Mapping[str, float]:
                 return {"the second machine trains": second.seconds_until(lambda: second.said(" training "))}
 
 
-PARTS = {"built-in": built_in, "own-loop": own_loop, "second-machine": second_machine}
+def waits(programs: Path, place: Path) -> Mapping[str, float]:
+    """What people wait for again and again: help, and the end after Ctrl-C. The median and the longest of each."""
+    here = Terminal(place, programs)
+    helped, ended = [], []
+    here.type("diloco --help")  # reads its files from the disk
+    for _ in range(HELPS):
+        began = time.monotonic()
+        here.type("diloco --help")
+        helped.append(time.monotonic() - began)
+    for _ in range(ENDS):
+        with here.start("diloco up --fresh") as up:
+            up.seconds_until(lambda up=up: up.said(rf"loss {NUMBER}"))  # type: ignore[misc]
+            up.process.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            up.process.wait(LIMIT_S)
+            ended.append(time.monotonic() - began)
+    of = {f"--help, of {HELPS}": helped, f"Ctrl-C of diloco up, of {ENDS}": ended}
+    return {
+        f"{what}: {which}": seconds
+        for what, all_s in of.items()
+        for which, seconds in (("median", statistics.median(all_s)), ("longest", max(all_s)))
+    }
+
+
+PARTS = {"built-in": built_in, "own-loop": own_loop, "second-machine": second_machine, "waits": waits}
 
 
 def main() -> int:
@@ -247,7 +276,7 @@ def main() -> int:
     for name in args.parts or PARTS:
         with tempfile.TemporaryDirectory() as folder:
             for what, seconds in PARTS[name](args.bin.resolve(), Path(folder, name)).items():
-                print(f"{what:<45} {seconds:6.1f} s   (load {os.getloadavg()[0]:.0f})", flush=True)
+                print(f"{what:<45} {seconds:6.2f} s   (load {os.getloadavg()[0]:.0f})", flush=True)
     return 0
 
 

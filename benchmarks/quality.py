@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from statistics import fmean
 
@@ -40,13 +42,34 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quality.jsonl"
 PROTOCOL = ROOT / "benchmarks" / "quality_protocol.toml"
 PROTOCOL_RESULTS = ROOT / "benchmarks" / "results" / "quality_protocol.jsonl"
-DISTURBED = ROOT / "benchmarks" / "disturbed"
-DISTURBED_RESULTS = ROOT / "benchmarks" / "results" / "quality_disturbed.jsonl"
 EVALUATION_TOKENS = 131_072
 CURVE_TOKENS = 16_384
 CURVE_POINTS = 12
 SEEDS_MAX = 100
 """More than anybody ran."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A folder of arms that docs/quality.md shows, under the mark of its name."""
+
+    folder: str
+    results: str
+    """benchmarks/results/quality_RESULTS.jsonl"""
+    base: str = ""
+    """What all are held against,"""
+    pairs: Sequence[tuple[str, str]] = ()
+    """or which against which."""
+
+
+REFERENCES = [("ours", "data_parallel_muon"), ("ours", "data_parallel_adamw")]
+FOLDERS = [
+    Shown("disturbed", "disturbed", base="undisturbed"),
+    Shown("momentum", "disturbed", base="as_it_is"),
+    Shown("asynchronous", "async", base="carry_and_grace"),
+    Shown("eight_learners", "eight_learners", pairs=REFERENCES),
+    Shown("longer", "longer", pairs=REFERENCES),
+]
 
 
 def run(spec: Spec) -> dict[str, object]:
@@ -101,6 +124,11 @@ def run_missing(specs: Sequence[Spec], results: dict[Spec, dict[str, object]]) -
         print(f"[{i}/{len(missing)}] {result['eval_loss_final']} {result['wall_s']} s {describe(spec)}", flush=True)
 
 
+def rebuilt(page: str, results: dict[Spec, dict[str, object]]) -> str:
+    """The page with all of its tables."""
+    return reduce(show_arms, FOLDERS, show_protocol(rebuild(page, results)))
+
+
 def show_protocol(page: str) -> str:
     """The page with what the protocol has found so far."""
     protocol, lines = load_protocol(PROTOCOL), runner.load(PROTOCOL_RESULTS)
@@ -112,27 +140,29 @@ def show_protocol(page: str) -> str:
     )
 
 
-def show_disturbed(page: str) -> str:
-    """The page with what disturbances cost so far: each arm against the undisturbed runs of its seeds."""
-    lines = runner.load(DISTURBED_RESULTS)
-    arms = [load_arm(path) for path in sorted(DISTURBED.glob("*.toml"))]
-    calm = next(arm for arm in arms if arm.name == "undisturbed")
-    rows = [
-        "| run | loss | undisturbed | above it, 95 % | contributions a round |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for arm in arms:
-        seeds = [seed for seed in range(SEEDS_MAX) if {arm.key(seed), calm.key(seed)} <= lines.keys()]
-        found = gap(arm, calm, seeds, lines) if arm is not calm else None
-        if found is not None:
-            loss, base, merged = (
-                fmean(lines[of.key(seed)]["result"][figure] for seed in seeds)
-                for of, figure in ((arm, "loss"), (calm, "loss"), (arm, "participants"))
-            )
-            rows.append(f"| {arm.name.replace('_', ' ')} | {loss:.4f} | {base:.4f} | {found} | {merged:.2f} |")
-    return re.sub(
-        r"(<!-- disturbed -->\n).*?(<!-- end -->)", lambda m: "\n".join([m[1], *rows, "", m[2]]), page, flags=re.DOTALL
-    )
+def show_arms(page: str, shown: Shown) -> str:
+    """The page with what the arms of a folder have come to so far, in pairs of one seed."""
+    lines = runner.load(RESULTS.parent / f"quality_{shown.results}.jsonl")
+    arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / shown.folder).glob("*.toml"))}
+    head = ["| run | loss | held against | its loss | above it, 95 % | contributions a round |"]
+    head.append("| --- | ---: | --- | ---: | ---: | ---: |")
+    rows: list[str] = []
+    for name, base in shown.pairs or [(name, shown.base) for name in arms if name != shown.base]:
+        arm, other = arms[name], arms[base]
+        seeds = [seed for seed in range(SEEDS_MAX) if {arm.key(seed), other.key(seed)} <= lines.keys()]
+        if (found := gap(arm, other, seeds, lines)) is None:
+            continue
+        loss, its_loss = (fmean(lines[of.key(seed)]["result"]["loss"] for seed in seeds) for of in (arm, other))
+        merged = [lines[arm.key(seed)]["result"].get("participants", math.nan) for seed in seeds]
+        a_round = "" if math.isnan(merged[0]) else f"{fmean(merged):.2f}"
+        rows.append(f"| {_words(name)} | {loss:.4f} | {_words(base)} | {its_loss:.4f} | {found} | {a_round} |")
+    mark = rf"(<!-- {shown.folder} -->\n).*?(<!-- end -->)"
+    text = [*head, *rows] if rows else ["Not run yet."]
+    return re.sub(mark, lambda m: "\n".join([m[1], *text, "", m[2]]), page, flags=re.DOTALL)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def main() -> None:
@@ -147,7 +177,7 @@ def main() -> None:
         return
     if not args.page:
         run_missing(missing, results)
-    PAGE.write_text(show_disturbed(show_protocol(rebuild(PAGE.read_text(), results))))
+    PAGE.write_text(rebuilt(PAGE.read_text(), results))
     draw(results, PLOT)
     print(f"{PAGE.relative_to(ROOT)} and {PLOT.relative_to(ROOT)} show {len(results)} runs")
 

@@ -7,10 +7,12 @@ progress at the time, up to one step earlier than if it were alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from diloco_common.errors import ConfigError
+from diloco_common.manifest import Piece
 from diloco_common.settings import Settings
 from diloco_lab.tasks import Stackable, Task, inner_step
 
@@ -45,6 +47,12 @@ class InnerSteps:
                 losses = [float(loss)]
             self._done |= {row: (loss, inputs[0].numel()) for row, loss in zip(rows, losses, strict=True)}
         return self._done.pop(index)
+
+    def average(self, pieces: Iterable[Piece]) -> None:
+        """What the optimizers of those that are there hold of these pieces becomes their mean. Raises ConfigError."""
+        if self._stack is None:
+            raise ConfigError("lab.average_momentum is for built-in models and optimizers, and two learners or more")
+        self._stack.average([row for row in range(len(self.models)) if row not in self._gone], pieces)
 
     def leave(self, index: int) -> None:
         """A learner is gone, and with it the step that was calculated ahead."""

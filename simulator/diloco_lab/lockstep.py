@@ -25,6 +25,7 @@ from torch import nn
 
 from diloco_common.codec import Anchor, Payload, encode_payload
 from diloco_common.codec.change import decode_version
+from diloco_common.errors import NotFinite
 from diloco_common.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings, ShardSettings
 from diloco_lab.arms import Conditions
@@ -32,6 +33,7 @@ from diloco_lab.inner import InnerSteps
 from diloco_lab.shard import LockstepShard
 from diloco_lab.tasks import Task
 from diloco_server.core.effects import Tell
+from diloco_server.core.fragment import FragmentState
 from diloco_worker.builtin.schedule import share_at
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
@@ -45,6 +47,8 @@ TICK = 0.1
 """Inner steps between two ticks of the shards: the resolution of grace windows."""
 NOTICE = 0.02
 """Inner steps until a learner hears a directive."""
+STALLED = 50
+"""Times H inner steps without a merged token after which a run ends: what its learners have is refused."""
 EPOCH = 1
 
 Arrival = Callable[[LearnerCore], object]
@@ -70,6 +74,9 @@ class Outcome:
     deaths: int = 0
     fates: dict[str, int] = field(default_factory=dict)
     """Contributions by what became of them."""
+    stalled: bool = False
+    """It ended before its budget was merged: nothing was for long, or a learner's values are not finite. Counts as
+    diverged."""
 
 
 class Clock:
@@ -95,6 +102,10 @@ class ShardRig(LockstepShard):
         settings = run.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
         super().__init__(settings, EPOCH, lambda: run.clock.now)
         self._run = run
+
+    def announcing(self, state: FragmentState) -> None:
+        if self._run.conditions.average_momentum:
+            self._run.inner.average(state.fragment.pieces)
 
     def tell(self, tell: Tell) -> None:
         self._run.learners[tell.learner_id].told(self, tell.directive)
@@ -196,7 +207,11 @@ class LearnerRig:
 
     def _push(self, contribution: Contribution) -> None:
         policy = self.core.policy
-        payload = contribution.tensors.encode(policy.push_encoding)
+        try:
+            payload = contribution.tensors.encode(policy.push_encoding)
+        except NotFinite:
+            self._run.outcome.stalled = True
+            return
         header = self._header(
             contribution.fragment_id,
             contribution.round,
@@ -261,6 +276,7 @@ class LockstepRun:
         self.inner = InnerSteps(settings, task, conditions.learners)
         self.shards = [ShardRig(self, i, conditions.shards) for i in range(conditions.shards)]
         self.learners = {rig.learner_id: rig for rig in (LearnerRig(self, i) for i in range(conditions.learners))}
+        self._merged, self._merged_at = 0, 0.0  # by all shards, and when that grew last
 
     @property
     def fraction(self) -> float:
@@ -276,14 +292,14 @@ class LockstepRun:
         )  # fmt: skip
 
     def run(self, on_progress: Callable[[float], None] | None = None) -> Outcome:
-        """Train until every shard has merged the budget."""
+        """Train until every shard has merged the budget, or nothing is merged any more."""
         for learner in self.learners.values():
             learner.join(self.shards)
         for i, learner in enumerate(self.learners.values()):
             learner.after(1 + i / len(self.learners), learner.step)
         self.clock.after(TICK, self._tick)
         said = 0.0
-        while not all(rig.shard.done for rig in self.shards):
+        while not self.outcome.stalled and not all(rig.shard.done for rig in self.shards):
             self.clock.step()
             if on_progress is not None and self.fraction > said:
                 said = self.fraction
@@ -304,6 +320,10 @@ class LockstepRun:
     def _tick(self) -> None:
         for rig in self.shards:
             rig.advance()
+        merged = sum(rig.shard.tokens_merged for rig in self.shards)
+        if merged > self._merged:
+            self._merged, self._merged_at = merged, self.clock.now
+        self.outcome.stalled |= self.clock.now - self._merged_at > STALLED * self.settings.sync.sync_every
         every = self.conditions.kill_every
         if every and self._versions() >= every * (self.outcome.deaths + 1):
             self._kill_one()

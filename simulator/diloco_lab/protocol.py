@@ -133,16 +133,14 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
 
 
 def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cell], dict[str, Line]]:
-    """What of it is in these results, without running anything."""
+    """What of it is in these results, without running anything: the numbers of learners that are tuned to the end,
+    and of their reports what there is."""
 
     def there(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
-        keys = [arm.key(seed) for arm in arms for seed in seeds]
-        if missing := [key for key in keys if key not in lines]:
-            raise _MissingError(missing[0])
-        return {key: lines[key] for key in keys}
+        return {key: lines[key] for arm in arms for seed in seeds if (key := arm.key(seed)) in lines}
 
     found: tuple[list[Cell], dict[str, Line]] = [], {}
-    with suppress(_MissingError):
+    with suppress(KeyError):  # a trial is missing
         for found in carry_out(protocol, there):  # noqa: B007 the last one counts
             pass
     return found
@@ -153,23 +151,16 @@ def trials_there(protocol: Protocol, lines: Mapping[str, Line]) -> list[Line]:
     found: dict[str, Line] = {}
 
     def there(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
-        keys = [arm.key(seed) for arm in arms for seed in seeds]
-        found.update({key: lines[key] for key in keys if key in lines})
-        if not all(key in lines for key in keys):
-            raise _MissingError
+        found.update({key: lines[key] for arm in arms for seed in seeds if (key := arm.key(seed)) in lines})
         return found
 
     for learners in protocol.learners:
         for versions in protocol.versions:
             for name, arm in protocol.arms.items():
-                with suppress(_MissingError):
+                with suppress(KeyError):  # a trial is missing
                     alone = protocol.model_copy(update={"arms": {name: arm}})
                     _tune(alone, learners, protocol.tune_versions or versions, there)
     return list(found.values())
-
-
-class _MissingError(Exception):
-    """A run is not in the results."""
 
 
 def _tune(protocol: Protocol, learners: int, versions: int, run_all: RunAll) -> dict[str, Tuned]:

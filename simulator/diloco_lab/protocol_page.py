@@ -55,17 +55,25 @@ def gap_to(cell: Cell, lines: Lines, name: str, base: str) -> Gap | None:
 
 
 def multiplier(cells: Sequence[Cell], lines: Lines, cell: Cell, name: str, base: str) -> str:
-    """Our tokens over those that the other needs for our loss: between its horizons, linear in the log of tokens."""
-    mine = _mean(cell, lines, name)
-    points = sorted((c.versions, _mean(c, lines, base)) for c in cells if c.learners == cell.learners)
-    points = [(v, loss) for v, loss in points if math.isfinite(loss)]
+    """Our tokens over those that the other needs for our loss: between its horizons, linear in the log of tokens.
+
+    Of the seeds that there are of ours and of all of its horizons.
+    """
+    ours = _losses(cell, lines, name)
+    horizons = {c.versions: _losses(c, lines, base) for c in cells if c.learners == cell.learners}
+    horizons = {versions: losses for versions, losses in horizons.items() if losses}
+    seeds = ours.keys() & set.intersection(*map(set, horizons.values())) if horizons else set[int]()
+    if not seeds:
+        return "-"
+    mine = fmean(ours[seed] for seed in seeds)
+    points = sorted((versions, fmean(losses[seed] for seed in seeds)) for versions, losses in horizons.items())
     for (v0, loss0), (v1, loss1) in pairwise(points):
         if loss1 <= mine <= loss0:
             part = (loss0 - mine) / (loss0 - loss1)
             return f"{cell.versions / math.exp(math.log(v0) + part * math.log(v1 / v0)):.2f}"
-    if points and mine < points[-1][1]:
+    if mine < points[-1][1]:
         return f"< {cell.versions / points[-1][0]:.2f}"
-    return f"> {cell.versions / points[0][0]:.2f}" if points else "-"
+    return f"> {cell.versions / points[0][0]:.2f}"
 
 
 def _gaps(cells: Sequence[Cell], lines: Lines) -> str:
@@ -80,10 +88,12 @@ def _gaps(cells: Sequence[Cell], lines: Lines) -> str:
             found = gap_to(cell, lines, first, base)
             if found is None:
                 continue
+            ours, theirs = (_losses(cell, lines, name) for name in (first, base))
+            mean, its_mean = (fmean(of[seed] for seed in ours.keys() & theirs.keys()) for of in (ours, theirs))
             interval = f" ({found.low:+.2f} to {found.high:+.2f})" if math.isfinite(found.half_width) else ""
             rows.append(
-                f"| {cell.learners} | {cell.versions} | {_mean(cell, lines, first):.4f} | {base} "
-                f"| {_mean(cell, lines, base):.4f} | {found.mean:+.2f} %{interval} | {found.pairs} "
+                f"| {cell.learners} | {cell.versions} | {mean:.4f} | {base} "
+                f"| {its_mean:.4f} | {found.mean:+.2f} %{interval} | {found.pairs} "
                 f"| {_diverged(cell, lines, first)}, {_diverged(cell, lines, base)} "
                 f"| {multiplier(cells, lines, cell, first, base)} |"
             )
@@ -101,15 +111,16 @@ def _tuned(cells: Sequence[Cell]) -> str:
     return "\n".join(rows)
 
 
-def _results(cell: Cell, lines: Lines, name: str) -> list[Line]:
-    return [lines[cell.arms[name].key(seed)]["result"] for seed in seeds_of(cell, lines, [name])]
+def _results(cell: Cell, lines: Lines, name: str) -> dict[int, Line]:
+    """By seed."""
+    return {seed: lines[cell.arms[name].key(seed)]["result"] for seed in seeds_of(cell, lines, [name])}
 
 
-def _mean(cell: Cell, lines: Lines, name: str) -> float:
-    whole = [result["loss"] for result in _results(cell, lines, name) if not result["diverged"]]
-    return fmean(whole) if whole else math.nan
+def _losses(cell: Cell, lines: Lines, name: str) -> dict[int, float]:
+    """By seed, where it did not diverge."""
+    return {seed: result["loss"] for seed, result in _results(cell, lines, name).items() if not result["diverged"]}
 
 
 def _diverged(cell: Cell, lines: Lines, name: str) -> str:
     found = _results(cell, lines, name)
-    return f"{sum(bool(result['diverged']) for result in found)} of {len(found)}"
+    return f"{sum(bool(result['diverged']) for result in found.values())} of {len(found)}"

@@ -30,7 +30,7 @@ from diloco_worker.builtin.tracking import check_tracker, open_tracker
 Line = dict[str, Any]
 """One result."""
 DIVERGED = 1.05
-"""A run has diverged if its loss is not finite, or so many times what it was before the first step."""
+"""A run has diverged if its loss is not finite or so many times what it was before the first step, or if it stalled."""
 CURVE_POINTS = 12
 TRACK_S = 60.0
 """A tracker gets so long to open, and to write the curve of a run."""
@@ -81,7 +81,7 @@ def run(arm: Arm, seed: int) -> Line:
 
     outcome, model = _train(arm, settings, task, watch)
     select, report = (task.evaluate(model, half, EVALUATION_TOKENS) for half in (0, 1))
-    diverged = not math.isfinite(report) or report > DIVERGED * first
+    diverged = not math.isfinite(report) or report > DIVERGED * first or outcome.get("stalled", False)
     result = {
         "loss_first": round(first, 5), "loss_select": round(select, 5), "loss": round(report, 5), "diverged": diverged,
         "curve": curve, "wall_s": round(time.perf_counter() - began, 1), **outcome,

@@ -10,12 +10,13 @@ Shapes: R learners that step, B sequences, T bytes, N = B T.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diloco_common.manifest import Piece
 from diloco_common.settings import TrainSettings
 from diloco_worker.builtin.gpt import GPT, Layer, norm, rotate
 from diloco_worker.builtin.muon import RMS_OF_ADAMW, orthogonal
@@ -73,6 +74,14 @@ class Stack:
         for values in (*self._first.values(), *self._second.values()):
             values[row].zero_()
         self._steps[row] = 0
+
+    def average(self, rows: Sequence[int], pieces: Iterable[Piece]) -> None:
+        """What the optimizers of these learners hold of these pieces becomes their mean."""
+        for values in (self._first, self._second):
+            for piece in pieces:
+                if piece.tensor in values:
+                    flat = values[piece.tensor].flatten(1)[:, piece.tensor_offset :][:, : piece.num_elements]
+                    flat[list(rows)] = flat[list(rows)].mean(0)
 
     def _losses(self, theta: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         """Of each learner, in nats per byte: [R]."""

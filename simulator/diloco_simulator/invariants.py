@@ -28,6 +28,8 @@ TOLERANCE = 0.02
 ROUNDING = 1e-4
 """Share of the largest value that an element may be off: somebody hostile can make values so large that float32 has no
 place for a token beside them."""
+RESIDUAL_ROUNDING = 2.0**-8
+"""Share of itself that an element of a residual may be off: it is kept as bfloat16."""
 WEIGHT_CAP = 2.0
 """What a contribution may weigh in a merge, in medians of its round."""
 NORM_CAP = 2.02
@@ -172,7 +174,7 @@ def contribution_is_what_was_trained(
 
 def error_feedback_is_whole(process: str, fragment_id: int, residual: Tensor, lost: Tensor, largest: float) -> None:
     """What encoders lost of the contribution merged last is in the next one."""
-    off = float((residual - lost).abs_().max())
+    off = float(((residual - lost).abs_() - RESIDUAL_ROUNDING * lost.abs()).max())
     if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("error_feedback_is_whole", f"{process} fragment {fragment_id}: off by {off:.3f}")
 

@@ -20,7 +20,7 @@ from diloco_lab.protocol import (
     load_protocol,
     trials_there,
 )
-from diloco_lab.protocol_page import page
+from diloco_lab.protocol_page import multiplier, page
 from diloco_lab.runner import Line
 from diloco_lab.search import doubts, proposals
 
@@ -151,3 +151,15 @@ def test_what_is_on_record_is_shown_without_running_anything() -> None:
     cells, lines = carried_out(PROTOCOL, until_seed_0)
     assert "+2.00 % | 1 |" in page(cells, lines)
     assert carried_out(PROTOCOL, {}) == ([], {})
+
+
+def test_a_horizon_may_have_fewer_seeds_and_the_multiplier_is_of_those_that_all_have() -> None:
+    record: dict[str, Line] = {}
+    *_, (cells, lines) = carry_out(PROTOCOL, lambda arms, seeds: record.update(FakeRuns()(arms, seeds)) or record)
+    short, long = cells
+    thin = {key: line for key, line in record.items() if key not in {a.key(0) for a in short.arms.values()}}
+    cells, lines = carried_out(PROTOCOL, thin)
+    assert "| 2 | 40 |" in page(cells, lines)
+    assert multiplier(cells, lines, long, "ours", "parallel") == multiplier(
+        cells, {key: line for key, line in lines.items() if line["seed"] != 0}, long, "ours", "parallel"
+    )

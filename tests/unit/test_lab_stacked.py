@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from diloco_common.errors import ConfigError
+from diloco_common.manifest import Piece
 from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
 from diloco_lab.arms import Conditions
 from diloco_lab.lockstep import LockstepRun
@@ -80,3 +82,31 @@ def test_what_is_not_quite_built_in_is_not_stepped_as_if_it_were() -> None:
     assert task(Alone, "muon").stack(models) is None
     models[1].__class__ = Own
     assert task(BuiltIn, "muon").stack(models) is None
+
+
+def test_averaging_changes_what_optimizers_hold_of_a_piece_of_those_that_are_there_and_nothing_else() -> None:
+    of = task(BuiltIn, "adamw")
+    models = [of.model() for _ in range(3)]
+    stack = of.stack(models)
+    assert stack is not None
+    inputs, targets = (torch.stack(t) for t in zip(*(of.stream(i, 3).next_batch() for i in range(3)), strict=True))
+    stack.step([0, 1, 2], inputs, targets, [1.0] * 3)
+    (name, before), *_ = ((name, held.flatten(1).clone()) for name, held in stack._first.items())
+    stack.average([0, 2], [Piece(name, 8, 16, 0, mean_merge=False)])
+    after, expected = stack._first[name].flatten(1), before.clone()
+    expected[[0, 2], 8:24] = (before[0, 8:24] + before[2, 8:24]) / 2
+    torch.testing.assert_close(after, expected)
+    assert not torch.equal(after, before)
+
+
+def test_momentum_is_averaged_in_a_run_that_asks_for_it_and_only_where_that_can_be() -> None:
+    losses = []
+    for average in (False, True):
+        of = task(BuiltIn, "muon", tokens=3 * 2 * 8 * 30)
+        run = LockstepRun(of.settings, of, Conditions(learners=3, average_momentum=average))
+        run.run()
+        losses.append(of.evaluate(run.global_model(), 1, 512))
+    assert losses[0] != losses[1]
+    of = task(Alone, "muon", tokens=3 * 2 * 8 * 30)
+    with pytest.raises(ConfigError, match=r"lab\.average_momentum is for built-in models"):
+        LockstepRun(of.settings, of, Conditions(learners=3, average_momentum=True)).run()

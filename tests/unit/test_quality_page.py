@@ -19,7 +19,7 @@ def quality(repository: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def rebuilt(quality, text: str) -> str:
-    return quality.show_disturbed(quality.show_protocol(quality.rebuild(text, quality.load())))
+    return quality.rebuilt(text, quality.load())
 
 
 def test_the_tables_are_those_of_the_results(quality) -> None:
