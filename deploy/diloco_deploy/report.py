@@ -12,6 +12,8 @@ from diloco_deploy.folder import shown
 from diloco_deploy.snapshot import Snapshot, worker_rate
 
 Report = dict[str, Any]
+NAMED_MAX = 8
+"""Workers that the summary names. The report has all."""
 
 
 def make_report(
@@ -40,6 +42,7 @@ def make_report(
         "tokens": totals.tokens,
         "tokens_merged": totals.tokens_merged,
         "tokens_dropped": max(0, totals.tokens - totals.tokens_merged),
+        "tokens_unmerged": {worker.name: int(worker.get("tokens_unmerged", 0)) for worker in snapshot.workers},
         "tokens_carried": totals.tokens_carried,
         "wall_s": round(wall_s, 3),
         "versions": {str(fragment): version for fragment, version in snapshot.versions().items()},
@@ -100,7 +103,16 @@ def _lost(report: Report) -> str:
     if not rest:
         return "nothing"
     share = rest / report["tokens"] if report["tokens"] else 0.0
-    return f"nothing that was merged; the last {units.count(rest)} tokens ({share:.1%}) came after the last version"
+    said = f"nothing that was merged; the last {units.count(rest)} tokens ({share:.1%}) came after the last version"
+    return f"{said}{_by_worker(report['tokens_unmerged'])}"
+
+
+def _by_worker(tokens: Mapping[str, int]) -> str:
+    """Whose they were, most first."""
+    most = sorted((name for name in tokens if tokens[name]), key=lambda name: (-tokens[name], name))
+    named = [f"{name} {units.count(tokens[name])}" for name in most[:NAMED_MAX]]
+    more = [f"{len(most) - NAMED_MAX} more"] if len(most) > NAMED_MAX else []
+    return f": {', '.join([*named, *more])}" if named else ""
 
 
 def _unusual(report: Report) -> Iterator[str]:

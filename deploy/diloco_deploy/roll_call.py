@@ -16,7 +16,7 @@ from diloco_common.endpoints import Role
 from diloco_deploy import units
 from diloco_deploy.progress import Status
 from diloco_deploy.snapshot import Member, Snapshot
-from diloco_deploy.status_schema import ClusterRecord, Presence, Problem
+from diloco_deploy.status_schema import ClusterRecord, MemberRecord, Presence, Problem
 
 _ROLES: dict[bool, Role] = {True: "worker", False: "shard"}
 
@@ -35,6 +35,8 @@ class Present:
     status: Status | None = None
     answered: bool = False
     restarts: int = 0
+    is_kept_up: bool = False
+    """`diloco up` starts it again when it ends."""
 
     @property
     def is_missing(self) -> bool:
@@ -91,11 +93,11 @@ def _problem(one: Present, shards: int) -> Problem:
     age = f" for {units.clock(one.since_s)}" if one.since_s is not None else ""
     state = {"dead": f"dead{age}", "starting": "starting", "unknown": "unknown"}.get(one.presence, f"away{age}")
     because = f" ({one.why})" if one.why else ""
-    again = "wait: `diloco up` starts it" if one.presence == "starting" else "start it again"
+    again = _again(one)
     if one.role == "worker":
         return Problem(
             code="WORKER_AWAY", member=one.name,
-            words=f"{one.name} is {state}{because}: the others train on; {again}, and it goes on",
+            words=f"{one.name} is {state}{because}: the others train on; {again}",
         )  # fmt: skip
     if one.presence == "unknown":
         return Problem(
@@ -106,8 +108,19 @@ def _problem(one: Present, shards: int) -> Problem:
     return Problem(
         code="SHARD_AWAY", member=one.name,
         words=f"{one.name} is {state}{because}: {share} is away and gets no new versions; learners train on and lose "
-        f"nothing; {again}" + (" with its data folder" if one.presence != "starting" else ""),
+        f"nothing; {again}",
     )  # fmt: skip
+
+
+def _again(one: Present) -> str:
+    """Who starts it again."""
+    if one.presence == "starting":
+        return "wait: `diloco up` starts it"
+    if one.state == "lost":
+        return f"`diloco up` has given it up: look at `diloco logs {one.name}`"
+    if one.is_kept_up:
+        return "if `diloco up` still runs, it starts it again"
+    return "start it again" + (" with its data folder" if one.role == "shard" else ", and it goes on")
 
 
 def _nth(count: int) -> str:
@@ -129,9 +142,8 @@ def _shards(
     for shard in strays:
         yield Present(str(shard.get("name")), "shard", "alive", status=shard, answered=True)
     for index, name in enumerate(names):
-        restarts = record.members[name].restarts if record and name in record.members else 0
         if (status := by_index.get(index)) is not None:
-            yield Present(name, "shard", "alive", status=status, answered=True, restarts=restarts)
+            yield Present(name, "shard", "alive", status=status, answered=True, restarts=_restarts(name, record))
             continue
         one = _by_record(name, "shard", record, now) or _by_learners(name, index, shards)
         address = silent.get(name) or (unnamed[0] if len(unnamed) == len(missing) == 1 and index in missing else "")
@@ -141,7 +153,7 @@ def _shards(
             one = replace(
                 one, presence=presence, state=one.state or ("no answer" if presence == "away" else ""), why=said
             )
-        yield one
+        yield replace(one, is_kept_up=_is_kept_up(name, record))
 
 
 def _by_learners(name: str, index: int, shards: Sequence[Status]) -> Present:
@@ -186,17 +198,17 @@ def _workers(
     recorded = [name for name, one in record.members.items() if one.role == "worker"] if record else []
     names = dict.fromkeys([*recorded, *own, *known, *(name for name in silent if name.startswith("worker"))])
     for name in names:
-        restarts = record.members[name].restarts if record and name in record.members else 0
         if name in own:
-            yield Present(name, "worker", "alive", status=own[name], answered=True, restarts=restarts)
-        elif (one := _by_record(name, "worker", record, now)) is not None:
-            yield replace(one, status=known[name].status if name in known else None)
+            yield Present(name, "worker", "alive", status=own[name], answered=True, restarts=_restarts(name, record))
+            continue
+        if (one := _by_record(name, "worker", record, now)) is not None:
+            one = replace(one, status=known[name].status if name in known else None)
         elif name in known:
-            yield known[name]
+            one = known[name]
         else:
-            yield Present(
-                name, "worker", "away", "no answer", why=f"nobody answers at {silent.get(name, 'its address')}"
-            )
+            why = f"nobody answers at {silent.get(name, 'its address')}"
+            one = Present(name, "worker", "away", "no answer", why=why)
+        yield replace(one, is_kept_up=_is_kept_up(name, record))
 
 
 def _learners(shards: Sequence[Status]) -> dict[str, Present]:
@@ -244,9 +256,23 @@ def _count(missed: Mapping[str, Any], code: str) -> int:
 # ---------------------------------------------------------------- the record
 
 
+def _recorded(name: str, record: ClusterRecord | None) -> MemberRecord | None:
+    return record.members.get(name) if record else None
+
+
+def _restarts(name: str, record: ClusterRecord | None) -> int:
+    one = _recorded(name, record)
+    return one.restarts if one else 0
+
+
+def _is_kept_up(name: str, record: ClusterRecord | None) -> bool:
+    one = _recorded(name, record)
+    return one is not None and one.process != "lost"
+
+
 def _by_record(name: str, role: Role, record: ClusterRecord | None, now: float) -> Present | None:
     """What `diloco up` says of a process that did not answer; None: it says nothing, or that it is up."""
-    one = record.members.get(name) if record else None
+    one = _recorded(name, record)
     if one is None or one.process == "up":
         return None
     presence: Presence = {"died": "dead", "lost": "dead", "ended": "left"}.get(one.process, "starting")  # type: ignore[assignment]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from rich.live import Live
 from rich.text import Text
 
 from diloco_common.endpoints import dialable, read_address
-from diloco_common.errors import CannotConnect, ConfigError
+from diloco_common.errors import EXIT_OK, CannotConnect, ConfigError
+from diloco_deploy import units
 from diloco_deploy.folder import is_owned, shown
 from diloco_deploy.live import legend, line, tables
 from diloco_deploy.own_certificates import OwnCertificates
@@ -129,31 +130,58 @@ def watch_status(
     where: Where, *, console: Console, asker: Asker = IN_PLAINTEXT, wait: Callable[[float], None] = time.sleep
 ) -> int:
     """Show it again and again, until Ctrl-C. On no terminal, one line each time. Raises CannotConnect at the first."""
-    present: Sequence[Present] = look(where, asker=asker)
+    glances = _glances(where, asker, wait)
     if not console.is_terminal:
-        while True:
-            console.file.write(_one_line(present) + "\n")
+        for glance in glances:
+            console.file.write(_one_line(glance) + "\n")
             console.file.flush()
-            wait(WATCH_EVERY_S)
-            present = _again(where, asker, present)
     with Live(console=console, auto_refresh=False, screen=True) as live:
-        while True:
-            live.update(page(as_snapshot(present), cluster_status(present), console.width), refresh=True)
-            wait(WATCH_EVERY_S)
-            present = _again(where, asker, present)
+        for glance in glances:
+            live.update(_screen(glance, console.width), refresh=True)
+    return EXIT_OK
 
 
-def _again(where: Where, asker: Asker, before: Sequence[Present]) -> Sequence[Present]:
-    """Another look. What was there, while nobody answers."""
-    try:
-        return look(where, asker=asker)
-    except CannotConnect:
-        return before
+@dataclass(frozen=True)
+class _Glance:
+    """What was seen last."""
+
+    present: Sequence[Present]
+    silent_s: float | None = None
+    """For how long nobody has answered since; None: somebody does."""
+
+    @property
+    def silence(self) -> str:
+        return "" if self.silent_s is None else f"nobody has answered for {units.clock(self.silent_s)}"
 
 
-def _one_line(present: Sequence[Present]) -> str:
-    missing = [f"{one.name} {one.as_member().process}" for one in present if one.is_missing]
-    return line(as_snapshot(present), 200) + ("  MISSING " + ", ".join(missing) if missing else "")
+def _glances(where: Where, asker: Asker, wait: Callable[[float], None]) -> Iterator[_Glance]:
+    """Without end. Raises CannotConnect: nobody answered the first time."""
+    glance = _Glance(look(where, asker=asker))
+    answered_at = time.monotonic()
+    while True:
+        yield glance
+        wait(WATCH_EVERY_S)
+        try:
+            glance = _Glance(look(where, asker=asker))
+            answered_at = time.monotonic()
+        except CannotConnect:
+            glance = _Glance(glance.present, time.monotonic() - answered_at)
+
+
+def _one_line(glance: _Glance) -> str:
+    if glance.silence:
+        return glance.silence
+    missing = [f"{one.name} {one.as_member().process}" for one in glance.present if one.is_missing]
+    return line(as_snapshot(glance.present), 200) + ("  MISSING " + ", ".join(missing) if missing else "")
+
+
+def _screen(glance: _Glance, width: int) -> RenderableType:
+    """The page, below how far the run is."""
+    snapshot = as_snapshot(glance.present)
+    head = Text(line(snapshot, width), style="bold")
+    if glance.silence:
+        head = Text(f"! {glance.silence}; this is from before", style="red")
+    return Group(head, page(snapshot, cluster_status(glance.present), width))
 
 
 def page(snapshot: Snapshot, status: ClusterStatus, width: int) -> RenderableType:

@@ -1,6 +1,7 @@
 """The types of what `diloco status --json` prints, and of the record that `diloco up` keeps of its members.
 
-The page reads the same. Fields are only ever added. Durations are in seconds; no field is a secret.
+The live page reads the record too, and /status of the shards by itself. Fields are only ever added. Durations are in
+seconds; no field is a secret.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`diloco up`: one cluster on this machine, from the first process to the exported model.
 
 Starts shards first, then workers. At the end it evaluates the global model while the shards still hold it.
-`supervisor.py` decides what the death of a child means, `live.py` shows the state, and `watch.py` counts.
+`supervisor.py` decides what the death of a child means, `members.py` notes it, and `live.py` shows the state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_common.endpoints import Role, dialable, write_json
+from diloco_common.endpoints import dialable, write_json
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
@@ -25,14 +25,13 @@ from diloco_deploy.children import EVALUATE, Children, Programs, names
 from diloco_deploy.folder import Files, Outputs, anchored, shown
 from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.live import Display, display_for
+from diloco_deploy.members import Members
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates, own_certificates
 from diloco_deploy.placing import settle
 from diloco_deploy.polling import Asker, Poller, fetch_all
 from diloco_deploy.report import Report, make_report, summary
 from diloco_deploy.scale import take_wish
-from diloco_deploy.status_schema import ClusterRecord, MemberRecord
 from diloco_deploy.supervisor import Action, Exit, Supervisor
-from diloco_deploy.watch import Watch
 from diloco_deploy.web.beside import PageThread
 
 _TICK_S = 0.1
@@ -67,8 +66,7 @@ def bring_up(
         is_resumed = files.prepare(settings, fresh=fresh)
         save(settings, files.settings)
         files.runs("here")
-        record = ClusterRecord.of(settings)
-        record.write(files.folder)  # from now on, `diloco status` says that it is starting
+        members = Members(settings, files.folder)
         display = display_for(console)
         if is_resumed:
             display.tell(f"going on with the run in {files.folder} (--fresh begins anew)")
@@ -81,7 +79,7 @@ def bring_up(
         try:
             display.tell(page.start())
             children = Children(settings, files, programs or Programs(), certificates)
-            run = LocalRun(settings, files, record, children, certificates, supervisor, interrupts, poller, display)
+            run = LocalRun(settings, files, members, children, certificates, supervisor, interrupts, poller, display)
             return run.run()
         finally:
             display.close()
@@ -127,7 +125,7 @@ class LocalRun:
         self,
         settings: Settings,
         files: Files,
-        record: ClusterRecord,
+        members: Members,
         children: Children,
         certificates: OwnCertificates | None,
         supervisor: Supervisor,
@@ -135,7 +133,7 @@ class LocalRun:
         poller: Poller,
         display: Display,
     ) -> None:
-        self._settings, self._files, self._record = settings, files, record
+        self._settings, self._files, self._members = settings, files, members
         self._children, self._certificates = children, certificates
         self._supervisor, self._interrupts, self._poller, self._display = (
             supervisor,
@@ -144,7 +142,7 @@ class LocalRun:
             display,
         )
         self._started_at = time.monotonic()
-        self._watch = Watch(self._started_at)
+        self._watch = members.watch
         self._shards, self._workers = self._children.shards, self._children.workers
         self._ended: set[str] = set()
         self._leaving: dict[str, float] = {}  # workers that were told to go and have not ended -> when they are killed
@@ -179,21 +177,17 @@ class LocalRun:
     def _train(self) -> None:
         self._watch.doing = "starting shards"
         for index, name in enumerate(self._shards):
-            self._expect(name, "shard")
+            self._members.expect(name, "shard")
             self._supervisor.start(self._children.shard(index))
         self._until(lambda: self._children.shards_are_up)
         self._watch.doing = "starting workers"
         for index, name in enumerate(self._workers):
             self._start_worker(index, name)
-        self._trains(True)
+        self._members.train(True)
         try:
             self._until(self._training_is_over)
         finally:
-            self._trains(False)
-
-    def _trains(self, training: bool) -> None:
-        self._record.training = training
-        self._record.write(self._files.folder)
+            self._members.train(False)
 
     def _training_is_over(self) -> bool:
         # Once one worker has ended, the budget is reached. Dead workers need not come back to hear it.
@@ -307,20 +301,20 @@ class LocalRun:
                 self._display.tell(f"{exit.name} {verdict.why}")
             if exit.kind != "job":
                 states = {Action.ENDED: "ended", Action.AGAIN: "died", Action.LOST: "lost"}
-                self._process_is(exit.name, states[verdict.action], verdict.why)
+                self._members.process_is(exit.name, states[verdict.action], verdict.why)
             if verdict.action is Action.LOST:
                 self._lost.add(exit.name)
                 if self._lost >= set(self._workers):
                     raise _ChildFailed(exit)
         for name in self._supervisor.start_due(now):
             if name in self._workers or name in self._shards:
-                self._expect(name, "shard" if name in self._shards else "worker")
+                self._members.expect(name, "shard" if name in self._shards else "worker")
             self._display.tell(f"{name} started again")
         self._find_addresses()
 
     def _look_for_wish(self) -> None:
         """Carry out what `diloco scale` asks for, once training goes on."""
-        if not self._record.training or self._leaving or (wanted := take_wish(self._files.folder)) is None:
+        if not self._members.are_training or self._leaving or (wanted := take_wish(self._files.folder)) is None:
             return
         before, after = set(self._workers), set(names("worker", wanted))
         self._children.scale(wanted)
@@ -334,12 +328,11 @@ class LocalRun:
         for index, name in enumerate(self._workers):
             if name not in before:
                 self._start_worker(index, name)
-        self._record.workers = wanted
+        self._members.want_workers(wanted)
         self._settings = self._settings.model_copy(
             update={"cluster": self._settings.cluster.model_copy(update={"workers": wanted})}
         )
         save(self._settings, self._files.settings)  # `diloco resume` begins with as many
-        self._record.write(self._files.folder)
         self._display.tell(f"workers: {len(before)} -> {wanted}")
 
     def _kill_who_stays(self, now: float) -> None:
@@ -356,33 +349,14 @@ class LocalRun:
             self._certificates.renew(time.monotonic())
         self._ended.discard(name)
         self._lost.discard(name)
-        self._expect(name, "worker")
+        self._members.expect(name, "worker")
         self._supervisor.start(self._children.worker(index))
 
     def _has_left(self, name: str) -> None:
         """A worker that was told to go is gone."""
         self._leaving.pop(name, None)
         self._supervisor.forget(name)
-        self._watch.left(name)
-        self._record.members.pop(name, None)
-        self._record.write(self._files.folder)
-
-    def _expect(self, name: str, role: Role) -> None:
-        """A member has a process from now on, perhaps another one."""
-        self._watch.expect(name, role)
-        old = self._record.members.get(name)
-        self._record.members[name] = MemberRecord(
-            role=role, process="starting", since=time.time(), why=old.why if old else "",
-            restarts=old.restarts + 1 if old else 0,
-        )  # fmt: skip
-        self._record.write(self._files.folder)
-
-    def _process_is(self, name: str, state: str, why: str = "") -> None:
-        """The state of a member's process has changed. Others read the record of it (`diloco status`)."""
-        self._watch.process(name, state)
-        one = self._record.members[name]
-        one.process, one.since, one.why = state, time.time(), why or one.why
-        self._record.write(self._files.folder)
+        self._members.left(name)
 
     def _find_addresses(self) -> None:
         names = self._supervisor.names() - {EVALUATE}
@@ -390,7 +364,7 @@ class LocalRun:
             if (found := self._supervisor.endpoints(name)) is None:
                 continue
             self._http[name] = dialable(found.http)
-            self._process_is(name, "up")
+            self._members.process_is(name, "up")
             self._children.found(name, found)
         if self._http != self._asked:
             self._asked = dict(self._http)

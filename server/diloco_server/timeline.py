@@ -40,7 +40,7 @@ class TracedRound:
     """When its version was announced."""
     tokens: int = 0
     late: int = 0
-    """Contributions that came after it had closed."""
+    """Learners that it had asked and that were not there when it closed: those that /status counts as LATE."""
     refused: Counter[str] = field(default_factory=Counter)
     """Contributions to it that were refused, by code."""
 
@@ -66,7 +66,7 @@ class Timeline:
             case RoundClosed():
                 if (traced := self._changed(fact.fragment_id, fact.round)) is not None:
                     traced.closed_s, traced.why = fact.open_s, fact.why.value
-                    traced.participants, traced.asked = fact.participants, fact.asked
+                    traced.participants, traced.asked, traced.late = fact.participants, fact.asked, fact.late
             case VersionCommitted():
                 if (traced := self._changed(fact.fragment_id, fact.version)) is not None:
                     traced.announced_s, traced.tokens = fact.round_s, fact.tokens
@@ -74,14 +74,10 @@ class Timeline:
                 pass
 
     def answered(self, header: PushHeader, answer: PushAnswer) -> None:
-        """A contribution was refused or came late; other answers change nothing."""
-        if answer.outcome not in (Outcome.LATE, Outcome.REJECTED):
+        """A contribution was refused; other answers change nothing."""
+        if answer.outcome is not Outcome.REJECTED:
             return
-        if (traced := self._changed(header.fragment_id, header.round)) is None:
-            return
-        if answer.outcome is Outcome.LATE:
-            traced.late += 1
-        else:
+        if (traced := self._changed(header.fragment_id, header.round)) is not None:
             traced.refused[answer.code] += 1
 
     def event(self, facts: Mapping[str, Any], now: float) -> None:

@@ -21,7 +21,9 @@ from honest import Report
 Over = Callable[[], bool]
 RSS_MORE = 64 * 2**20
 """Bytes that an attack may cost a shard at most."""
-KEPT_UP_MIN = 0.4
+KEPT_UP_MIN = 0.1
+"""Of the rounds that the honest learner's steps are for: less is a standstill. How much less than all there are depends
+on what the attacker, who is on this machine too, leaves of its cores."""
 MOST_LINES = 500
 """Lines of log that an attack may cost at most."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from diloco_common.endpoints import write_address
 from diloco_deploy import status
@@ -17,7 +19,10 @@ from diloco_deploy.cli import main
 from diloco_deploy.polling import Poller, fetch_all, fetch_status
 from waiting import DEADLINE_S
 
-SHARD = {"role": "shard", "name": "shard-1", "ready": True, "tokens_merged": 42, "fragments": [{"id": 0, "version": 7}]}
+SHARD = {
+    "role": "shard", "name": "shard-1", "ready": True, "uptime_s": 12.0, "tokens_merged": 42,
+    "fragments": [{"id": 0, "version": 7}],
+}  # fmt: skip
 
 
 class Answering(ThreadingHTTPServer):
@@ -73,6 +78,27 @@ def test_status_gives_up_on_a_frozen_process_within_two_seconds(shard: Answering
     shard.hold.clear()
     assert main(["status", "--http", shard.address]) == 5
     assert status.ANSWER_WITHIN_S < 2.0
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_watch_says_how_far_the_run_is_and_that_nobody_answers_any_more(shard: Answering, terminal: bool) -> None:
+    screens = io.StringIO()
+    looks = 0
+
+    def wait(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise KeyboardInterrupt
+        shard.shutdown()
+        shard.server_close()
+
+    console = Console(file=screens, force_terminal=terminal, width=100, color_system=None)
+    with pytest.raises(KeyboardInterrupt):
+        status.watch_status(status.Where(Path(), [shard.address]), console=console, wait=wait)
+    before, _, after = screens.getvalue().partition("nobody has answered for 0:")
+    assert "0:12  running  merged 42" in before
+    assert ("this is from before" in after) == terminal
 
 
 def test_status_with_one_shard_of_two_down_shows_the_other(

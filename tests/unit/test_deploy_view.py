@@ -53,6 +53,7 @@ def worker(index: int, **changed: Any) -> dict[str, Any]:
         "sync_stall_s": 0.5,
         "contributions": {"merged": 4, "late": 1},
         "tokens_carried": 10,
+        "tokens_unmerged": 60_000 - 20_000 * index,
     } | changed
 
 
@@ -266,7 +267,7 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     text = summary(report, {"model": None})
     for said in (
         "yes: held-out loss 5.545 -> 2.310 nats per byte",
-        "nothing that was merged; the last 100k tokens (16.7%) came after the last version",
+        "the last 100k tokens (16.7%) came after the last version: worker-0 60.0k, worker-1 40.0k",
         "2 contributions came after their round had closed; their work went into the next ones",
         "1:23 since this start; 600k tokens trained",
         "3.00 MB",
@@ -274,6 +275,14 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     ):
         assert said in text
     assert "model" not in text
+
+
+def test_the_summary_names_at_most_eight_workers_whose_last_tokens_were_not_merged() -> None:
+    workers = tuple(Member(f"worker-{i}", "worker", "up", worker(i, tokens_unmerged=i)) for i in range(11))
+    report = make_report(Snapshot(workers), Settings(), wall_s=1.0, evaluation=None)
+    assert report["tokens_unmerged"] == {f"worker-{i}": i for i in range(11)}
+    named = ", ".join(f"worker-{i} {i}" for i in range(10, 2, -1))
+    assert f"after the last version: {named}, 2 more\n" in summary(report, {})
 
 
 @pytest.mark.parametrize(

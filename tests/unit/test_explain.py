@@ -22,12 +22,15 @@ from diloco_deploy.explain.command import explain, plain_text
 from diloco_deploy.explain.entry import Kind
 from diloco_deploy.explain.pages import with_parts
 
+NOT_IMPORTED = ("__main__", ".hf", ".lightning")
+"""They start a program, or need a package that is not ours. They define no errors."""
+
 
 def errors_of_the_project() -> dict[str, type[DilocoError]]:
     """Code -> a class that has it."""
     for package in (diloco_common, diloco_server, diloco_worker, diloco_deploy):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("__main__") and "builtin" not in module.name and not module.name.endswith("hf"):
+            if not module.name.endswith(NOT_IMPORTED) and "builtin" not in module.name:
                 importlib.import_module(module.name)
     found: dict[str, type[DilocoError]] = {}
     left: list[type[DilocoError]] = [DilocoError]

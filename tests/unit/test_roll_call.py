@@ -118,6 +118,22 @@ def test_the_record_says_who_died_and_since_when(process: str, presence: str, si
     assert (found["worker-1"].presence, found["worker-1"].since_s) == (presence, since_s)
 
 
+@pytest.mark.parametrize(
+    ("process", "then"),
+    [
+        ("died", "if `diloco up` still runs, it starts it again"),
+        ("up", "if `diloco up` still runs, it starts it again"),  # it has not noticed yet
+        ("starting", "wait: `diloco up` starts it"),
+        ("lost", "`diloco up` has given it up: look at `diloco logs shard-0`"),
+        (None, "start it again with its data folder"),
+    ],
+)
+def test_nobody_is_told_to_start_what_starts_by_itself(process: str | None, then: str) -> None:
+    known = None if process is None else record(shard_0=process, shard_1="up")
+    (problem,) = problems(roll_call({"shard-0": "h:1", "shard-1": "h:2"}, {"shard-1": shard(1)}, known, NOW))
+    assert problem.words.endswith(f"lose nothing; {then}")
+
+
 def test_a_shard_killed_a_moment_ago_is_missed_although_its_record_says_up() -> None:
     asked = {"shard-0": "h:1", "shard-1": "h:2"}
     present = roll_call(asked, {"shard-1": shard(1)}, record(shard_0="up", shard_1="up"), NOW)

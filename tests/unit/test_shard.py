@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -307,7 +308,7 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
     assert rig.contribute("b", 1, 3.0).outcome is ACCEPTED
     assert (rig.state.version, rig.theta) == (1, [-1.0])
     assert rig.noted(QuorumReached) == [QuorumReached(0, 1, 3.0)]
-    assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 3.0)]
+    assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 0, 3.0)]
     assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0)]
     assert rig.told_of("a", Committed) == [Committed(0, 1, EPOCH)]
     assert rig.told_of("b", Committed) == [Committed(0, 1, EPOCH)]
@@ -370,6 +371,17 @@ def test_a_round_closes_on_quorum_and_grace_or_when_all_are_there(
             if at == rig.now:
                 rig.contribute(learner_id, 1)
         assert rig.state.version == (1 if closes_at is not None and rig.now >= closes_at else 0), f"at {rig.now} s"
+
+
+def test_a_round_tells_of_as_many_late_learners_as_the_status_counts() -> None:
+    rig = Rig(sync={"quorum": 1, "grace": 2.0}, lease={"lease_s": 100.0}).started("a", "b", "c", "d")
+    rig.contribute("a", 1)
+    rig.shard.leave(rig.members["d"])  # said goodbye: it is not late
+    rig.now = 3.0
+    rig.advance()
+    rig.contribute("b", 1)  # late, and counted once
+    missed = Counter(code for i in "abcd" for code in rig.shard.membership.get(i).missed.elements())
+    assert (missed, [closed.late for closed in rig.noted(RoundClosed)]) == ({"LATE": 2, "LEFT": 1}, [2])
 
 
 def test_a_version_is_announced_only_once_it_is_computed() -> None:

@@ -23,7 +23,8 @@ def header(fragment_id: int, number: int) -> PushHeader:
 def whole_round(told: Timeline, fragment_id: int, number: int, at: float) -> None:
     told.note(RoundOpened(fragment_id, number, asked=3), at)
     told.note(QuorumReached(fragment_id, number, after_s=1.0), at + 1)
-    told.note(RoundClosed(fragment_id, number, CloseReason.GRACE, participants=2, asked=3, open_s=1.5), at + 1.5)
+    closed = RoundClosed(fragment_id, number, CloseReason.GRACE, participants=2, asked=3, late=1, open_s=1.5)
+    told.note(closed, at + 1.5)
     told.note(VersionCommitted(fragment_id, number, participants=2, tokens=200, round_s=2.0), at + 2)
 
 
@@ -34,7 +35,7 @@ def test_a_round_is_told_from_its_opening_to_its_version():
     (traced,) = told.since(EPOCH, 0, now=15.0)["rounds"]
     assert traced == {
         "fragment": 4, "round": 9, "ago_s": 5.0, "asked": 3, "quorum_s": 1.0, "closed_s": 1.5, "why": "grace",
-        "participants": 2, "announced_s": 2.0, "tokens": 200, "late": 0, "refused": {},
+        "participants": 2, "announced_s": 2.0, "tokens": 200, "late": 1, "refused": {},
     }  # fmt: skip
 
 
@@ -53,9 +54,9 @@ def test_what_was_told_is_told_again_only_when_it_has_changed():
     first = told.since(EPOCH, 0, now=4.0)
     assert told.since(EPOCH, first["seq"], now=4.0)["rounds"] == []
 
-    told.answered(header(0, 1), PushAnswer(Outcome.LATE))
+    told.answered(header(0, 1), PushAnswer(Outcome.REJECTED, "NOT_FINITE"))
     again = told.since(EPOCH, first["seq"], now=5.0)
-    assert [(r["fragment"], r["late"]) for r in again["rounds"]] == [(0, 1)]
+    assert [(r["fragment"], r["refused"]) for r in again["rounds"]] == [(0, {"NOT_FINITE": 1})]
 
 
 def test_whoever_knew_another_epoch_hears_everything():
@@ -67,22 +68,22 @@ def test_whoever_knew_another_epoch_hears_everything():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code", "late", "refused"),
+    ("outcome", "code", "refused"),
     [
-        (Outcome.LATE, "", 1, {}),
-        (Outcome.REJECTED, "NOT_FINITE", 0, {"NOT_FINITE": 1}),
-        (Outcome.ACCEPTED, "", 0, {}),
-        (Outcome.DUPLICATE, "", 0, {}),
+        (Outcome.REJECTED, "NOT_FINITE", {"NOT_FINITE": 1}),
+        (Outcome.LATE, "", {}),  # its round had missed it when it closed
+        (Outcome.ACCEPTED, "", {}),
+        (Outcome.DUPLICATE, "", {}),
     ],
 )
-def test_contributions_that_are_in_no_version_are_told_of_their_round(outcome, code, late, refused):
+def test_contributions_that_are_refused_are_told_of_their_round(outcome, code, refused):
     told = Timeline(EPOCH)
     told.note(RoundOpened(0, 1, asked=2), 0.0)
     told.answered(header(0, 1), PushAnswer(outcome, code))
     told.answered(header(0, 99), PushAnswer(outcome, code))  # of a round that nobody remembers
 
     (traced,) = told.since(EPOCH, 0, now=1.0)["rounds"]
-    assert (traced["late"], traced["refused"]) == (late, refused)
+    assert (traced["late"], traced["refused"]) == (0, refused)
 
 
 def test_the_oldest_rounds_and_events_are_forgotten():

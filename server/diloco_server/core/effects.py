@@ -65,6 +65,8 @@ class RoundClosed:
     why: CloseReason
     participants: int
     asked: int
+    late: int
+    """Learners that were still expected: what they bring is too late, and they carry it."""
     open_s: float
 
 

@@ -391,10 +391,9 @@ class Rounds:
         why, _ = collecting.verdict(self._sync.quorum, waits_until, now)
         if why is None:
             return
-        for learner_id in collecting.missing:
-            member = self._membership.get(learner_id)
-            if member is not None:
-                member.missed[LATE.outcome.name] += 1
+        late = [member for i in collecting.missing if (member := self._membership.get(i)) is not None]
+        for member in late:
+            member.missed[LATE.outcome.name] += 1
         for learner_id in collecting.asked.keys() - collecting.contributions.keys():
             member = self._membership.get(learner_id)
             if member is not None:
@@ -402,8 +401,8 @@ class Rounds:
         closed = state.close_round(self._membership, self._sync.sync_every, now)
         fragment_id = state.fragment.fragment_id
         contributions = tuple(closed.contributions[i] for i in sorted(closed.contributions))
-        open_s = now - closed.opened_at
-        self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), len(closed.asked), open_s))
+        open_s, asked = now - closed.opened_at, len(closed.asked)
+        self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, contributions))
         for learner_id, evidence in far_off(closed.contributions, state.typical_norm()).items():
             self._vote(learner_id, evidence)

@@ -43,6 +43,7 @@ def main() -> None:
         "sync_stall_s": 0.25,
         "contributions": {"merged": 3, "late": 0},
         "tokens_carried": 7,
+        "tokens_unmerged": 3,
     }
     member = Member("127.0.0.1:0", status)
     folder.mkdir(parents=True, exist_ok=True)

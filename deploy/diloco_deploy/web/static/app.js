@@ -31,6 +31,7 @@ function connect() {
   source = new EventSource("/events");
   source.onmessage = (event) => {
     merge(state, JSON.parse(event.data));
+    showLive(state, true);
     show();
   };
   source.onerror = async () => {
