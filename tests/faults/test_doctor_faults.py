@@ -1,4 +1,7 @@
-"""`diloco doctor` as a person runs it: real firewalls, thin links, wrong clocks, slow disks, poor machines."""
+"""`diloco doctor` as a person runs it, before ten real faults: firewalls, thin links, wrong clocks, slow disks, others.
+
+With `-s` it says how long each took, from the first letter to the prompt.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,9 @@ import loudly
 import pytest
 from networks import Namespace, need_namespaces
 from processes import environment
-from steady import SteadyCluster
+from steady import QuickShard, SteadyCluster
 
+from certificates import Certificates
 from diloco_common.codec import native
 
 THIN = "2mbit"
@@ -29,12 +35,15 @@ DEADLINE_S = 120.0
 
 def examined(*arguments: str, prefix: Sequence[str] = (), **variables: str) -> dict[str, Any]:
     """What `diloco doctor ARGUMENTS` finds, as a process of its own."""
+    began = time.monotonic()
     ended = subprocess.run(
         [*prefix, sys.executable, "-m", "diloco_deploy", "doctor", *arguments, "--json"],
         capture_output=True, text=True, timeout=DEADLINE_S, env=environment() | variables, check=False,
     )  # fmt: skip
     assert ended.returncode in (0, 1), ended.stderr
+    took_s = time.monotonic() - began
     found: dict[str, Any] = json.loads(ended.stdout)
+    print(f"{took_s:.1f} s, of which {found['seconds']:.1f} s for the checks", end="; ")
     print(*(f"{f['check']}: {f['code']} {f['what']}" for f in found["findings"]), sep="\n")
     assert ended.returncode == (1 if found["counts"]["failure"] else 0)
     return found
@@ -63,8 +72,47 @@ def shard(namespace: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield cluster.shards[0].where.grpc
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("authority") / "certs")
+
+
+@pytest.fixture(scope="module")
+def secure(run: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a shard that speaks TLS alone."""
+    settings = {"shard.listen": "127.0.0.1:0", "security.tls": run.issue("shard/0", days=80, host="127.0.0.1")}
+    shard = QuickShard(0, tmp_path_factory.mktemp("secure"), settings)
+    yield shard.where.grpc
+    shard.kill()
+
+
 def inside(namespace: Namespace) -> list[str]:
     return ["ip", "netns", "exec", namespace.name]
+
+
+def test_a_wrong_port_is_named(shard: str) -> None:
+    found = examined("--shards", f"{shard.rpartition(':')[0]}:1")
+    assert "PORT_CLOSED" in codes(found)
+
+
+def test_plaintext_on_tls_is_named(secure: str) -> None:
+    assert "TLS_NEEDED" in codes(examined("--shards", secure))
+
+
+def test_an_expired_certificate_is_named(secure: str, run: Certificates) -> None:
+    folder = run.issue("learner/old", begins=timedelta(days=-3))
+    assert "CERTIFICATE_EXPIRED" in codes(examined("--shards", secure, "--tls", str(folder)))
+
+
+def test_another_version_is_named(shard: str, tmp_path: Path) -> None:
+    """This machine has a package of another version than the shard."""
+    newer = tmp_path / "decoupled_diloco-99.0.dist-info"
+    newer.mkdir()
+    (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: decoupled-diloco\nVersion: 99.0\n")
+    found = examined("--shards", shard, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    (version,) = [finding for finding in found["findings"] if finding["check"] == "version"]
+    assert version["code"] == "PACKAGES_DIFFER"
+    assert "this machine 99.0" in version["what"]
 
 
 def test_a_firewall_that_drops_is_named(namespace: Namespace, shard: str) -> None:
