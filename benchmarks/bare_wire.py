@@ -81,24 +81,25 @@ class BareWire:
     """The processes. They are idle between rounds."""
 
     def __init__(self, spec: WireSpec, stack: ExitStack) -> None:
-        self._shards = [_start(stack, _run_shard, spec) for _ in range(spec.shards)]
+        self._shards = [start(stack, _run_shard, spec) for _ in range(spec.shards)]
         ports = [pipe.recv() for pipe in self._shards]
-        self._learners = [_start(stack, _run_learner, spec, ports) for _ in range(spec.learners)]
+        self._learners = [start(stack, _run_learner, spec, ports) for _ in range(spec.learners)]
         for _ in range(WARM_UP):
             self.round()
 
     def round(self, messages: str = BY_HAND) -> tuple[float, float]:
         """Take one round with such messages. Returns its seconds, and the CPU seconds of all processes together."""
         cpu_before, began = self._cpu_s(), time.perf_counter()
-        _ask(self._learners, messages)
+        ask(self._learners, messages)
         seconds = time.perf_counter() - began
         return seconds, self._cpu_s() - cpu_before
 
     def _cpu_s(self) -> float:
-        return sum(_ask([*self._shards, *self._learners], "cpu"))
+        return sum(ask([*self._shards, *self._learners], "cpu"))
 
 
-def _start(stack: ExitStack, run: Callable[..., None], *args: Any) -> Connection:
+def start(stack: ExitStack, run: Callable[..., None], *args: Any) -> Connection:
+    """A process that runs `run(pipe, *args)`, killed at the end. Returns the other end of its pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run, args=(theirs, *args), daemon=True)
@@ -108,7 +109,8 @@ def _start(stack: ExitStack, run: Callable[..., None], *args: Any) -> Connection
     return ours
 
 
-def _ask(pipes: list[Connection], what: str) -> list[float]:
+def ask(pipes: list[Connection], what: str) -> list[float]:
+    """Tell all of them, and wait for what they say: CPU seconds of each process so far."""
     for pipe in pipes:
         pipe.send(what)
     return [pipe.recv() for pipe in pipes]
