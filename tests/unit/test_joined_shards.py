@@ -48,9 +48,23 @@ def test_shards_with_other_settings_than_the_first_one_are_refused(other: dict[s
     shards.join(FIRST)
     shards.join(SECOND)
 
-    shards.check(SECOND, "digest", POLICY)
+    shards.check(SECOND, "digest", is_new=True)
     with pytest.raises(ManifestMismatch, match=r"ps-1:50051 cuts the model .* ps-0:50051 in 6 for 2"):
-        shards.check(replace(SECOND, **other), "digest", POLICY)  # type: ignore[arg-type]
+        shards.check(replace(SECOND, **other), "digest", is_new=True)  # type: ignore[arg-type]
+
+
+def test_a_shard_that_comes_back_with_other_settings_is_refused_but_for_how_versions_are_pulled() -> None:
+    shards = Shards(2)
+    shards.join(FIRST)
+    shards.join(SECOND)
+    back = replace(FIRST, epoch=2, policy=replace(POLICY, pull_encoding="int8"))
+
+    shards.join(back)
+    shards.check(back, "digest", is_new=False)
+    back = replace(back, policy=replace(POLICY, push_encoding="int4"))
+    shards.join(back)
+    with pytest.raises(ManifestMismatch, match=r"push_encoding='int4'.*, ps-0:50051 before in 6 .*'int8'"):
+        shards.check(back, "digest", is_new=False)
 
 
 def test_shards_that_make_versions_by_other_rules_are_refused() -> None:
@@ -58,12 +72,12 @@ def test_shards_that_make_versions_by_other_rules_are_refused() -> None:
     shards = Shards(2)
     shards.join(replace(FIRST, rules=rda))
 
-    shards.check(replace(SECOND, rules=rda), "digest", POLICY)
-    shards.check(replace(SECOND, rules=""), "digest", POLICY)  # of a release that did not say
+    shards.check(replace(SECOND, rules=rda), "digest", is_new=True)
+    shards.check(replace(SECOND, rules=""), "digest", is_new=True)  # of a release that did not say
     with pytest.raises(
         ConfigError, match=r"ps-1:50051 makes versions by sync.merge mean.* ps-0:50051 by sync.merge rda"
     ):
-        shards.check(replace(SECOND, rules=mean), "digest", POLICY)
+        shards.check(replace(SECOND, rules=mean), "digest", is_new=True)
 
 
 @pytest.mark.parametrize(("named", "is_taken"), [((), True), ((0,), True), ((0, 1), False), ((4000,), False)])

@@ -185,8 +185,7 @@ class StepBoundary:
         is_new = self.shards.join(joined)
         if self.core is None:
             self._cut(joined)
-        if is_new:
-            self.shards.check(joined, self._core.manifest.digest, self._core.policy)
+        self.shards.check(joined, self._core.manifest.digest, is_new=is_new)
         self.shards.check_owned(joined, self._core.manifest)
         self._core.rejoined(joined.fragments, joined.epoch)
         if self.shards.are_complete:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from diloco_common.errors import ConfigError, ManifestMismatch
 from diloco_common.manifest import Manifest
-from diloco_common.messages import LearnerPolicy
 from diloco_worker.core.events import Joined
 
 
@@ -15,7 +15,8 @@ class Shards:
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses
-        self._joined: dict[int, Joined] = {}  # by index; the one that joined first stays the first
+        self._joined: dict[int, Joined] = {}  # by index
+        self._first: Joined | None = None  # of all, as it joined first: its settings are those of the run
         self._stopped: set[int] = set()
 
     @property
@@ -40,29 +41,35 @@ class Shards:
                 f"{other.address} and {joined.address} both are shard {joined.shard_index}; "
                 "name every shard once, and give each its own shard.index"
             )
-        if not self._joined and joined.num_shards != self._num_addresses:
+        if self._first is None and joined.num_shards != self._num_addresses:
             raise ConfigError(
                 f"the run has {joined.num_shards} shards (shard.count of {joined.address}), "
                 f"but {self._num_addresses} addresses are given; name all of them"
             )
+        self._first = self._first or joined
         self._joined[joined.shard_index] = joined
         self._stopped.discard(joined.shard_index)
         return other is None
 
-    def check(self, joined: Joined, manifest_digest: str, policy: LearnerPolicy) -> None:
-        """Raises ManifestMismatch where a shard cuts the model in another way than the first one, and ConfigError where
-        it makes versions in another way."""
-        first = next(iter(self._joined.values()))
+    def check(self, joined: Joined, manifest_digest: str, *, is_new: bool) -> None:
+        """A shard that has joined is like the first one, also when it comes back. Raises ManifestMismatch where it cuts
+        the model in another way, and ConfigError where it makes versions in another way."""
+        first = self._first
+        assert first is not None
+        before = f"{first.address} {'before' if joined.address == first.address else ''}".strip()
         if joined.rules and first.rules and joined.rules != first.rules:
             raise ConfigError(
-                f"{joined.address} makes versions by {joined.rules}, {first.address} by {first.rules}; start all "
+                f"{joined.address} makes versions by {joined.rules}, {before} by {first.rules}; start all "
                 "shards with the same settings, and with the same sources of rules that are not ours"
             )
-        if joined.manifest_digest != manifest_digest or joined.policy != policy:
+        policy = joined.policy
+        if not is_new:  # how versions are pulled may change under way: a learner takes values in either case
+            policy = replace(policy, pull_encoding=first.policy.pull_encoding)
+        if joined.manifest_digest != manifest_digest or policy != first.policy:
             raise ManifestMismatch(
                 f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "
-                f"with {joined.policy}, {first.address} in {first.num_fragments} for {first.num_shards} with "
-                f"{first.policy}; start all shards with the same settings"
+                f"with {joined.policy}, {before} in {first.num_fragments} for {first.num_shards} with "
+                f"{first.policy}; start all shards with the same settings, and the learners again where they changed"
             )
 
     def check_owned(self, joined: Joined, manifest: Manifest) -> None:
