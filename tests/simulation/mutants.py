@@ -31,7 +31,9 @@ from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import StoredVersion
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.codec_thread import CodecThread
+from diloco_worker.core import events
 from diloco_worker.core.connection import ConnectionState
+from diloco_worker.core.events import Answered
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
 from diloco_worker.core.island_log import LEADER, IslandLog
 from diloco_worker.core.learner import LearnerCore
@@ -532,6 +534,11 @@ def take_any_refusal_for_that_of_this_one(original: Any) -> Any:
     return lambda self, fragment_id, round_number, answer, tokens=0: original(self, fragment_id, round_number, answer)
 
 
+def keep_one_answer_per_fragment(original: Any) -> Any:
+    """While a refusal waits to be read, a late answer to an earlier contribution takes its place."""
+    return lambda event: event.fragment_id if isinstance(event, Answered) else original(event)
+
+
 def give_the_latest_whatever_is_wanted(original: Any) -> Any:
     """A rank that asks for a version by name gets the one after it."""
 
@@ -624,6 +631,7 @@ MUTANTS: dict[str, Mutant] = {
         (HalfContribution, "is_complete", take_half_for_the_whole),
         (Round, "lose", keep_parts_of_who_is_gone),
         (LearnerCore, "answered", take_any_refusal_for_that_of_this_one),
+        (events, "_subject", keep_one_answer_per_fragment),
         (Shard, "named", give_the_latest_whatever_is_wanted),
         (IslandLog, "_is_ready", act_on_own_words),
         (IslandBoundary, "_apply", know_only_of_own_parts),

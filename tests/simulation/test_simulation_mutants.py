@@ -66,6 +66,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("take_half_for_the_whole", schedules.losing_ranks, range(10), {"contributions_are_whole", ASSERTED}),
     ("keep_parts_of_who_is_gone", schedules.losing_ranks, range(40), {"halves_are_bounded"}),
     ("take_any_refusal_for_that_of_this_one", schedules.diverging_ranks, range(1, 40), {"double_counted"}),
+    ("keep_one_answer_per_fragment", schedules.diverging_ranks, range(100, 120), {WELL}),
     ("give_the_latest_whatever_is_wanted", schedules.losing_ranks, range(20), {WELL}),
     ("act_on_own_words", draw_islands, range(10), {"ranks_decide_alike"}),
     ("know_only_of_own_parts", schedules.forgetting_ranks, range(40), {"ranks_decide_alike"}),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from diloco_common.codec import Anchor
-from diloco_common.errors import DilocoError
-from diloco_worker.core.events import Arrived, Event, EventQueue, Failed, Stopped
+from diloco_common.errors import DilocoError, NotFinite
+from diloco_common.messages import Outcome, PushAnswer
+from diloco_worker.core.events import Answered, Arrived, Event, EventQueue, Failed, Stopped
 
 FAILED = Failed(DilocoError("no way on"))
+REFUSED = Answered(0, 2, PushAnswer(Outcome.REJECTED, NotFinite.code), tokens=18)
 
 
 def arrived(version: int) -> Arrived:
@@ -55,3 +58,26 @@ def test_what_is_put_back_gives_way_to_a_newer_one_of_its_kind() -> None:
     queue.put(two)
     queue.put_back(one)
     assert read_all(queue) == [two]
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        Answered(0, 1, PushAnswer(Outcome.ACCEPTED), tokens=16),
+        Answered(0, 1, PushAnswer(Outcome.LATE), tokens=16),
+        Answered(0, 2, PushAnswer(Outcome.REJECTED, NotFinite.code), tokens=13),  # the round had opened before
+    ],
+)
+def test_a_late_answer_to_an_earlier_contribution_does_not_hide_a_refusal(late: Answered) -> None:
+    """Nobody pushes again what was refused: a learner that has not read that waits for its fate for ever."""
+    queue = EventQueue()
+    queue.put(REFUSED)
+    queue.put(late)
+    assert read_all(queue) == [REFUSED, late]
+
+
+def test_of_one_contribution_the_newest_answer_is_read() -> None:
+    queue = EventQueue()
+    queue.put(Answered(REFUSED.fragment_id, REFUSED.round, PushAnswer(Outcome.ACCEPTED), REFUSED.tokens))
+    queue.put(REFUSED)
+    assert read_all(queue) == [REFUSED]

@@ -99,12 +99,18 @@ class Failed:
 
 Event = Joined | Asked | Answered | Arrived | Announced | Gone | Stopped | Failed
 
+_Subject = int | str | tuple[int, int, int]
+
 
 class EventQueue:
-    """Bounded, however long the reader is away: of each kind it holds the newest per fragment, or per shard."""
+    """Bounded, however long the reader is away: of each kind it holds the newest per fragment, or per shard.
+
+    Of answers, the newest per contribution: one to an earlier contribution may come after a refusal, which is said only
+    once. There are no more of them than the reader has begun pushes.
+    """
 
     def __init__(self) -> None:
-        self._events: dict[tuple[type[Event], int | str], Event] = {}
+        self._events: dict[tuple[type[Event], _Subject], Event] = {}
 
     def __len__(self) -> int:
         return len(self._events)
@@ -128,18 +134,20 @@ class EventQueue:
             self._events = failed | {key: event} | self._events
 
 
-def _key(event: Event) -> tuple[type[Event], int | str]:
+def _key(event: Event) -> tuple[type[Event], _Subject]:
     return type(event), _subject(event)
 
 
-def _subject(event: Event) -> int | str:
-    """What an event is about: a fragment, a shard, or the learner."""
+def _subject(event: Event) -> _Subject:
+    """What an event is about: a fragment, a contribution, a shard, or the learner."""
     match event:
         case Joined():
             return event.address
         case Asked():
             return event.directive.fragment_id
-        case Answered() | Arrived() | Announced() | Gone():
+        case Answered():
+            return event.fragment_id, event.round, event.tokens
+        case Arrived() | Announced() | Gone():
             return event.fragment_id
         case Stopped():
             return event.shard_index
