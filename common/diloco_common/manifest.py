@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from diloco_common import bounds
@@ -154,6 +154,22 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
         for fragment_id, members in enumerate(bins)
     )
     return Manifest(specs, fragments, num_shards)
+
+
+def turn(fragment_id: int, num_fragments: int) -> int:
+    """When a fragment is synchronised among P: in [0, P), another one for each.
+
+    Neighbours in the manifest are often rows of one tensor, which one rank of an island holds alone. So their turns are
+    about a third of a cycle apart, and whose contributions are under way at once belong to different ranks.
+    """
+    return fragment_id * _stride(num_fragments) % num_fragments
+
+
+@cache
+def _stride(num_fragments: int) -> int:
+    """Has no divisor in common with P; of such the nearest to 0.3 P."""
+    strides = (n for n in range(1, num_fragments + 1) if math.gcd(n, num_fragments) == 1)
+    return min(strides, key=lambda n: abs(n - 0.3 * num_fragments))
 
 
 def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit: int = 5) -> list[str]:

@@ -7,6 +7,8 @@ island holds and owns of it is `diloco_worker/core/island_parts.py`. benchmarks/
            + sum over those under way (snapshot 4 h + loss r o + contribution encoded + version as it came
                                        + difference 4 h)
 
+    Under way are fragments whose turns follow each other (`manifest.turn`), those that are the most together.
+
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
     a   bytes of an anchor's element: 2, or 4 where float32 is pulled
@@ -22,7 +24,7 @@ from typing import NamedTuple
 from diloco_common.codec import get_codec, num_payload_bytes
 from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.change import ANCHOR, VALUES
-from diloco_common.manifest import Fragment, Manifest
+from diloco_common.manifest import Fragment, Manifest, turn
 
 FLOAT32_BYTES = 4
 
@@ -98,8 +100,9 @@ def learner_bytes(
     Args:
         push: `sync.push`, and `pull`: `sync.pull`.
         error_feedback: `sync.error_feedback`.
-        under_way: fragments whose contribution or version is under way at once. Rounds of P fragments begin H / P steps
-            apart, so it is about  round trip / (H / P x time of a step), rounded up, and at least 1.
+        under_way: fragments whose contribution or version is under way at once; their turns follow each other. Rounds
+            of P fragments begin H / P steps apart, so it is about  round trip / (H / P x time of a step), rounded up,
+            and at least 1.
 
     Raises UnknownEncoding.
     """
@@ -115,10 +118,18 @@ def learner_bytes(
     return LearnerBytes(
         elements=sum(h for h, _ in found),
         kept=kept,
-        under_way=sum(sorted(map(moving, found), reverse=True)[:under_way]),
+        under_way=_most_at_once(list(map(moving, found)), under_way),
         pushed=sum(_encoded(push, o) for _, o in found),
         pulled=sum(_encoded(pull, h) for h, _ in found),
     )
+
+
+def _most_at_once(sizes: Sequence[int], under_way: int) -> int:
+    """The largest sum over so many fragments whose turns follow each other, round and round."""
+    in_turn = sorted(range(len(sizes)), key=lambda fragment_id: turn(fragment_id, len(sizes)))
+    cycle = [sizes[fragment_id] for fragment_id in in_turn]
+    span = min(under_way, len(cycle))
+    return max((sum((cycle + cycle)[first : first + span]) for first in range(len(cycle))), default=0)
 
 
 def _came(pull: str, held: int) -> int:

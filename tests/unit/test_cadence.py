@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,13 @@ def member(learner_id: str, step: int, first: int | None = 0) -> Member:
 
 
 def test_with_as_many_fragments_as_steps_one_is_due_per_step() -> None:
-    assert [first_interval(p, 24, 24) for p in range(24)] == list(range(1, 25))
+    assert sorted(first_interval(p, 24, 24) for p in range(24)) == list(range(1, 25))
+
+
+def test_neighbours_in_the_manifest_are_due_far_apart() -> None:
+    """Rows of one tensor are often in fragments that follow each other."""
+    due = [first_interval(p, 24, 24) for p in range(24)]
+    assert min(min((a - b) % 24, (b - a) % 24) for a, b in itertools.pairwise([*due, due[0]])) == 7
 
 
 @pytest.mark.parametrize("sync_every", [1, 24, 500])
@@ -29,8 +37,7 @@ def test_a_single_fragment_is_due_after_h_steps_as_in_diloco(sync_every: int) ->
 
 @given(num_fragments=st.integers(1, 300), sync_every=st.integers(1, 300))
 def test_fragments_spread_evenly_over_h(num_fragments: int, sync_every: int) -> None:
-    intervals = [first_interval(p, num_fragments, sync_every) for p in range(num_fragments)]
-    assert intervals == sorted(intervals)
+    intervals = sorted(first_interval(p, num_fragments, sync_every) for p in range(num_fragments))
     assert intervals[0] >= 1
     assert intervals[-1] == sync_every
     per_step = [intervals.count(step) for step in range(1, sync_every + 1)]

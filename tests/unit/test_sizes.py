@@ -105,3 +105,14 @@ def test_bytes_of_a_rank_go_with_its_share() -> None:
     assert ddp.pulled == whole.pulled
     assert fsdp.pushed == ddp.pushed == pytest.approx(whole.pushed / 8, rel=0.01)
     assert whole.per_element < 10
+
+
+def test_what_is_under_way_at_once_is_of_several_ranks() -> None:
+    """Rows of one large tensor fill neighbouring fragments. With 4 ranks the first holds a quarter of them alone."""
+    cut_up = cut([TensorSpec("embedding", (24 * 64, 32))], 24, 1)
+    found = shares(cut_up, ranks=4)
+    assert [share.held for share in found] == [2048] * 6 + [0] * 18
+
+    moving = [learner_bytes(found, under_way=n).under_way for n in (1, 3, 6, 24)]
+
+    assert [n // moving[0] for n in moving] == [1, 1, 2, 6]

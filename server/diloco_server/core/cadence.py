@@ -3,8 +3,9 @@
 Steps are counted per learner, as far as its reports count (pace.py). An absolute clock would stop with the fastest
 learner. No clock at all would let a fast network drive H towards 1, which ruins learning.
 
-The first time, fragment p is due after ceil((p + 1) * H / P) steps. That spreads the fragments evenly over H and keeps
-the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round comes after H steps, as in DiLoCo.
+The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
+the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
+comes after H steps, as in DiLoCo.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from diloco_common.manifest import turn
 from diloco_server.core.membership import Member
 
 Quorum = int | Literal["all"]
@@ -51,7 +53,7 @@ def interval(rule: CadenceRule, rest: Rest, *, never: bool) -> int:
 
 def first_interval(fragment_id: int, num_fragments: int, sync_every: int) -> int:
     """Inner steps until the first round of a fragment; at least 1, at most H."""
-    return -(-(fragment_id + 1) * sync_every // num_fragments)
+    return -(-(turn(fragment_id, num_fragments) + 1) * sync_every // num_fragments)
 
 
 def needed(quorum: Quorum, learners: int) -> int:
