@@ -14,21 +14,17 @@ has saved.
 from __future__ import annotations
 
 import argparse
-import os
-import pydoc_data.topics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from bring_your_loop import replaced
 from diloco_common.allocator import tune_allocator
-from light_learners import running_shard
+from foreign_loop import Running, all_ended, begin_ranks, changed
+from light_learners import running_shards
+from topics import characters
 
 ROWS, CONTEXT = 32, 64
 RANKS = (2, 1, 1)
@@ -76,30 +72,11 @@ LINES = [
 ]
 
 
-def script(source: str, changes: Sequence[tuple[str, str]]) -> str:
-    for old, new in changes:
-        source = replaced(source, old, new)
-    return source
-
-
-def begin(
-    example: Path, folder: Path, code: str, ranks: int, seed: int, rows: int, shards: str = ""
-) -> subprocess.Popen[bytes]:
+def begin(example: Path, folder: Path, script: str, ranks: int, seed: int, rows: int, shards: str = "") -> Running:
     """One learner, or the example by itself, in a folder of its own, where it leaves its checkpoint."""
     folder.mkdir()
-    (folder / "train.py").write_text(code)
-    environment = os.environ | {
-        "SEED": str(seed), "ROWS": str(rows), "SHARDS": shards, "TEXT": str(folder.parent / "train.pt"),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(example), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
-    with (folder / "log").open("w") as log:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-
-
-def ended(process: subprocess.Popen[bytes], folder: Path) -> None:
-    if process.wait():
-        raise SystemExit((folder / "log").read_text()[-3000:])
+    text = str(folder.parent / "train.pt")
+    return begin_ranks(ranks, script, [], folder, [example], SEED=str(seed), ROWS=str(rows), SHARDS=shards, TEXT=text)
 
 
 @torch.no_grad()
@@ -122,20 +99,12 @@ def loss(example: Path, folder: Path, text: torch.Tensor) -> float:
 
 def learners(example: Path, folder: Path, source: str, seed: int, tokens: int) -> list[Path]:
     """Train them to the end of the run."""
-    settings = ["run.id=fsdp2", f"run.tokens={tokens}", "sync.fragments=6", "shard.count=2"]
-    with running_shard(*settings, "shard.index=0") as first, running_shard(*settings, "shard.index=1") as second:
-        addresses = f"{first.address},{second.address}"
-        code = script(source, [*ON_CPU, *TEXT, *LINES])
-        folders = [folder / f"learner-{seed}-{i}" for i in range(len(RANKS))]
-        running = [
-            begin(example, one, code, ranks, seed, ROWS, addresses) for one, ranks in zip(folders, RANKS, strict=True)
-        ]
-        try:
-            for one, process in zip(folders, running, strict=True):
-                ended(process, one)
-        finally:
-            for process in running:
-                process.terminate()
+    script = changed(source, [*ON_CPU, *TEXT, *LINES])
+    folders = [folder / f"learner-{seed}-{i}" for i in range(len(RANKS))]
+    with running_shards(2, "run.id=fsdp2", f"run.tokens={tokens}", "sync.fragments=6") as shards:
+        addresses = ",".join(shard.address for shard in shards)
+        running = [begin(example, one, script, n, seed, ROWS, addresses) for one, n in zip(folders, RANKS, strict=True)]
+        all_ended(running)
     return folders
 
 
@@ -147,9 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     example: Path = args.example.resolve()
     source = (example / "example.py").read_text()
-    words = "\n".join(words for _, words in sorted(pydoc_data.topics.topics.items()))
-    code = {c: i for i, c in enumerate(sorted(set(words)))}
-    text = torch.from_numpy(np.array([code[c] for c in words], dtype=np.int16))
+    text = torch.from_numpy(characters()).short()
     held_out = text[len(text) * 9 // 10 :]
     rows = ROWS * sum(RANKS) // 2
     with tempfile.TemporaryDirectory() as scratch:
@@ -159,7 +126,7 @@ def main() -> None:
             folders = learners(example, folder, source, seed, args.steps * 2 * rows * CONTEXT)
             alone = [(old, new.replace("STEPS", str(args.steps))) for old, new in ALONE]
             large = folder / f"large-{seed}"
-            ended(begin(example, large, script(source, [*ON_CPU, *TEXT, *alone]), 2, seed, rows), large)
+            begin(example, large, changed(source, [*ON_CPU, *TEXT, *alone]), 2, seed, rows).ended()
             found = {one.name: loss(example, one, held_out) for one in (*folders, large)}
             print(" ".join(f"{name}={value:.4f}" for name, value in found.items()), flush=True)
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import pydoc_data.topics
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from diloco_common.allocator import tune_allocator
-from light_learners import running_shard
+from foreign_loop import Running, all_ended, begin_ranks
+from light_learners import running_shards
+from topics import topics
 
 TOKENS = 1024
 """Of one rank and step."""
@@ -79,30 +77,23 @@ main()
 """
 
 
-def begin(titan: Path, folder: Path, config: list[str], ranks: int) -> subprocess.Popen[bytes]:
+def begin(titan: Path, folder: Path, config: list[str], ranks: int) -> Running:
     """One learner, or torchtitan by itself, in a folder of its own."""
     folder.mkdir()
     (folder / "tests").symlink_to(folder.parent / "tests")
-    (folder / "train.py").write_text(ON_CPU)
-    path = os.pathsep.join([str(titan), str(ADAPTER), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py",
+    arguments = [
         *config, f"--training.num_tokens_per_microbatch_per_dp_rank={TOKENS}", "--training.max_context_length=256",
         "--training.mixed_precision_param=float32", "--training.disable_cuda_graphs",
         "--parallelism.spmd_backend=partial_dtensor", "--metrics.log_freq=5",
         "--lr_scheduler.warmup_steps=10", "--dataloader.seed=" + str(sum(map(ord, folder.name))),
     ]  # fmt: skip
-    with (folder / "log").open("w") as log:
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    return begin_ranks(ranks, ON_CPU, arguments, folder, [titan, ADAPTER], HF_HUB_OFFLINE="1")
 
 
-def ended(process: subprocess.Popen[bytes], folder: Path) -> str:
-    """The last lines of the log that have a loss."""
-    failed, said = process.wait(), (folder / "log").read_text()
-    if failed:
-        raise SystemExit(said[-6000:])
-    return re.sub("\x1b\\[[0-9;]*m", "", "\n".join([line for line in said.splitlines() if "loss:" in line][-3:]))
+def show(name: str, said: str) -> None:
+    """The last lines that have a loss."""
+    lines = [line for line in said.splitlines() if "loss:" in line][-3:]
+    print(name, re.sub("\x1b\\[[0-9;]*m", "", "\n".join(lines)), sep="\n", flush=True)
 
 
 def main() -> None:
@@ -115,27 +106,21 @@ def main() -> None:
         folder = Path(scratch)
         (folder / "tests/assets/c4_test").mkdir(parents=True)
         (folder / "tests/assets/tokenizer").symlink_to(titan / "tests/assets/tokenizer")
-        texts = [{"text": words} for _, words in sorted(pydoc_data.topics.topics.items())]
+        texts = [{"text": words} for words in topics()]
         (folder / "tests/assets/c4_test/data.json").write_text("\n".join(map(json.dumps, texts)))
-        settings = ["run.id=titan", f"run.tokens={args.steps * TOKENS * sum(RANKS)}", "shard.count=2"]
-        with running_shard(*settings, "shard.index=0") as first, running_shard(*settings, "shard.index=1") as second:
+        with running_shards(2, "run.id=titan", f"run.tokens={args.steps * TOKENS * sum(RANKS)}") as shards:
             learner = [
-                "--module=learner", "--config=llama3_debugmodel", f"--shards={first.address},{second.address}",
-                "--training.steps=100000", f"--lr_scheduler.total_steps={args.steps}", "--checkpoint.enable",
-                "--checkpoint.interval=100000",
+                "--module=learner", "--config=llama3_debugmodel",
+                f"--shards={','.join(shard.address for shard in shards)}", "--training.steps=100000",
+                f"--lr_scheduler.total_steps={args.steps}", "--checkpoint.enable", "--checkpoint.interval=100000",
             ]  # fmt: skip
             folders = [folder / f"learner-{i}" for i in range(len(RANKS))]
             running = [begin(titan, one, learner, ranks) for one, ranks in zip(folders, RANKS, strict=True)]
-            try:
-                for one, process in zip(folders, running, strict=True):
-                    print(one.name, ended(process, one), sep="\n", flush=True)
-            finally:
-                for process in running:
-                    process.terminate()
+            for one, said in zip(folders, all_ended(running), strict=True):
+                show(one.name, said)
         alone = ["--module=llama3", "--config=llama3_debugmodel", f"--training.steps={args.steps}"]
-        large = folder / "large"
         batch = f"--training.num_tokens_per_train_step={TOKENS * sum(RANKS)}"
-        print("large", ended(begin(titan, large, [*alone, batch], 1), large), sep="\n", flush=True)
+        show("large", begin(titan, folder / "large", [*alone, batch], 1).ended())
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ held-out tenth, in fixed windows, in nats per character.
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
-import pydoc_data.topics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +23,9 @@ import numpy as np
 import torch
 
 from diloco_common.allocator import tune_allocator
+from foreign_loop import Running, all_ended, begin, changed
+from light_learners import running_shards
+from topics import characters
 
 BATCH, CONTEXT = 8, 64
 MODEL = ["--n_layer=2", "--n_head=4", "--n_embd=96", f"--block_size={CONTEXT}", "--dropout=0.0"]
@@ -69,29 +69,17 @@ def prepare(nano: Path) -> None:
     """Data and scripts, in the checkout."""
     folder = nano / "data/topics"
     folder.mkdir(exist_ok=True)
-    text = "\n".join(words for _, words in sorted(pydoc_data.topics.topics.items()))
-    code = {c: i for i, c in enumerate(sorted(set(text)))}
-    data = np.array([code[c] for c in text], dtype=np.uint16)
+    data = characters().astype(np.uint16)
     held_out = len(data) * 9 // 10
     data[:held_out].tofile(folder / "train.bin")
     data[held_out:].tofile(folder / "val.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(code)}))
-    script = replaced((nano / "train.py").read_text(), *SEED)
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": int(data.max()) + 1}))
+    script = changed((nano / "train.py").read_text(), [SEED])
     (nano / "train_seeded.py").write_text(script)
-    for old, new in LINES:
-        script = replaced(script, old, new)
-    (nano / "train_learner.py").write_text(script)
+    (nano / "train_learner.py").write_text(changed(script, LINES))
 
 
-def replaced(text: str, old: str, new: str) -> str:
-    if text.count(old) != 1:
-        raise SystemExit(f"train.py has changed: {old!r} is in it {text.count(old)} times")
-    return text.replace(old, new)
-
-
-def train(
-    nano: Path, script: str, name: str, seed: int, steps: int, batch: int, shards: str = ""
-) -> subprocess.Popen[bytes]:
+def train(nano: Path, script: str, name: str, seed: int, steps: int, batch: int, shards: str = "") -> Running:
     """Begin one process of train.py."""
     out = nano / f"out-{name}"
     ends = (
@@ -103,34 +91,16 @@ def train(
         *MODEL, *LOOP, *ends, f"--batch_size={batch}", f"--lr_decay_iters={steps}", f"--warmup_iters={steps // 10}",
         f"--out_dir={out.name}",
     ]  # fmt: skip
-    environment = os.environ | {"SEED": str(seed), "SHARDS": shards, "OMP_NUM_THREADS": "1"}
-    with (nano / f"{name}.log").open("w") as log:
-        return subprocess.Popen([sys.executable, script, *arguments], cwd=nano, env=environment, stdout=log, stderr=log)
+    return begin([script, *arguments], nano, nano / f"{name}.log", SEED=str(seed), SHARDS=shards)
 
 
-def ended(processes: list[subprocess.Popen[bytes]]) -> None:
-    if any(process.wait() for process in processes):
-        raise SystemExit("a process failed: see the logs in the checkout")
-
-
-def with_learners(nano: Path, seed: int, steps: int, port: int) -> None:
+def with_learners(nano: Path, seed: int, steps: int) -> None:
     """Three learners and two shards, until the budget is merged."""
-    shards = []
-    for i in range(2):
-        command = [
-            sys.executable, "-m", "diloco_server", f"--index={i}", "--count=2", f"--listen=127.0.0.1:{port + i}",
-            "--set=run.id=nano", f"--set=run.tokens={3 * steps * BATCH * CONTEXT}", "--set=sync.fragments=6",
-        ]  # fmt: skip
-        with (nano / f"shard-{i}.log").open("w") as log:
-            shards.append(subprocess.Popen(command, stdout=log, stderr=log))
-    addresses = f"127.0.0.1:{port},127.0.0.1:{port + 1}"
-    try:
+    settings = ["run.id=nano", f"run.tokens={3 * steps * BATCH * CONTEXT}", "sync.fragments=6"]
+    with running_shards(2, *settings) as shards:
+        addresses = ",".join(shard.address for shard in shards)
         names = [f"learner-{seed}-{i}" for i in range(3)]
-        ended([train(nano, "train_learner.py", name, seed, steps, BATCH, addresses) for name in names])
-    finally:
-        for shard in shards:
-            shard.terminate()
-            shard.wait()
+        all_ended([train(nano, "train_learner.py", name, seed, steps, BATCH, addresses) for name in names])
 
 
 @torch.no_grad()
@@ -154,14 +124,13 @@ def main() -> None:
     parser.add_argument("nano", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=1000, help="of each learner")
-    parser.add_argument("--port", type=int, default=52000, help="the first of two")
     args = parser.parse_args()
     nano, steps = args.nano.resolve(), args.steps
     prepare(nano)
     for seed in args.seeds:
-        with_learners(nano, seed, steps, args.port)
+        with_learners(nano, seed, steps)
         for name, count, batch in (("large", steps, 3 * BATCH), ("small", 3 * steps, BATCH), ("third", steps, BATCH)):
-            ended([train(nano, "train_seeded.py", f"{name}-{seed}", seed, count, batch)])
+            train(nano, "train_seeded.py", f"{name}-{seed}", seed, count, batch).ended()
         names = [f"learner-{seed}-{i}" for i in range(3)]
         found = {name: loss(nano, name) for name in (*names, f"large-{seed}", f"small-{seed}", f"third-{seed}")}
         print(" ".join(f"{name}={value:.4f}" for name, value in found.items()), flush=True)

@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import pydoc_data.topics
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from light_learners import running_shard
+from topics import characters
 
 CONTEXT, WIDTH, BATCH = 16, 96, 48
 SYNC_EVERY, FRAGMENTS = 20, 4
@@ -44,13 +44,6 @@ WAYS = {"mixed": {"a": ("single", 1), "b": ("ddp", 4), "c": ("fsdp", 2)}, "singl
 LEARNERS = 3
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["diloco_worker.joining", "torch._dynamo", "torch.distributed.fsdp"])
-
-
-def text() -> Tensor:
-    """Of the standard library, as numbers from 0."""
-    words = "\n".join(words for _, words in sorted(pydoc_data.topics.topics.items()))
-    code = {c: i for i, c in enumerate(sorted(set(words)))}
-    return torch.tensor([code[c] for c in words])
 
 
 def next_character(num_characters: int) -> nn.Module:
@@ -74,7 +67,7 @@ def process(
     import diloco_worker
 
     torch.set_num_threads(1)
-    data = text()
+    data = torch.from_numpy(characters())
     held_out = len(data) * 9 // 10
     torch.manual_seed(seed)
     model = next_character(int(data.max()) + 1)

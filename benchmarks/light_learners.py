@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -112,6 +112,16 @@ def running_shard(*settings: str) -> Iterator[ShardProcess]:
         finally:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def running_shards(count: int, *settings: str) -> Iterator[list[ShardProcess]]:
+    """All shards of one run, with these settings."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running_shard(f"shard.count={count}", f"shard.index={i}", *settings))
+            for i in range(count)
+        ]
 
 
 class Accepted:

@@ -41,7 +41,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.identity import subject_of
 from diloco_common.manifest import TensorSpec
 from diloco_deploy.certs.authority import make_authority, open_authority
-from light_learners import ShardProcess, running_shard, tensors_of
+from light_learners import ShardProcess, running_shard, running_shards, tensors_of
 from merge_kernel import measure_merge
 from outer_round_learner import LearnerSpec, run_learner
 
@@ -188,7 +188,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "lease.lease_s=900", "lease.heartbeat_s=300", "guard.norm_factor=1e9",
     ]  # fmt: skip
     with ExitStack() as stack:
-        shards = [stack.enter_context(running_shard(*settings, f"shard.index={i}")) for i in range(args.shards)]
+        shards = stack.enter_context(running_shards(args.shards, *settings))
         idle = [shard.rss_bytes() for shard in shards]
         gloo = "" if args.no_gloo else f"127.0.0.1:{free_port()}"
         addresses = tuple(shard.address for shard in shards)

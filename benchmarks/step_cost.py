@@ -37,7 +37,7 @@ import torch
 import diloco_worker
 from diloco_common.allocator import tune_allocator
 from diloco_common.manifest import TensorSpec
-from light_learners import running_shard, tensors_of
+from light_learners import running_shards, tensors_of
 from outer_round_learner import OwnMemory, Weights, usage
 
 STEP_S = 0.1
@@ -199,9 +199,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     tensors = tensors_of(int(args.params))
     parameters = sum(t.num_elements for t in tensors)
-    settings = [f"shard.count={args.shards}", f"sync.push={args.push}", f"sync.pull={args.pull}"]
+    settings = [f"sync.push={args.push}", f"sync.pull={args.pull}"]
     with ExitStack() as stack:
-        shards = [stack.enter_context(running_shard(*settings, f"shard.index={i}")) for i in range(args.shards)]
+        shards = stack.enter_context(running_shards(args.shards, *settings))
         addresses = tuple(shard.address for shard in shards)
         spawn = multiprocessing.get_context("spawn")
         pipes = []

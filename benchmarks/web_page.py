@@ -32,7 +32,7 @@ from light_learners import (
     Accepted,
     LightLearner,
     noise_of,
-    running_shard,
+    running_shards,
     tensors_of,
 )
 
@@ -149,9 +149,8 @@ def beside(shards: list[str], seconds: float, shots: Path | None) -> dict[str, A
 
 
 async def measure(learners: int, seconds: float, shots: Path | None) -> dict[str, Any]:
-    settings = ["shard.count=2", f"sync.fragments={FRAGMENTS}", f"sync.sync_every={SYNC_EVERY}", "lease.lease_s=10"]
-    with contextlib.ExitStack() as stack:
-        shards = [stack.enter_context(running_shard(f"shard.index={i}", *settings)) for i in range(SHARDS)]
+    settings = [f"sync.fragments={FRAGMENTS}", f"sync.sync_every={SYNC_EVERY}", "lease.lease_s=10"]
+    with running_shards(SHARDS, *settings) as shards:
         ready, over = asyncio.Event(), asyncio.Event()
         crowding = asyncio.create_task(crowd(learners, shards, ready, over))
         waiting = asyncio.create_task(ready.wait())
