@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -135,13 +136,9 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
 def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cell], dict[str, Line]]:
     """What of it is in these results, without running anything: the numbers of learners that are tuned to the end,
     and of their reports what there is."""
-
-    def there(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
-        return {key: lines[key] for arm in arms for seed in seeds if (key := arm.key(seed)) in lines}
-
     found: tuple[list[Cell], dict[str, Line]] = [], {}
-    with suppress(KeyError):  # a trial is missing
-        for found in carry_out(protocol, there):  # noqa: B007 the last one counts
+    with suppress(_NotRunError):
+        for found in carry_out(protocol, partial(_recorded, lines)):  # noqa: B007 the last one counts
             pass
     return found
 
@@ -151,16 +148,32 @@ def trials_there(protocol: Protocol, lines: Mapping[str, Line]) -> list[Line]:
     found: dict[str, Line] = {}
 
     def there(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
-        found.update({key: lines[key] for arm in arms for seed in seeds if (key := arm.key(seed)) in lines})
-        return found
+        some = _recorded(lines, arms, seeds)
+        found.update(some)
+        return some
 
     for learners in protocol.learners:
         for versions in protocol.versions:
             for name, arm in protocol.arms.items():
-                with suppress(KeyError):  # a trial is missing
-                    alone = protocol.model_copy(update={"arms": {name: arm}})
+                alone = protocol.model_copy(update={"arms": {name: arm}})
+                with suppress(_NotRunError):
                     _tune(alone, learners, protocol.tune_versions or versions, there)
     return list(found.values())
+
+
+class _NotRunError(Exception):
+    """A trial is not on record, so what would be tried after it is not known."""
+
+
+class _Recorded(dict[str, Line]):
+    def __missing__(self, key: str) -> Line:
+        raise _NotRunError(key)
+
+
+def _recorded(lines: Mapping[str, Line], arms: Sequence[Arm], seeds: Sequence[int]) -> _Recorded:
+    """In the place of running them: what there is. Raises _NotRunError when it is asked for another."""
+    keys = [arm.key(seed) for arm in arms for seed in seeds]
+    return _Recorded((key, lines[key]) for key in keys if key in lines)
 
 
 def _tune(protocol: Protocol, learners: int, versions: int, run_all: RunAll) -> dict[str, Tuned]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +163,14 @@ def test_a_horizon_may_have_fewer_seeds_and_the_multiplier_is_of_those_that_all_
     assert multiplier(cells, lines, long, "ours", "parallel") == multiplier(
         cells, {key: line for key, line in lines.items() if line["seed"] != 0}, long, "ours", "parallel"
     )
+
+
+@pytest.mark.parametrize("shown", [carried_out, trials_there])
+def test_a_trial_that_is_not_whole_is_not_taken_for_a_missing_one(shown: Callable[..., object]) -> None:
+    first = PROTOCOL.arm("ours", 2, 10, {"train.lr": 2e-3})
+    rival = PROTOCOL.arm("parallel", 2, 10, {"train.lr": 2e-3})
+    lines = FakeRuns()([first, rival], [1000, 1001])
+    shown(PROTOCOL, lines)
+    del lines[rival.key(1001)]["result"]["loss_select"]
+    with pytest.raises(KeyError, match="loss_select"):
+        shown(PROTOCOL, lines)
