@@ -1,4 +1,4 @@
-"""Listening addresses: parse them, bind them, and name the process that already has the port.
+"""Addresses: split and parse them, bind them, and name the process that already has the port.
 
 HTTP takes the bound socket. gRPC binds by itself: give it `str(parse_address(...))` with the option
 `grpc.so_reuseport` 0, and raise `in_use(address)` when it cannot have the port.
@@ -32,6 +32,11 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def split_addresses(text: str) -> list[str]:
+    """Those between commas, as they are written."""
+    return [address.strip() for address in text.split(",") if address.strip()]
 
 
 def parse_address(text: str) -> Address:

@@ -22,6 +22,14 @@ def test_status_without_a_cluster_says_what_to_do(tmp_path: Path, capsys: pytest
     assert "[CANNOT_CONNECT]" in said
 
 
+def test_status_names_the_settings_that_the_environment_decided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_CLUSTER__FOLDER", str(tmp_path))
+    assert main(["status"]) == 5
+    assert "from the environment variable DILOCO_CLUSTER__FOLDER" in capsys.readouterr().err
+
+
 def test_status_of_a_cluster_that_starts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = Files(tmp_path, Outputs())
     with files.owned():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common.options import Config, Flag, Json, setting
-from diloco_common.settings_loader import Given, load
+from diloco_common.addresses import split_addresses
+from diloco_common.options import Config, Flag, Json, SettingsOptions, setting, settings_from
 
 
 def status(
@@ -39,12 +38,9 @@ def status(
     from diloco_common.security import read_bearer_token
     from diloco_deploy.status import Where, asker_for, check_watch, show_status, watch_status
 
-    flags = {"cluster.folder": Given(folder, "--folder")} if folder else {}
-    if token_file:
-        flags["security.token_file"] = Given(token_file, "--token-file")
-    settings = load(config, os.environ, flags=flags).settings
+    settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
     where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)
-    addresses = [address.strip() for address in (http or "").split(",") if address.strip()]
+    addresses = split_addresses(http or "")
     asker = asker_for(where, addresses, tls, bearer_token)
     whom = Where(where, addresses)
     if watch:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common.options import Config, Flag, setting
-from diloco_common.settings_loader import Given, load
+from diloco_common.addresses import split_addresses
+from diloco_common.options import Config, Flag, SettingsOptions, setting, settings_from
 
 
 def web(
@@ -41,12 +40,10 @@ def web(
     """
     from diloco_deploy.web.command import show
 
-    flags = {"cluster.folder": Given(folder, "--folder")} if folder else {}
-    if token_file:
-        flags["security.token_file"] = Given(token_file, "--token-file")
-    if insecure:
-        flags["security.insecure"] = Given("true", "--insecure")
-    settings = load(config, os.environ, flags=flags).settings
-    addresses = [address.strip() for address in (shards or "").split(",") if address.strip()]
-    security = settings.security
-    return show(settings.cluster.folder, addresses, listen, security, tls=tls or security.tls, certificate=certificate)
+    flags = {
+        "cluster.folder": folder, "security.token_file": token_file, "security.insecure": "true" if insecure else None,
+    }  # fmt: skip
+    settings = settings_from(SettingsOptions(config), flags)
+    where, security = settings.cluster.folder, settings.security
+    addresses = split_addresses(shards or "")
+    return show(where, addresses, listen, security, tls=tls or security.tls, certificate=certificate)
