@@ -35,12 +35,8 @@ def tune_allocator() -> bool:
     return all(any(mallopt(option, value) for value in values) for option, values in _SETTINGS)
 
 
-def give_back() -> None:
-    """Give the kernel all freed pages, also those between others that are in use. Nothing if libc is not glibc.
-
-    For the end of a phase whose memory nothing will fill again, as when a shard has taken its seeds: they are float32,
-    and were cut up by the versions that were made meanwhile.
-    """
+def trim() -> None:
+    """Give the kernel all freed pages, also those between others that are in use. Nothing if libc is not glibc."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

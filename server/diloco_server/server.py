@@ -21,9 +21,8 @@ from grpc_health.v1 import health_pb2
 
 from diloco_common import rpc
 from diloco_common.addresses import bind_socket, in_use, parse_address
-from diloco_common.allocator import give_back
 from diloco_common.audit import AuditLog
-from diloco_common.codec import native
+from diloco_common.codec import memory, native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import EXIT_OK, DilocoError
 from diloco_common.history import HistoryFile
@@ -59,7 +58,7 @@ def real_world() -> World:
         cpu_clock=time.thread_time,
         random=random.SystemRandom(),
         threads=lambda count, name: ThreadPoolExecutor(count, thread_name_prefix=name),
-        give_back=give_back,
+        give_back=memory.give_back,
     )
 
 

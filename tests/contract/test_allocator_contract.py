@@ -51,7 +51,7 @@ def test_chunks_come_from_the_heap_and_stay_there_after_they_are_freed():
 HOLES = """
 import ctypes, json, mmap
 from pathlib import Path
-from diloco_common.allocator import MIB, give_back, tune_allocator
+from diloco_common.allocator import MIB, trim, tune_allocator
 
 tune_allocator()
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
@@ -59,7 +59,7 @@ chunks = [bytes(2 * MIB + i) for i in range(40)]
 filled = resident()
 del chunks[::2]
 freed = resident()
-give_back()
+trim()
 print(json.dumps([filled - freed, freed - resident()]))
 """
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from diloco_common.codec import Anchor, Payload, encode_payload, memory
+from diloco_common.codec import Anchor, Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.messages import Held, PullHeader
 from diloco_common.ports import World
@@ -153,7 +153,6 @@ class CodecThread:
     @torch.no_grad()
     def _contribution(self, contribution: Contribution, encoding: str) -> Payload:
         if self._has_encoded_seed:  # its bytes are free now, and nothing that comes is as large
-            memory.give_back()
             self._give_back()
             self._has_encoded_seed = False
         began = self._cpu_clock()

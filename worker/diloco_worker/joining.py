@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from diloco_common import logs
-from diloco_common.allocator import give_back
-from diloco_common.codec import native
+from diloco_common.codec import memory, native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
 from diloco_common.history import HistoryFile
@@ -201,7 +200,7 @@ def digest_of(model: nn.Module, mean_merge: Collection[str] | None = None) -> st
 
 def real_world() -> World:
     """Real time, chance and threads."""
-    return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads, give_back)
+    return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads, memory.give_back)
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:

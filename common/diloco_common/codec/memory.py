@@ -22,6 +22,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from diloco_common.allocator import trim
+
 LEAST = 2 << 20
 """Smaller tensors, in bytes, are left to malloc."""
 MOST = 1 << 32
@@ -42,8 +44,13 @@ def empty(size: int, dtype: torch.dtype = torch.float32, device: torch.device | 
 
 
 def give_back() -> None:
-    """Blocks that are free go back to the kernel."""
+    """Blocks that are free, and all that malloc has free, go back to the kernel.
+
+    For the end of a phase whose memory nothing will fill again, as when a shard has taken its seeds: they are float32,
+    and were cut up by the versions that were made meanwhile.
+    """
     _pool.drop()
+    trim()
 
 
 @dataclass(slots=True, eq=False)
