@@ -34,6 +34,7 @@ from diloco_simulator.process import Process
 from diloco_simulator.shard_disk import ShardDisk
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.timeline import Timeline
+from diloco_worker.boundary import Start
 
 TAIL = 60
 OF_AN_EARLIER_RUN = 0.3
@@ -103,8 +104,6 @@ class Chronicle(MemoryHistory):
 
 class Cluster:
     """Everything of one schedule."""
-
-    pattern = PATTERN
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -299,8 +298,13 @@ class Cluster:
         resumes = bool(saved) and drawn.random() < self.options.resumes
         self.note("start", learner_id, "resumed" if resumes else "new")
         self.counts["learners resumed"] += resumes
-        kind = IslandProcess if self.learner_ids.index(learner_id) < self.options.islands else LearnerProcess
-        self.learners.append(kind(self, learner_id, drawn.choice(saved) if resumes else None))
+        index = self.learner_ids.index(learner_id)
+        flat, start = PATTERN * (10.0 + index), Start()
+        if resumes:
+            found = drawn.choice(saved)
+            flat, start = found.flat, Start(found.inner_step, found.tokens, resumed=True)
+        kind = IslandProcess if index < self.options.islands else LearnerProcess
+        self.learners.append(kind(self, learner_id, flat, start))
         self._processes.append(self.learners[-1].process)
         self.starts[learner_id] += 1
 

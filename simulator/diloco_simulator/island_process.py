@@ -44,7 +44,7 @@ RANKS_MAX = 4
 class IslandProcess:
     """All ranks of one island. As `LearnerProcess` to the cluster."""
 
-    def __init__(self, cluster: Cluster, learner_id: str, resumed_from: Checkpoint | None) -> None:
+    def __init__(self, cluster: Cluster, learner_id: str, flat: Tensor, start: Start) -> None:
         self.learner_id = learner_id
         self.name = f"{learner_id}.{cluster.starts[learner_id]}"
         self.state = "joining"
@@ -58,10 +58,7 @@ class IslandProcess:
             stutters=options.stutters,
         )  # fmt: skip
         self._random = self.process.random
-        index = cluster.learner_ids.index(learner_id)
-        self._step_s = options.step_s[index]
-        flat = cluster.pattern * (10.0 + index) if resumed_from is None else resumed_from.flat
-        start = Start() if resumed_from is None else Start(resumed_from.inner_step, resumed_from.tokens, resumed=True)
+        self._step_s = options.step_s[cluster.learner_ids.index(learner_id)]
         size = self._random.randint(2, RANKS_MAX)
         self.posted: list[bytes | None] = [None] * size
         self._trained = start.inner_step, start.tokens

@@ -82,7 +82,7 @@ class Taken:
 class LearnerProcess:
     """A process that trains. `state`: "joining", "training", "leaving", "done" or "failed"."""
 
-    def __init__(self, cluster: Cluster, learner_id: str, resumed_from: Checkpoint | None) -> None:
+    def __init__(self, cluster: Cluster, learner_id: str, flat: Tensor, start: Start) -> None:
         number = cluster.starts[learner_id]
         self.learner_id = learner_id
         self.name = f"{learner_id}.{number}"
@@ -101,10 +101,8 @@ class LearnerProcess:
             stutters=options.stutters,
         )  # fmt: skip
         self._random = self.process.random
-        index = cluster.learner_ids.index(learner_id)
-        flat = cluster.pattern * (10.0 + index) if resumed_from is None else resumed_from.flat
         self.model = Counting(flat)
-        self._step_s = options.step_s[index]
+        self._step_s = options.step_s[cluster.learner_ids.index(learner_id)]
         self._tokens = 0  # of the step that is under way
         self._ahead = 0  # of these, the optimizer has put so many into the model already
         self._thawed_at = 0.0
@@ -118,7 +116,6 @@ class LearnerProcess:
         log: Any = QuietLog(self.name, self._hear_error)
         silence: Any = Silence()
         telemetry = LearnerTelemetry(caller, self.process.clock, silence, log, cluster.history_of(learner_id))
-        start = Start() if resumed_from is None else Start(resumed_from.inner_step, resumed_from.tokens, resumed=True)
         self.learner = make_learner(
             TornReplica(self.model, self._during_a_read), [str(i) for i in range(options.shards)], caller, self._dial,
             self.process.world(), self, telemetry, start,
