@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from light_learners import running_shard
+
 STEP_S = 0.02
 WIDTH = 256
 
@@ -65,33 +67,22 @@ def rank(kind: str, shards: str, seconds: float, out: str) -> None:
 
 
 def measure(kind: str, ranks: int, seconds: float, frozen_s: float) -> dict[str, object]:
-    with tempfile.TemporaryDirectory() as folder:
-        address_file = Path(folder) / "shard.json"
-        shard = subprocess.Popen([
-            sys.executable, "-m", "diloco_server", "--listen", "127.0.0.1:0", "--address-file", str(address_file),
-            "--set", "sync.sync_every=10", "--set", "sync.fragments=4", "--set", "shard.http=127.0.0.1:0",
-        ])  # fmt: skip
-        try:
-            while not address_file.exists():
-                time.sleep(0.1)
-            address = json.loads(address_file.read_text())["grpc"]
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
-                "--rank", kind, address, str(seconds), folder,
-            ]  # fmt: skip
-            run = subprocess.Popen(command)
-            while len(list(Path(folder).glob("*.began"))) < ranks and run.poll() is None:
-                time.sleep(0.05)
-            time.sleep(seconds / 4)
-            frozen_at = time.time()
-            if frozen_s:
-                os.kill(shard.pid, signal.SIGSTOP)
-                time.sleep(frozen_s)
-                os.kill(shard.pid, signal.SIGCONT)
-            run.wait()
-            said = [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(ranks)]
-        finally:
-            shard.kill()
+    with tempfile.TemporaryDirectory() as folder, running_shard("sync.sync_every=10", "sync.fragments=4") as shard:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
+            "--rank", kind, shard.address, str(seconds), folder,
+        ]  # fmt: skip
+        run = subprocess.Popen(command)
+        while len(list(Path(folder).glob("*.began"))) < ranks and run.poll() is None:
+            time.sleep(0.05)
+        time.sleep(seconds / 4)
+        frozen_at = time.time()
+        if frozen_s:
+            os.kill(shard.pid, signal.SIGSTOP)
+            time.sleep(frozen_s)
+            os.kill(shard.pid, signal.SIGCONT)
+        run.wait()
+        said = [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(ranks)]
     frozen = sorted(ms for one in said for at, ms in one["calls"] if frozen_at < at < frozen_at + frozen_s)
     other = sorted(ms for one in said for at, ms in one["calls"] if not frozen_at < at < frozen_at + frozen_s)
     return {

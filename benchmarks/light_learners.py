@@ -81,18 +81,18 @@ class ShardProcess:
     def __init__(self, process: subprocess.Popen[bytes], address: Endpoints) -> None:
         self.address = address.grpc
         self.http = address.http
-        self._pid = process.pid
+        self.pid = process.pid
 
     def rss_bytes(self, line: str = "VmRSS") -> int:
         """Resident memory now; with "VmHWM", its peak."""
-        status = Path(f"/proc/{self._pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text()
         found = re.search(rf"^{line}:\s+(\d+) kB$", status, re.MULTILINE)
         assert found is not None
         return int(found[1]) * 1024
 
     def cpu_s(self) -> float:
         """CPU seconds of all its threads so far, user and system, in nanosecond resolution."""
-        return time.clock_gettime(~self._pid << 3 | SCHEDULER_CLOCK)
+        return time.clock_gettime(~self.pid << 3 | SCHEDULER_CLOCK)
 
 
 @contextmanager
