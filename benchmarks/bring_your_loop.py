@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,8 @@ from light_learners import running_shards
 from topics import characters
 
 BATCH, CONTEXT = 8, 64
-MODEL = ["--n_layer=2", "--n_head=4", "--n_embd=96", f"--block_size={CONTEXT}", "--dropout=0.0"]
 LOOP = [
-    "--dataset=topics", "--device=cpu", "--compile=False", "--dtype=float32", "--gradient_accumulation_steps=1",
+    f"--block_size={CONTEXT}", "--n_head=4", "--dropout=0.0", "--dataset=topics", "--device=cpu", "--compile=False", "--dtype=float32", "--gradient_accumulation_steps=1",
     "--learning_rate=1e-3", "--min_lr=1e-4", "--beta2=0.99", "--eval_iters=5", "--log_interval=100",
     "--always_save_checkpoint=True",
 ]  # fmt: skip
@@ -79,7 +79,9 @@ def prepare(nano: Path) -> None:
     (nano / "train_learner.py").write_text(changed(script, LINES))
 
 
-def train(nano: Path, script: str, name: str, seed: int, steps: int, batch: int, shards: str = "") -> Running:
+def train(
+    nano: Path, script: str, name: str, seed: int, steps: int, batch: int, model: Sequence[str], shards: str = ""
+) -> Running:
     """Begin one process of train.py."""
     out = nano / f"out-{name}"
     ends = (
@@ -88,19 +90,19 @@ def train(nano: Path, script: str, name: str, seed: int, steps: int, batch: int,
         else [f"--max_iters={steps}", f"--eval_interval={steps}"]
     )
     arguments = [
-        *MODEL, *LOOP, *ends, f"--batch_size={batch}", f"--lr_decay_iters={steps}", f"--warmup_iters={steps // 10}",
+        *model, *LOOP, *ends, f"--batch_size={batch}", f"--lr_decay_iters={steps}", f"--warmup_iters={steps // 10}",
         f"--out_dir={out.name}",
     ]  # fmt: skip
     return begin([script, *arguments], nano, nano / f"{name}.log", SEED=str(seed), SHARDS=shards)
 
 
-def with_learners(nano: Path, seed: int, steps: int) -> None:
-    """Three learners and two shards, until the budget is merged."""
-    settings = ["run.id=nano", f"run.tokens={3 * steps * BATCH * CONTEXT}", "sync.fragments=6"]
+def with_learners(nano: Path, seed: int, steps: int, model: Sequence[str], more: Sequence[str]) -> None:
+    """Three learners and two shards, until the budget is merged. `more`: settings of the shards."""
+    settings = ["run.id=nano", f"run.tokens={3 * steps * BATCH * CONTEXT}", "sync.fragments=6", *more]
     with running_shards(2, *settings) as shards:
         addresses = ",".join(shard.address for shard in shards)
         names = [f"learner-{seed}-{i}" for i in range(3)]
-        all_ended([train(nano, "train_learner.py", name, seed, steps, BATCH, addresses) for name in names])
+        all_ended([train(nano, "train_learner.py", name, seed, steps, BATCH, model, addresses) for name in names])
 
 
 @torch.no_grad()
@@ -124,13 +126,17 @@ def main() -> None:
     parser.add_argument("nano", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=1000, help="of each learner")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the shards")
     args = parser.parse_args()
     nano, steps = args.nano.resolve(), args.steps
+    model = [f"--n_layer={args.layers}", f"--n_embd={args.width}"]
     prepare(nano)
     for seed in args.seeds:
-        with_learners(nano, seed, steps)
+        with_learners(nano, seed, steps, model, args.set)
         for name, count, batch in (("large", steps, 3 * BATCH), ("small", 3 * steps, BATCH), ("third", steps, BATCH)):
-            train(nano, "train_seeded.py", f"{name}-{seed}", seed, count, batch).ended()
+            train(nano, "train_seeded.py", f"{name}-{seed}", seed, count, batch, model).ended()
         names = [f"learner-{seed}-{i}" for i in range(3)]
         found = {name: loss(nano, name) for name in (*names, f"large-{seed}", f"small-{seed}", f"third-{seed}")}
         print(" ".join(f"{name}={value:.4f}" for name, value in found.items()), flush=True)
