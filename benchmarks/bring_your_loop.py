@@ -30,7 +30,8 @@ from topics import characters
 
 BATCH, CONTEXT = 8, 64
 LOOP = [
-    f"--block_size={CONTEXT}", "--n_head=4", "--dropout=0.0", "--dataset=topics", "--device=cpu", "--compile=False", "--dtype=float32", "--gradient_accumulation_steps=1",
+    f"--block_size={CONTEXT}", "--n_head=4", "--dropout=0.0", "--dataset=topics",
+    "--device=cpu", "--compile=False", "--dtype=float32", "--gradient_accumulation_steps=1",
     "--learning_rate=1e-3", "--min_lr=1e-4", "--beta2=0.99", "--eval_iters=5", "--log_interval=100",
     "--always_save_checkpoint=True",
 ]  # fmt: skip
