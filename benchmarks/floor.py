@@ -186,8 +186,9 @@ class Arithmetic:
         )
         work.published = arithmetic.publish(work.values, self._spec.pull, work.published)
         lap("merge, step, publish")
-        version = work.published.change or work.published.values
-        work.anchor, added = decode_version(version, work.anchor, reference=work.snapshot)
+        change = work.published.change
+        version, base = (work.published.values, None) if change is None else (change, work.anchor)
+        work.anchor, added = decode_version(version, base, reference=work.snapshot)
         lap("decode")
         assert added is not None
         work.theta.add_(added)

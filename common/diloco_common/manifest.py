@@ -159,8 +159,9 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
 def turn(fragment_id: int, num_fragments: int) -> int:
     """When a fragment is synchronised among P: in [0, P), another one for each.
 
-    Neighbours in the manifest are often rows of one tensor, which one rank of an island holds alone. So their turns are
-    about a third of a cycle apart, and whose contributions are under way at once belong to different ranks.
+    Neighbours in the manifest are often rows of one tensor, which one rank of an island holds alone. Their turns are
+    about a third of a cycle apart, so fragments that are under way at once belong to different ranks. Up to P = 6 no
+    such order is there: turns are the ids.
     """
     return fragment_id * _stride(num_fragments) % num_fragments
 

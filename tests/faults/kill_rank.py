@@ -8,7 +8,7 @@
 The island trains beside a learner of one process. It saves checkpoints, and goes on from the last whole one. Now and
 then torchrun itself is ended, and started again with another number of ranks. At the end the histories of shard, island
 and learner are judged: nothing torn is merged, no token counts twice. The shard never holds more for half contributions
-than whole ones take. Prints what happened, as a line of JSON.
+than two whole ones take. Prints what happened, as a line of JSON.
 
 Ranks are started and restarted by torchrun's own agent. It forks them instead of starting interpreters, which would
 import torch for most of the time: on two cores a kill takes seconds then, not a minute.

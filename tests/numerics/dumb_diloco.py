@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 
 import dumb_merge
@@ -19,7 +20,12 @@ def dumb_diloco(
     start: TinyText, parts_of: Sequence[Sequence[Part]], batch: Callable[[int, int], Tensor], *,
     learners: int, steps: int, sync_every: int, rule: str, lr: float, momentum: float,
 ) -> list[TinyText]:  # fmt: skip
-    """Fragment p holds `parts_of[p]`, and is synchronised first after ceil((p + 1) H / P) steps, then every H."""
+    """Fragment p holds `parts_of[p]`, and is synchronised first after ceil((t + 1) H / P) steps, then every H.
+
+    Its turn t is p s mod P, where s is coprime with P, and nearest to 0.3 P.
+    """
+    count = len(parts_of)
+    stride = sorted(range(1, count + 1), key=lambda s: (math.gcd(s, count), abs(s - 0.3 * count)))[0]
     models = [copy.deepcopy(start) for _ in range(learners)]
     inner = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
     thetas = [[look(start, part).clone() for part in parts] for parts in parts_of]
@@ -28,7 +34,7 @@ def dumb_diloco(
         for m, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             inner_step(model, optimizer, batch(m, t))
         for p, parts in enumerate(parts_of):
-            first = -(-(p + 1) * sync_every // len(parts_of))
+            first = math.ceil((p * stride % count + 1) * sync_every / count)
             if t >= first and (t - first) % sync_every == 0:
                 for theta, part in zip(thetas[p], parts, strict=True):
                     deltas = [theta.double() - look(model, part).double() for model in models]

@@ -86,7 +86,7 @@ def test_one_learner_that_synchronises_every_step_trains_as_if_it_were_alone(on_
 
 @pytest.mark.parametrize("merge", ["rda", "mean"])
 @pytest.mark.parametrize(
-    ("fragments", "num_shards", "sync_every", "steps"), [(1, 1, 4, 20), (5, 1, 5, 25), (4, 2, 3, 15)]
+    ("fragments", "num_shards", "sync_every", "steps"), [(1, 1, 4, 20), (5, 1, 5, 25), (4, 2, 3, 15), (8, 1, 8, 40)]
 )
 def test_four_learners_that_wait_for_all_are_diloco(
     merge: str, fragments: int, num_shards: int, sync_every: int, steps: int

@@ -76,6 +76,7 @@ def test_it_goes_on_from_its_state_in_another_process() -> None:
     saved = schedule.state_dict()
     again, resumed = scheduler(Run(fraction=0.5), shape="constant", warmup=0.0)
     resumed.load_state_dict(saved)
+    assert rates(again, resumed, 0) == pytest.approx([1.0, 10.0]), "also in the first step"
     assert rates(again, resumed, 1) == pytest.approx([1.0, 10.0])
 
 

@@ -88,12 +88,18 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         self._saved: dict[str, Any] = {}
         self._schedules: list[ProgressLR] = []
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Join. Raises what `join` raises."""
         state = self._saved.get("learner") if self.learner is None else self.learner.state_dict()
-        self.learner = learner = join(self._shards, module, state=state, **self._options)
+        self.learner = join(self._shards, module, state=state, **self._options)
+        # The order of the data comes from it, before training starts: workers of a loader draw at once.
+        torch.manual_seed(self.learner.seed + self.learner.inner_step)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """The rate of each optimizer follows the run. Its state is there by now."""
+        assert self.learner is not None
+        learner = self.learner
         self._steps, self._tokens = trainer.global_step, 0
-        torch.manual_seed(learner.seed + learner.inner_step)  # from here the order of the data comes
         if trainer.lr_scheduler_configs:
             learner.telemetry.log.warning("the rate follows the steps of this Trainer, not the run")
             return

@@ -83,3 +83,10 @@ class ProgressLR(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Without the learner, which has a state of its own."""
         return {key: value for key, value in super().state_dict().items() if key != "_learner"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where the other left off: the next step has the rate of now, and not that of a first step."""
+        super().load_state_dict(state_dict)
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate

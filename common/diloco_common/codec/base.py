@@ -36,10 +36,10 @@ class Codec(ABC):
 
     name: ClassVar[str]
     """The name in the header of a payload."""
-    residual_dtype: ClassVar[torch.dtype] = torch.bfloat16
-    """Of the loss, as a learner keeps it for error feedback. It is at most half a step of the codes, so 8 bits are
-    enough: a thousandth of a step may be rounded away. An encoding that leaves large elements out for many rounds
-    needs float32: what is small would be rounded away beside what has come together."""
+    residual_dtype: ClassVar[torch.dtype] = torch.float32
+    """Of the loss, as a learner keeps it for error feedback: float32, or bfloat16 where the loss of an element is at
+    most half a step of its codes. A thousandth of a step may be rounded away there. An encoding that leaves large
+    elements out for many rounds needs float32: what is small would be rounded away beside what has come together."""
 
     @abstractmethod
     def num_bytes(self, num_elements: int) -> int:

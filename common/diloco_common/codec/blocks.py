@@ -27,6 +27,7 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny  # 2^-126, the smallest normal nu
 class BlockCodec(Codec):
     """Scales, then codes. A subclass says how a scaled value becomes a code."""
 
+    residual_dtype = torch.bfloat16
     code_max: ClassVar[float]
     """`absmax` divided by the scale: the largest code."""
     scale_min: ClassVar[float]

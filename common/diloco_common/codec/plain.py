@@ -24,6 +24,7 @@ assert sys.byteorder == "little", "payloads are little-endian and viewed in plac
 class PlainCodec(Codec):
     """Casts every element to one torch type."""
 
+    residual_dtype = torch.bfloat16
     dtype: ClassVar[torch.dtype]
     reads_anywhere: ClassVar[bool] = False
     """Whether the kernels read such values at addresses that are not a multiple of their size."""

@@ -55,7 +55,6 @@ class TopK(Codec):
     """
 
     name = "topk64_2bit"
-    residual_dtype = torch.float32
 
     def num_bytes(self, num_elements: int) -> int:
         num_kept = _num_kept(num_elements)

@@ -108,12 +108,14 @@ def process_figures(
         ranks: over which the parameters of an island are spread (FSDP2); 1: none.
         training_bytes: bytes per parameter of the training itself: weights, gradients, two moments of AdamW.
     """
+    from diloco_common.codec import get_codec
     from diloco_common.sizes import Share, learner_bytes
 
     each = round(params / fragments / ranks)
     found = learner_bytes(
         [Share(each, each)] * fragments, push=encodings.push, pull=encodings.pull, under_way=under_way
     )
+    loss = get_codec(encodings.push).residual_dtype.itemsize
     sizes, held = "diloco_common/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
     return [
         Figure(
@@ -122,7 +124,7 @@ def process_figures(
         ),
         Figure(
             f"for {under_way} fragment{'s' * (under_way > 1)} under way", found.under_way, "bytes",
-            "snapshot 4 + loss 4 + encoded + version + difference 4, of each", sizes,
+            f"snapshot 4 + loss {loss} + encoded + version + difference 4, of each", sizes,
         ),
         Figure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
         Figure(
