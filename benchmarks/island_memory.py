@@ -55,7 +55,7 @@ def rank(shards: str, params: float, steps: int, step_s: float, out: str) -> Non
     from torch.distributed.fsdp import fully_shard
 
     import diloco_worker
-    from diloco_common.allocator import tune_allocator
+    from diloco_common.allocator import trim, tune_allocator
     from diloco_worker.joining import join
     from outer_round_learner import OwnMemory, Weights
 
@@ -66,6 +66,7 @@ def rank(shards: str, params: float, steps: int, step_s: float, out: str) -> Non
     model = fully_shard(Weights(tensors), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     flat = [p.to_local().view(-1) for p in model.parameters()]
     noise = torch.randn(1 << 16).mul_(CHANGE)
+    trim()  # of what the whole model took before it was sharded
     memory = OwnMemory()
 
     def step(learner: diloco_worker.Learner, number: int) -> None:
