@@ -1,7 +1,7 @@
-"""The values of a version as a learner keeps them: the chunks that came, and not a copy in float32.
+"""The values of a version as a learner keeps them, and not in float32.
 
 In a run that pulls bfloat16 or changes, every anchor is representable in bfloat16 (change.py), so 2 bytes per parameter
-lose nothing. A run that pulls float32 keeps those bytes. Who computes with an anchor reads it chunk by chunk.
+lose nothing. A run that pulls float32 keeps 4. Who computes with an anchor reads it chunk by chunk.
 """
 
 from __future__ import annotations

@@ -79,8 +79,10 @@ def decode_version(
 ) -> tuple[Anchor, Tensor | None]:
     """The version in a payload, on a device, and what it is more than `reference`: (n,) float32, in the same pass.
 
-    A payload of values becomes the anchor in place. If it is a change, `base` is the anchor to add it to; it is only
-    read, and it is bfloat16. Without `base`, the payload holds the values themselves. Raises as `decode_payload`.
+    If the payload is a change, `base` is the anchor to add it to; it is only read, and it is bfloat16. Without `base`,
+    the payload holds the values themselves. The anchor is a copy in the pool of large tensors: what came lies in
+    malloc's heap, and would make holes there for as long as it is the anchor (decision 121). Raises as
+    `decode_payload`.
     """
     header = payload.header
     for other in (base, reference):
@@ -89,30 +91,33 @@ def decode_version(
     check_layout(header)
     check_chunk_sizes(payload)
     difference = None if reference is None else memory.empty(header.num_elements, device=device)
-    anchor = None if base is None else memory.empty(header.num_elements, torch.bfloat16, device)
-    chunks = []
+    dtype = _dtype_of_values(header.encoding) if base is None else torch.bfloat16
+    anchor = memory.empty(header.num_elements, dtype, device)
     for index, data in enumerate(payload.chunks):
         bound = header.chunk_slice(index)
         minus, out = (None, None) if reference is None or difference is None else (reference[bound], difference[bound])
-        if base is None or anchor is None:
-            chunks.append(_decode_values(header, index, as_tensor(data, device)))
+        if base is None:
+            _decode_values(header, index, as_tensor(data, device), anchor[bound])
             if minus is not None and out is not None:
-                subtract(chunks[-1], minus, out)
+                subtract(anchor[bound], minus, out)
         else:
-            chunks.append(anchor[bound])
-            _decode_change(header, index, as_tensor(data, device), base[bound].bfloat16(), chunks[-1], minus, out)
-    return Anchor(chunks, header.chunk_elements), difference
+            _decode_change(header, index, as_tensor(data, device), base[bound].bfloat16(), anchor[bound], minus, out)
+    return Anchor.of(anchor), difference
 
 
-def _decode_values(header: PayloadHeader, index: int, data: Tensor) -> Tensor:
-    """The values of a chunk, in place where the encoding is a dtype. Raises BadEncoding with the index of the chunk."""
-    codec, bound = get_codec(header.encoding), header.chunk_slice(index)
+def _dtype_of_values(encoding: str) -> torch.dtype:
+    codec = get_codec(encoding)
+    return codec.dtype if isinstance(codec, PlainCodec) else torch.float32
+
+
+def _decode_values(header: PayloadHeader, index: int, data: Tensor, out: Tensor) -> None:
+    """The values of a chunk, in the dtype of the encoding. Raises BadEncoding with the index of the chunk."""
+    codec = get_codec(header.encoding)
     if isinstance(codec, PlainCodec):
-        return codec.in_place(data)
-    values = torch.empty(bound.stop - bound.start, device=data.device)
+        out.view(torch.uint8).copy_(data)
+        return
     with _of_chunk(index):
-        codec.decode(data, values)
-    return values
+        codec.decode(data, out)
 
 
 def _decode_change(

@@ -26,8 +26,6 @@ class PlainCodec(Codec):
 
     residual_dtype = torch.bfloat16
     dtype: ClassVar[torch.dtype]
-    reads_anywhere: ClassVar[bool] = False
-    """Whether the kernels read such values at addresses that are not a multiple of their size."""
     value_max: ClassVar[float]
     """The largest magnitude that it can say."""
 
@@ -44,12 +42,6 @@ class PlainCodec(Codec):
             if not absmax <= FLOAT32_MAX:
                 refuse_non_finite(values)
             self._cast(values[part], out.view(self.dtype)[part], absmax)
-
-    def in_place(self, data: Tensor) -> Tensor:
-        """The values of a chunk, in its own dtype: a view where that can be read at its address, else a copy."""
-        if data.data_ptr() % (1 if self.reads_anywhere and kernels() else self.dtype.itemsize):
-            data = data.clone()
-        return data.view(self.dtype)
 
     def check(self, data: Tensor, num_elements: int) -> None:
         self._check_size(data, num_elements)
@@ -102,7 +94,6 @@ class Bfloat16(PlainCodec):
 
     name = "bfloat16"
     dtype = torch.bfloat16
-    reads_anywhere = True
     value_max = BFLOAT16_MAX
 
     def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:

@@ -1,6 +1,6 @@
 """All of one fragment that is as large as the fragment: [num_elements] on the model's device.
 
-    anchor      the version applied last, as it came: 2 bytes per parameter, or 4 in a run that pulls float32
+    anchor      the version applied last: 2 bytes per parameter, or 4 in a run that pulls float32
     snapshot    theta after the contribution was taken: 4 bytes
     residual    what encoders lost of contributions that were merged (error feedback): 2 bytes, or 4 with topk64_2bit
     loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way: as the residual
