@@ -53,11 +53,11 @@ def test_shards_with_other_settings_than_the_first_one_are_refused(other: dict[s
         shards.check(replace(SECOND, **other), "digest", is_new=True)  # type: ignore[arg-type]
 
 
-def test_a_shard_that_comes_back_with_other_settings_is_refused_but_for_how_versions_are_pulled() -> None:
+def test_a_shard_that_comes_back_with_other_settings_is_refused_but_for_h_and_pulls() -> None:
     shards = Shards(2)
     shards.join(FIRST)
     shards.join(SECOND)
-    back = replace(FIRST, epoch=2, policy=replace(POLICY, pull_encoding="int8"))
+    back = replace(FIRST, epoch=2, policy=replace(POLICY, pull_encoding="int8", sync_every=9))
 
     shards.join(back)
     shards.check(back, "digest", is_new=False)

@@ -63,8 +63,8 @@ class Shards:
                 "shards with the same settings, and with the same sources of rules that are not ours"
             )
         policy = joined.policy
-        if not is_new:  # how versions are pulled may change under way: a learner takes values in either case
-            policy = replace(policy, pull_encoding=first.policy.pull_encoding)
+        if not is_new:  # H is the shard's alone, and of pulls a learner takes values in any case: both may change
+            policy = replace(policy, sync_every=first.policy.sync_every, pull_encoding=first.policy.pull_encoding)
         if joined.manifest_digest != manifest_digest or policy != first.policy:
             raise ManifestMismatch(
                 f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "
