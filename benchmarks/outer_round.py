@@ -23,7 +23,6 @@ import socket
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
@@ -41,6 +40,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.identity import subject_of
 from diloco_common.manifest import TensorSpec
 from diloco_deploy.certs.authority import make_authority, open_authority
+from diloco_deploy.polling import IN_PLAINTEXT, Asker
 from light_learners import ShardProcess, running_shard, running_shards, tensors_of
 from merge_kernel import measure_merge
 from outer_round_learner import LearnerSpec, run_learner
@@ -105,8 +105,9 @@ class Learners:
 class Usage:
     """CPU seconds and bytes of all processes, summed over the rounds of `during_round`."""
 
-    def __init__(self, learners: Learners, shards: Sequence[ShardProcess]) -> None:
-        self.learners, self._shards = learners, shards
+    def __init__(self, learners: Learners, shards: Sequence[ShardProcess], asker: Asker = IN_PLAINTEXT) -> None:
+        """`asker`: whom shards show their metrics."""
+        self.learners, self._shards, self._asker = learners, shards, asker
         self.rounds = 0
         self.learner_cpu_s = self.shard_cpu_s = 0.0
         self.bytes_up = self.bytes_down = 0
@@ -123,11 +124,14 @@ class Usage:
         shards_before: list[tuple[float, dict[str, float]]] = []
 
         def look() -> None:
-            shards_before.extend((compute_seconds(s), s.cpu_s())[::-1] for s in self._shards)
+            shards_before.extend((compute_seconds(s, self._asker), s.cpu_s())[::-1] for s in self._shards)
             before.extend(self.learners.usage())
 
         seconds = self.learners.timed("round", look)
-        after, shards_after = self.learners.usage(), [(s.cpu_s(), compute_seconds(s)) for s in self._shards]
+        after, shards_after = (
+            self.learners.usage(),
+            [(s.cpu_s(), compute_seconds(s, self._asker)) for s in self._shards],
+        )
         self.rounds += 1
         for a, b in zip(after, before, strict=True):
             self.learner_cpu_s += a["cpu_s"] - b["cpu_s"]
@@ -164,12 +168,12 @@ def usage_over_tls(
         LearnerSpec(i, args.learners, addresses, tuple(tensors), "", issued(f"learner/learner-{i}"))
         for i in range(args.learners)
     ]
-    return Usage(Learners(specs, stack), shards)
+    return Usage(Learners(specs, stack), shards, Asker(issued("observer/benchmark")))
 
 
-def compute_seconds(shard: ShardProcess) -> dict[str, float]:
+def compute_seconds(shard: ShardProcess, asker: Asker) -> dict[str, float]:
     """CPU seconds of the shard's compute thread by phase, from its metrics."""
-    with urllib.request.urlopen(f"http://{shard.http}/metrics", timeout=60) as answer:
+    with asker.open(shard.http, 60.0, "/metrics") as answer:
         text = answer.read().decode()
     found = re.findall(r'^diloco_shard_compute_seconds_total\{phase="(\w+)"\} (\S+)$', text, re.MULTILINE)
     return {phase: float(value) for phase, value in found}
