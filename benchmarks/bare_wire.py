@@ -262,8 +262,9 @@ def _serialize(message: pb.PushRequest) -> bytes:
     return data
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(doc: str) -> tuple[WireSpec, int]:
+    """The round that the command line asks for, and how many of them. `doc`: of the program."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--params", type=float, default=100e6, metavar="N", help="parameters (default: 100e6)")
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--shards", type=int, default=2)
@@ -273,9 +274,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     spec = WireSpec(args.learners, args.shards, args.fragments, int(args.params), args.push, args.pull)
+    return spec, args.rounds
+
+
+def main() -> None:
+    spec, count = arguments(__doc__)
     with ExitStack() as stack:
         wire = BareWire(spec, stack)
-        rounds = [{messages: wire.round(messages) for messages in SERVICES} for _ in range(args.rounds)]
+        rounds = [{messages: wire.round(messages) for messages in SERVICES} for _ in range(count)]
     moved = spec.gigabytes()
     for messages in SERVICES:
         seconds, cpu_s = (median(r[messages][i] for r in rounds) for i in (0, 1))

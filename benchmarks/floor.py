@@ -17,7 +17,6 @@ outer_round.py measures the real round, the same machine's Gloo beside it.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import socket
 import threading
@@ -29,7 +28,7 @@ from statistics import median
 
 import torch
 
-from bare_wire import BareWire, WireSpec, ask, start
+from bare_wire import BareWire, WireSpec, arguments, ask, start
 from diloco_common.allocator import tune_allocator
 from diloco_common.codec import Payload, crc32c, encode_payload, get_codec
 from diloco_common.codec.change import decode_version
@@ -213,27 +212,18 @@ class _FragmentWork:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--params", type=float, default=100e6, metavar="N", help="parameters (default: 100e6)")
-    parser.add_argument("--learners", type=int, default=4)
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--fragments", type=int, default=24)
-    parser.add_argument("--push", default="int8", help="encoding of contributions (default: int8)")
-    parser.add_argument("--pull", default="bfloat16", help="encoding of versions (default: bfloat16)")
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    spec = WireSpec(args.learners, args.shards, args.fragments, int(args.params), args.push, args.pull)
+    spec, rounds = arguments(__doc__)
     tune_allocator()
     torch.set_num_threads(1)
     with ExitStack() as stack:
         ways = {"gRPC": BareWire(spec, stack), "sockets": Sockets(spec, stack)}
         computing = Arithmetic(spec)
         moved, computed = [], []
-        for _ in range(args.rounds):
+        for _ in range(rounds):
             moved.append({name: way.round() for name, way in ways.items()})
             computed.append(computing.round())
     arithmetic_s = 0.0
-    print(f"CPU seconds of all processes for a round, medians of {args.rounds}:")
+    print(f"CPU seconds of all processes for a round, medians of {rounds}:")
     for what in (*LEARNER, *SHARD):
         seconds = median(r[what] for r in computed)
         arithmetic_s += seconds

@@ -160,8 +160,8 @@ def turn(fragment_id: int, num_fragments: int) -> int:
     """When a fragment is synchronised among P: in [0, P), another one for each.
 
     Neighbours in the manifest are often rows of one tensor, which one rank of an island holds alone. Their turns are
-    about a third of a cycle apart, so fragments that are under way at once belong to different ranks. Up to P = 6 no
-    such order is there: turns are the ids.
+    about a third of a cycle apart, so fragments that are under way at once belong to different ranks. With
+    up to six fragments there is no such order: turns are the ids.
     """
     return fragment_id * _stride(num_fragments) % num_fragments
 
