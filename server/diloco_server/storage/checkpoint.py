@@ -192,7 +192,7 @@ def encode_manifest(contents: Contents) -> bytes:
     """The bytes of `checkpoint.json`; equal contents give equal bytes."""
     body = asdict(contents) | {
         "format": FORMAT,
-        "tensors": [[t.name, list(t.shape), t.mean_merge] for t in contents.tensors],
+        "tensors": [t.as_json() for t in contents.tensors],
         "files": [asdict(file) for file in contents.files],
     }
     return _dump({"checkpoint": body, "crc32c": _checksum(body)})
@@ -226,8 +226,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
             raise DataError(
                 f"{where} has format {found!r}, but this release reads {FORMAT!r}: use the release that made it"
             )
-        names = ("name", "shape", "mean_merge")
-        tensors = [dict(zip(names, tensor, strict=True)) for tensor in body["tensors"]]
+        tensors = [dict(zip(TensorSpec._fields, tensor, strict=False)) for tensor in body["tensors"]]
         contents = _CONTENTS.validate_json(_dump(body | {"tensors": tensors}), strict=True)
         _check_files(contents)
         return contents
