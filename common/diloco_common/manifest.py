@@ -105,7 +105,8 @@ class Manifest:
         return tuple(f for f in self.fragments if not f.companion)
 
     def place(self, fragment: Fragment) -> tuple[int, int]:
-        """Its number among the fragments of the model, or among those of companions, and how many of these there are."""
+        """Its number among the fragments of the model, or among those of companions, and how many of these there
+        are."""
         first = len(self.model_fragments)
         if fragment.companion:
             return fragment.fragment_id - first, len(self.fragments) - first

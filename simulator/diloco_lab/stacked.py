@@ -80,7 +80,9 @@ class Stack:
         """The first moments of one learner's optimizer, by name of the parameter: views into the stack."""
         most = most_of(self._train.beta1, self._train.beta2)
         return {
-            name: Companion(first[row], self._second[name][row], most) if name in self._second else Companion(first[row])
+            name: Companion(first[row], self._second[name][row], most)
+            if name in self._second
+            else Companion(first[row])
             for name, first in self._first.items()
         }
 

@@ -22,14 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
 from diloco_worker.core import names
 from diloco_worker.core.replica import Companion
-
-FIRST = frozenset({"exp_avg", "momentum_buffer"})
-"""What a first moment is called in an optimizer's state."""
 
 
 class _Held(NamedTuple):
@@ -50,7 +47,7 @@ class Companions:
         """Makes what the optimizers have not made yet. Parameters of none of them have no companion.
 
         Raises ConfigError if these are no optimizers, or of another model, and UnsupportedModel for a kind that is
-        not known and has not taken its first step.
+        not known.
         """
         every = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         if not all(isinstance(one, Optimizer) for one in every):
@@ -85,14 +82,11 @@ class Companions:
 
     def _add(self, of: str, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         state = optimizer.state[parameter]
-        if FIRST.isdisjoint(state):
-            state.update(_first_state(of, optimizer, group, parameter))
-        if "exp_avg" in state:
-            keys, most = ("exp_avg", "exp_avg_sq"), most_of(*group["betas"])
-            self.tensors[of] = Companion(state["exp_avg"], state["exp_avg_sq"], most)
-        else:
-            keys = ("momentum_buffer",)
-            self.tensors[of] = Companion(state["momentum_buffer"])
+        keys = _keys(optimizer, group)
+        if keys[0] not in state:
+            state.update(_first_state(group, parameter, keys))
+        first, *second = (state[key] for key in keys)
+        self.tensors[of] = Companion(first, second[0], most_of(*group["betas"])) if second else Companion(first)
         self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
 
 
@@ -106,18 +100,28 @@ def most_of(beta1: float, beta2: float) -> float:
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
-def _first_state(of: str, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """What the optimizer would make at its first step. Raises UnsupportedModel."""
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, Adam) or "betas" in group and kind == "MuonWithAdamW":
-        is_on_device = group["fused"] or group["capturable"]
-        moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
-        return {"step": step, **{moment: torch.zeros_like(parameter) for moment in moments}}
-    if kind in ("Muon", "MuonWithAdamW") or (isinstance(optimizer, SGD) and group["momentum"] and not group["dampening"]):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
+def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """What the first moment is called in the optimizer's state, and the second one, if it has one.
+
+    Raises UnsupportedModel for an optimizer that is not known.
+    """
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "betas" in group and kinds & {"Adam", "AdamW", "MuonWithAdamW"}:
+        return "exp_avg", "exp_avg_sq"
+    if kinds & {"Muon", "MuonWithAdamW"} or ("SGD" in kinds and group["momentum"] and not group["dampening"]):
+        return ("momentum_buffer",)
     raise UnsupportedModel(
-        f"companions=: this {kind} keeps no first moment of {of} yet, and how it begins is known of torch's Adam, "
-        "AdamW, Muon, and SGD with momentum and without dampening. Take one of them, or load the state of an earlier "
-        "step into it before `join`"
+        f"companions=: how a {type(optimizer).__name__} keeps its momentum is not known. Known are torch's Adam, "
+        "AdamW, Muon, and SGD with momentum and without dampening: take one of them, or leave the momentum local"
     )
+
+
+def _first_state(group: dict[str, Any], parameter: Tensor, keys: tuple[str, ...]) -> dict[str, Tensor]:
+    """What the optimizer would make at its first step."""
+    state = {key: torch.zeros_like(parameter) for key in keys}
+    if len(keys) > 1:
+        is_on_device = group["fused"] or group["capturable"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+    if group.get("amsgrad"):
+        state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+    return state

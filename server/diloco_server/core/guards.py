@@ -21,14 +21,14 @@ SEED_ENCODINGS = ("float32", "bfloat16")
 
 
 def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
-    """The caller's model and companions are the shard's. Raises ManifestMismatch with the first differences."""
+    """Model and companions of the caller are the shard's. Raises ManifestMismatch with the first differences."""
     different = differences(mine.tensors, theirs)
     if different and not differences(mine.model_tensors, [t for t in theirs if not t.companion]):
         here, there = (any(t.companion for t in tensors) for tensors in (mine.tensors, theirs))
         raise ManifestMismatch(
-            f"the models are the same, but the momentum that learners average is not: {_what_is_averaged(here, there)}. "
-            "All learners of a run give the same optimizers to join(companions=), or none; workers the same "
-            f"train.average_momentum (shard <-> caller): {'; '.join(different)}"
+            "the models are the same, but the momentum that learners average is not: "
+            f"{_what_is_averaged(here, there)}. All learners of a run give the same optimizers to join(companions=), or "
+            f"none; workers the same train.average_momentum (shard <-> caller): {'; '.join(different)}"
         )
     if different:
         table = "; ".join(different)

@@ -78,7 +78,7 @@ class Nesterov(OuterOptimizer):
 
 
 class TakeMean(OuterOptimizer):
-    """theta <- theta - G, which is the mean of what learners have. Of companion fragments, whatever the settings say."""
+    """theta <- theta - G: the mean of what learners have. Of companion fragments, whatever the settings say."""
 
     num_buffers = 0
 

@@ -8,7 +8,7 @@ The manifest copies them, so making one reads only headers, however large the mo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -310,6 +310,7 @@ def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def total_tokens(files: Iterable[CheckpointFile]) -> int:
-    """Tokens that are merged into every fragment."""
-    return min((file.tokens_merged for file in files), default=0)
+def total_tokens(contents: Contents) -> int:
+    """Tokens that are merged into every fragment of the model."""
+    model = {fragment.fragment_id for fragment in contents.manifest.model_fragments}
+    return min((file.tokens_merged for file in contents.files if file.fragment_id in model), default=0)

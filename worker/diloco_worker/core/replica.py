@@ -1,8 +1,8 @@
 """The user's model, seen as flat fragments.
 
 Knows which parameters are synchronised (the trainable ones, under the names of names.py), and moves values between them
-and flat float32 tensors laid out by the manifest. Companions, tensors that an optimizer keeps for parameters and changes
-in place, are read and written as parameters are. Buffers (BatchNorm statistics, for example) stay local.
+and flat float32 tensors laid out by the manifest. Companions, which an optimizer keeps for parameters and changes in
+place, are read and written as parameters are. Buffers (BatchNorm statistics, for example) stay local.
 """
 
 from __future__ import annotations
