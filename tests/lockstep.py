@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from diloco_common.codec import Anchor, Payload, encode_payload
+from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
@@ -90,7 +90,7 @@ class LockstepLearner:
     held: bool = False
     """Whether its pushes stay in the outbox."""
     encoded: dict[int, tuple[Contribution, Payload]] = field(default_factory=dict)
-    versions: dict[int, tuple[int, Anchor]] = field(default_factory=dict)
+    versions: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """Fragment -> version and values pulled last."""
     pulled: Counter[str] = field(default_factory=Counter)
     """Pulls by the encoding that came."""

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from diloco_common.codec import Anchor, Payload, encode_payload
+from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.errors import NotFinite
 from diloco_common.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
@@ -124,7 +124,7 @@ class LearnerRig:
         self._run = run
         self._index = index
         self._inbox: list[Arrival] = []
-        self._held: dict[int, tuple[int, Anchor]] = {}  # fragment -> version and values fetched last
+        self._held: dict[int, tuple[int, Tensor]] = {}  # fragment -> version and values fetched last
         speed = conditions.speeds[index] if conditions.speeds else 1.0
         key = f"{settings.run.seed}/{self.learner_id}"
         self._step_time = _step_times(speed, conditions.noise, key)
@@ -248,7 +248,7 @@ class LearnerRig:
 
         self.after(self._run.pull_delay, lambda: self._inbox.append(apply))
 
-    def _fetch(self, rig: ShardRig, fragment_id: int) -> tuple[int, Anchor, int]:
+    def _fetch(self, rig: ShardRig, fragment_id: int) -> tuple[int, Tensor, int]:
         """The latest version, its values, and the bytes it took on the wire: those of the change, if one was sent."""
         version, payload = rig.shard.published(fragment_id)
         had, anchor = self._held.get(fragment_id, (None, None))
@@ -314,7 +314,7 @@ class LockstepRun:
         for rig in self.shards:
             for state in rig.of_model():
                 assert state.values is not None
-                replica.write(state.fragment, Anchor.of(state.values.theta))
+                replica.write(state.fragment, state.values.theta)
         return model
 
     def _tick(self) -> None:

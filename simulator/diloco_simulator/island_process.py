@@ -252,12 +252,12 @@ class Rank:
             if anchor is None or self._island.options.on_commit == "blend":
                 continue
             account, local = self._account(fragment), fragment.tensors.fragment
-            account.largest = max(account.largest, float(anchor.float32().abs().max()) if anchor.numel() else 0.0)
+            account.largest = max(account.largest, float(anchor.float().abs().max()) if anchor.numel() else 0.0)
             if anchor.numel():
                 trained = self._part(self.model.trained, local) - account.base - account.merged
                 invariants.progress_is_kept(
                     f"{self._island.name}/{self.rank}", fragment.fragment.fragment_id,
-                    self._part(self.model.flat, local), anchor.float32(), trained, account.largest,
+                    self._part(self.model.flat, local), anchor.float(), trained, account.largest,
                 )  # fmt: skip
 
     def decided(self) -> Any:
@@ -295,7 +295,7 @@ class Rank:
             elif contribution is not None and act.fate is not Fate.CARRIED:
                 tensors = contribution.tensors
                 assert tensors.snapshot is not None
-                account.merged = account.merged + (tensors.snapshot - tensors.anchor.float32())
+                account.merged = account.merged + (tensors.snapshot - tensors.anchor.float())
 
     def _account(self, fragment: LearnerFragment) -> Account:
         fragment_id = fragment.fragment.fragment_id

@@ -230,7 +230,7 @@ class LearnerProcess:
     def _merged(self, fragment_id: int, contribution: Contribution) -> None:
         account, tensors = self._accounts[fragment_id], contribution.tensors
         if self._options.on_commit == "carry" and tensors.snapshot is not None:
-            account.merged = account.merged + (tensors.snapshot - tensors.anchor.float32())
+            account.merged = account.merged + (tensors.snapshot - tensors.anchor.float())
         lost = self._taken[contribution].lost
         account.lost = tensors.loss if lost is None else lost  # encoded, and forgotten before it was sent
 
@@ -241,7 +241,7 @@ class LearnerProcess:
             return
         fragment_id, tensors, taken = header.fragment_id, contribution.tensors, self._taken[contribution]
         assert tensors.snapshot is not None
-        meant = tensors.anchor.float32() - tensors.snapshot
+        meant = tensors.anchor.float() - tensors.snapshot
         if self._options.on_commit == "carry":
             fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]
             high = self._unmerged(fragment) if fragment.contribution is contribution else None
@@ -279,7 +279,7 @@ class LearnerProcess:
                 self._taken.pop(pending, None)
             if fragment.tensors.anchor is not None and self._options.on_commit != "blend":
                 theta, unmerged = part_of(self.model.flat, fragment.fragment), self._unmerged(fragment)
-                account, anchor = self._account(fragment), fragment.tensors.anchor.float32()
+                account, anchor = self._account(fragment), fragment.tensors.anchor.float()
                 self._measure(account, fragment)
                 invariants.progress_is_kept(
                     self.name, fragment.fragment.fragment_id, theta, anchor, unmerged, account.largest
@@ -288,7 +288,7 @@ class LearnerProcess:
     @staticmethod
     def _measure(account: Account, fragment: LearnerFragment) -> None:
         if (anchor := fragment.tensors.anchor) is not None:
-            account.largest = max(account.largest, float(anchor.float32().abs().max()))
+            account.largest = max(account.largest, float(anchor.float().abs().max()))
 
     def _unmerged(self, fragment: LearnerFragment) -> Tensor:
         """What was trained and is in no version, as far as the learner knows."""

@@ -11,7 +11,6 @@ from honest import TOKENS, lesson, model_of
 from intruder import Asked, Mole
 from torch import Tensor
 
-from diloco_common.codec import Anchor
 from diloco_worker.core.replica import Replica
 
 STEP_UP = 12.0
@@ -77,7 +76,7 @@ class Flipped:
             before = {}
             for p, fragment in self._mole.fragments.items():
                 if (found := self._mole.pull(p)) is not None:
-                    self._replica.write(fragment, Anchor.of(found[1]))
+                    self._replica.write(fragment, found[1])
                     before[p] = found[1]
             optimizer = torch.optim.AdamW(self._model.parameters(), 3e-3)
             for _ in range(STEPS):

@@ -14,7 +14,7 @@ from in_process import Caller, InProcessShard, contribution, refusal, settings_w
 from torch import Tensor
 
 from diloco_common import protobuf
-from diloco_common.codec import Anchor, Chunk, Payload, decode_payload
+from diloco_common.codec import Chunk, Payload, decode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.identity import Identity
 from diloco_common.messages import Collect, Committed, PullHeader
@@ -47,8 +47,8 @@ def decoded(payload: Payload) -> Tensor:
 
 def values_of(header: pb.PullHeader, chunks: list[bytes], base: Tensor | None = None) -> Tensor:
     payload = Payload(protobuf.payload_from_pb(header.payload), tuple(chunks))
-    values, _ = decode_version(payload, None if base is None else Anchor.of(base.bfloat16()))
-    return values.float32()
+    values, _ = decode_version(payload, None if base is None else base.bfloat16())
+    return values.float()
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ Anchors = dict[tuple[int, int], bytes]
 def note_anchors(training: Any, seen: Anchors) -> None:
     """Fragment, version -> bytes of the anchor."""
     for i, fragment in training.learner.core.fragments.items():
-        seen[i, fragment.version] = fragment.tensors.anchor.float32().numpy().tobytes()
+        seen[i, fragment.version] = fragment.tensors.anchor.float().numpy().tobytes()
 
 
 def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
@@ -185,7 +185,7 @@ def has_what_is_published(training: Any, shard: InProcessShard) -> bool:
     if any(fragments[i].version != version for i, (version, _) in latest.items()):
         return False
     for i, (_, payload) in latest.items():
-        assert fragments[i].tensors.anchor.float32().numpy().tobytes() == decoded(payload).numpy().tobytes()
+        assert fragments[i].tensors.anchor.float().numpy().tobytes() == decoded(payload).numpy().tobytes()
     return True
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco_worker
-from diloco_common.codec import Anchor
 from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
 from diloco_common.manifest import cut
 from diloco_worker.core.island_replica import IslandReplica, located
@@ -209,7 +208,7 @@ def test_values_that_are_written_are_seen_after_a_forward_pass_without_gradients
     (fragment,) = cut(replica.specs, 1, 1).fragments
     with torch.no_grad():
         model(torch.ones(1, 4))
-        replica.write(replica.held(fragment), Anchor.of(torch.zeros(fragment.num_elements)))
+        replica.write(replica.held(fragment), torch.zeros(fragment.num_elements))
         assert model(torch.ones(1, 4)).abs().max() == 0.0
 
 

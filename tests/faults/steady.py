@@ -321,6 +321,6 @@ def _look(learner: diloco_worker.Learner, history: History) -> None:
         if history.at.get(fragment_id) == identity or fragment.tensors.anchor is None:
             continue
         history.at[fragment_id] = identity
-        found = digest(fragment.tensors.anchor.float32())
+        found = digest(fragment.tensors.anchor.float())
         if history.held.setdefault((fragment_id, *identity), found) != found:
             history.mixed.append(f"fragment {fragment_id} version {identity}")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from builders import decoded, random_values
-from diloco_common.codec import Anchor
 from diloco_common.errors import NormTooLarge
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer
@@ -45,7 +44,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
     replica = Replica(model)
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, encoding, "float32", on_commit, 0.5, True))
     world = model.w.detach().clone()
-    core.arrived(0, 0, 1, Anchor.of(world.clone()), 0)
+    core.arrived(0, 0, 1, world.clone(), 0)
 
     sent = torch.zeros(SIZE, dtype=torch.float64)
     meant = torch.zeros(SIZE, dtype=torch.float64)
@@ -65,7 +64,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
         (contribution,) = core.contribute()
         anchor = core.fragments[0].tensors.anchor
         assert anchor is not None
-        progress = (anchor.float32() - contribution.tensors.take_snapshot()).double()
+        progress = (anchor.float() - contribution.tensors.take_snapshot()).double()
         tokens = contribution.tokens
         payload = contribution.tensors.encode(encoding)
         if fate == "asked twice":
@@ -90,7 +89,7 @@ def test_what_was_sent_and_what_is_left_add_up_to_what_was_meant(
                 meant += progress
         if on_commit == "carry":
             meant += (move + late_move).double()
-        assert core.arrived(0, version, 1, Anchor.of(world.clone()), last_merged)
+        assert core.arrived(0, version, 1, world.clone(), last_merged)
 
     train(seed=3000)
     meant += 0.01 * random_values(SIZE, 3000).double()
@@ -110,7 +109,7 @@ def test_without_error_feedback_what_the_encoding_lost_is_gone() -> None:
     """Or the test above would not show that it is the feedback that keeps the sum."""
     replica = Replica(model := OneTensor())
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, "int4", "float32", "carry", 0.5, False))
-    core.arrived(0, 0, 1, Anchor.of(model.w.detach().clone()), 0)
+    core.arrived(0, 0, 1, model.w.detach().clone(), 0)
     model.w.sub_(random_values(SIZE, 1))
     core.stepped(1)
     core.collect(Collect(0, 1, 1), epoch=1)
@@ -118,7 +117,7 @@ def test_without_error_feedback_what_the_encoding_lost_is_gone() -> None:
     sent = decoded(contribution.tensors.encode("int4"))
     anchor = core.fragments[0].tensors.anchor
     assert anchor is not None
-    core.arrived(0, 1, 1, Anchor.of(anchor.float32() - sent), 1)
+    core.arrived(0, 1, 1, anchor.float() - sent, 1)
     core.stepped(1)
     core.collect(Collect(0, 2, 1), epoch=1)
     (contribution,) = core.contribute()

@@ -119,7 +119,7 @@ def test_a_vector_is_what_shard_and_learner_make(vector: dict[str, Any]) -> None
     decode_payload(change, decoded)
     assert same_bits(decoded, floats(vector["decoded"]))
     values, _ = decode_version(change, decode_version(anchor, None)[0])
-    assert same_bits(values.float32(), decoded_anchor(after))
+    assert same_bits(values.float(), decoded_anchor(after))
 
 
 def test_the_vectors_are_those_of_the_reference_and_of_the_page() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco_common.codec import Anchor
 from diloco_common.errors import DilocoError, NotFinite
 from diloco_common.messages import Outcome, PushAnswer
 from diloco_worker.core.events import Answered, Arrived, Event, EventQueue, Failed, Stopped
@@ -15,7 +14,7 @@ REFUSED = Answered(0, 2, PushAnswer(Outcome.REJECTED, NotFinite.code), tokens=18
 
 
 def arrived(version: int) -> Arrived:
-    return Arrived(0, version, 7, Anchor.of(torch.zeros(1)), 0)
+    return Arrived(0, version, 7, torch.zeros(1), 0)
 
 
 def read_all(queue: EventQueue) -> list[Event]:

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_common.codec import Anchor
 from diloco_common.errors import CannotConnect, DilocoError, IslandBroken, Superseded
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core import island_log
@@ -28,7 +27,7 @@ def joined(epoch: int, fragments: int = 3) -> Joined:
 
 
 def arrived(fragment_id: int, epoch: int, version: int, merged: int = 0) -> Arrived:
-    return Arrived(fragment_id, version, epoch, Anchor.of(torch.zeros(1)), merged)
+    return Arrived(fragment_id, version, epoch, torch.zeros(1), merged)
 
 
 class Island:

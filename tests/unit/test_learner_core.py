@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_common.codec import Anchor
 from diloco_common.errors import NormTooLarge, TooStale, WrongRound
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
@@ -61,7 +60,7 @@ class Rig:
 
     def arrives(self, version: int, value: float, merged: int = 0, epoch: int = EPOCH, forgotten: int = 0) -> bool:
         with torch.no_grad():
-            values = Anchor.of(torch.full((2,), value))
+            values = torch.full((2,), value)
             return self.core.arrived(0, version, epoch, values, merged, forgotten_version=forgotten) is not None
 
     def asked(self, round_number: int, epoch: int = EPOCH) -> list[Contribution]:
@@ -100,7 +99,7 @@ def test_before_its_first_version_a_learner_offers_its_own_values_and_answers_no
     fragment = core.fragments[0]
     expected = torch.empty(3)
     replica.read(fragment.fragment, expected)
-    assert torch.equal(fragment.tensors.values().float32(), expected)
+    assert torch.equal(fragment.tensors.values().float(), expected)
 
 
 @pytest.mark.parametrize("on_commit", ["carry", "overwrite"])
@@ -126,7 +125,7 @@ def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_com
 def test_a_seed_offered_again_is_the_anchor_not_what_was_trained_since() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    assert torch.equal(rig.fragment.tensors.values().float32(), torch.full((2,), 10.0))
+    assert torch.equal(rig.fragment.tensors.values().float(), torch.full((2,), 10.0))
 
 
 # ------------------------------------------------------------------ contributions
@@ -279,7 +278,7 @@ def test_a_version_is_laid_under_the_progress_of_a_participant_and_of_others(
     assert rig.theta == theta
     assert rig.fragment.tokens_since(rig.core.tokens) == tokens_left
     assert rig.fragment.tensors.anchor is not None
-    assert rig.fragment.tensors.anchor.float32().tolist() == [20.0, 20.0]
+    assert rig.fragment.tensors.anchor.float().tolist() == [20.0, 20.0]
     assert rig.core.unmerged == 0
     assert rig.core.contributions["merged" if merged else "carried"] == 1
 
@@ -352,13 +351,13 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
     replica = Replica(model)
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(1, "int8", "float32", on_commit, 0.5, True))
     with torch.no_grad():
-        core.arrived(0, 0, EPOCH, Anchor.of(torch.ones(3)), 0)
+        core.arrived(0, 0, EPOCH, torch.ones(3), 0)
         model.weight.add_(1.0)
         core.stepped(1)
         core.collect(Collect(0, 1, EPOCH), EPOCH)
         (contribution,) = core.contribute()
         assert contribution.tensors.delta().dtype == torch.float32
-        core.arrived(0, 1, EPOCH, Anchor.of(torch.full((3,), 4.0)), 1)
+        core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
     assert model.weight.tolist() == [[3.0] * 3 if on_commit == "blend" else [4.0] * 3]
 
 
@@ -385,11 +384,11 @@ def asked_to_read(rig: Rig, round_number: int = 1) -> Contribution:
     return contribution
 
 
-def computed_ahead(rig: Rig, values: Anchor, version: int, merged_version: int) -> Difference:
+def computed_ahead(rig: Rig, values: Tensor, version: int, merged_version: int) -> Difference:
     """As the codec thread does."""
     reference = rig.fragment.tensors.reference_of(version, merged_version)
     assert reference is not None
-    return Difference(reference, values.minus(reference))
+    return Difference(reference, values - reference)
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["computed-ahead", "computed-there"])
@@ -409,7 +408,7 @@ def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted
     if between:
         rig.arrives(1, 30.0)
         assert rig.model.w.tolist() == [39.0, 39.0]
-    new = Anchor.of(torch.full((2,), 20.0) + (sent if merged else 0.0))
+    new = torch.full((2,), 20.0) + (sent if merged else 0.0)
     merged_version = 2 if merged else 0
     with torch.no_grad():
         difference = computed_ahead(rig, new, 2, merged_version) if ahead else None
@@ -478,7 +477,7 @@ def test_on_an_accelerator_the_snapshot_is_queued_at_the_step_boundary() -> None
 def test_what_was_computed_ahead_is_what_is_added() -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    values = Anchor.of(torch.full((2,), 20.0))
+    values = torch.full((2,), 20.0)
     difference = computed_ahead(rig, values, 1, 0)
     assert difference is not None
     difference.values.add_(100.0)  # to be seen in the result
@@ -507,7 +506,7 @@ def test_what_was_computed_ahead_from_another_reference_is_computed_again(
 ) -> None:
     rig = Rig(at=10.0)
     rig.trains(by=2.0)
-    values = Anchor.of(torch.full((2,), 20.0))
+    values = torch.full((2,), 20.0)
     difference = computed_ahead(rig, values, 2, merged_version)
     meanwhile(rig)
     with torch.no_grad():
@@ -698,7 +697,7 @@ def test_fragments_go_their_own_ways() -> None:
     replica = Replica(model)
     manifest = cut(replica.specs, 3, 1)
     core = LearnerCore(replica, manifest, LearnerPolicy(3, "float32", "float32", "carry", 0.5, True))
-    values: dict[int, Anchor] = {i: f.tensors.values() for i, f in core.fragments.items()}
+    values: dict[int, Tensor] = {i: f.tensors.values() for i, f in core.fragments.items()}
     with torch.no_grad():
         for i, value in values.items():
             core.arrived(i, 0, EPOCH, value, 0)

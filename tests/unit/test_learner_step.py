@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.codec import Anchor
 from diloco_common.errors import ConfigError, Superseded
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
@@ -52,7 +51,7 @@ def learner(parts, model):
 
 
 def arrive(learner: Learner, fragment_id: int, version: int, value: float, merged_version: int = 0) -> None:
-    learner._inbox.put(Arrived(fragment_id, version, EPOCH, Anchor.of(torch.full((1,), value)), merged_version))
+    learner._inbox.put(Arrived(fragment_id, version, EPOCH, torch.full((1,), value), merged_version))
 
 
 def versions(learner: Learner) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.codec import Anchor, Payload
+from diloco_common.codec import Payload
 from diloco_common.identity import Identity
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
@@ -65,7 +65,7 @@ class Rig:
     def pushes(self, value: float = 0.0) -> list[Contribution]:
         """A contribution to each fragment; `value` is in each of them."""
         for i in self.core.fragments:
-            self.core.arrived(i, 0, EPOCH, Anchor.of(torch.zeros(2)), 0)
+            self.core.arrived(i, 0, EPOCH, torch.zeros(2), 0)
             self.core.collect(Collect(i, 1, EPOCH), EPOCH)
         self.core.stepped(1)
         taken = self.core.contribute()

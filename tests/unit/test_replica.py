@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.codec import Anchor
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import cut
 from diloco_worker.core.replica import Replica
@@ -125,7 +124,7 @@ def test_what_is_written_is_read_back_over_all_fragments(dtype: torch.dtype) -> 
     statistics = [b.clone() for b in model.norm.buffers()]
     for fragment in manifest.fragments:
         values = torch.arange(fragment.num_elements, dtype=torch.float32) + 100 * fragment.fragment_id
-        replica.write(fragment, Anchor(values.split(2), 2))
+        replica.write(fragment, values)
         out = torch.empty(fragment.num_elements)
         replica.read(fragment, out)
         assert torch.equal(out, values)
@@ -172,5 +171,5 @@ def test_blend_keeps_alpha_of_its_own(dtype: torch.dtype, alpha: float, expected
     model = with_parameter(torch.tensor([4.0], dtype=dtype))
     replica = Replica(model)
     (fragment,) = cut(replica.specs, 1, 1).fragments
-    replica.blend(fragment, Anchor.of(torch.tensor([8.0])), alpha)
+    replica.blend(fragment, torch.tensor([8.0]), alpha)
     assert model.w.item() == expected

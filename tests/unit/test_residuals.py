@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_common.codec import Anchor
 from diloco_common.manifest import cut
 from diloco_common.messages import LearnerPolicy
 from diloco_worker.core.replica import Replica
@@ -29,7 +28,7 @@ def contributions(stowed: list[Tensor] | None) -> list[Any]:
     version = model.weight.detach().flatten().clone()
     sent: list[Any] = []
     with torch.no_grad():
-        tensors.adopt(Anchor.of(version.clone()))
+        tensors.adopt(version.clone())
         for number, is_merged in enumerate(MERGED, start=1):
             model.weight.add_(torch.randn_like(model.weight))
             payload = tensors.contribute(number).encode(POLICY.push_encoding)
@@ -37,7 +36,7 @@ def contributions(stowed: list[Tensor] | None) -> list[Any]:
             if not is_merged:
                 tensors.give_back()
             version = version - torch.randn_like(version)
-            tensors.carry(Anchor.of(version.clone()), merged=is_merged)
+            tensors.carry(version.clone(), merged=is_merged)
             sent.append(model.weight.flatten().tolist())
     return sent
 

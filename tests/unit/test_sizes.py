@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Anchor, encode_payload
+from diloco_common.codec import encode_payload
 from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_common.messages import LearnerPolicy
 from diloco_common.sizes import learner_bytes, shares, torch_chunk
@@ -74,16 +74,16 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str, *, error_feedba
     policy = LearnerPolicy(5, "int8", pull, "carry", 0.5, error_feedback)
     tensors = FragmentTensors(replica.held(fragment), replica, policy)
     dtype = torch.bfloat16 if pull == "bfloat16" else torch.float32
-    values = Anchor.of(model.weight.detach().flatten().to(dtype))
+    values = model.weight.detach().flatten().to(dtype)
     with torch.no_grad():
         tensors.adopt(values)
         tensors.contribute(1).encode("int8")
         tensors.carry(values, merged=True)
-        kept = num_bytes(*values.chunks, tensors._residual)
+        kept = num_bytes(values, tensors._residual)
         contribution = tensors.contribute(2)
         payload = contribution.encode("int8")
         came = encode_payload(values, pull)
-        difference = values.minus(contribution.take_snapshot())
+        difference = values - contribution.take_snapshot()
 
     most = learner_bytes(shares(cut(replica.specs, 1, 1)), pull=pull, error_feedback=error_feedback)
 

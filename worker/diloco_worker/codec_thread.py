@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from diloco_common.codec import Anchor, Payload, encode_payload
+from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.messages import Held, PullHeader
 from diloco_common.ports import World
@@ -39,7 +40,7 @@ class HeldVersion:
     version: int
     tokens_merged: int
     """Tokens merged into it, in whichever epoch of the shard."""
-    values: Anchor | None
+    values: Tensor | None
     """The base of the next change. None: a change to it came damaged, so the next version is asked for as values."""
 
 
@@ -82,7 +83,7 @@ class CodecThread:
         # Who no longer waits does not cancel the job: until it has run, the fragment counts as being read.
         return await asyncio.shield(asyncio.wrap_future(job))
 
-    async def encode_seed(self, values: Anchor) -> Payload:
+    async def encode_seed(self, values: Tensor) -> Payload:
         """Values of version 0. Raises NotFinite."""
         return await self._run(lambda: self._seed(values))
 
@@ -100,7 +101,7 @@ class CodecThread:
 
     def nothing(self, header: PullHeader) -> Arrived:
         """A version of a fragment of which this process holds no element."""
-        values = Anchor.of(torch.empty(0, device=self._device))
+        values = torch.empty(0, device=self._device)
         return Arrived(
             header.fragment_id, header.version, header.epoch, values, header.merged_version,
             forgotten_version=header.forgotten_version,
@@ -146,7 +147,7 @@ class CodecThread:
 
     # ------------------------------------------------------------ jobs
 
-    def _seed(self, values: Anchor) -> Payload:
+    def _seed(self, values: Tensor) -> Payload:
         self._has_encoded_seed = True
         return self._encode(lambda: encode_payload(values, SEED_ENCODING))
 
@@ -168,7 +169,7 @@ class CodecThread:
         return payload
 
     @torch.no_grad()
-    def _version(self, header: PullHeader, payload: Payload, base: Anchor | None) -> Arrived:
+    def _version(self, header: PullHeader, payload: Payload, base: Tensor | None) -> Arrived:
         began = self._cpu_clock()
         reference = self._tensors[header.fragment_id].reference_of(header.version, header.merged_version)
         values, added = decode_version(payload, base, self._device, reference)

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from diloco_common.codec import Anchor
 from diloco_common.errors import IslandBroken
 from diloco_common.messages import Pulse
 from diloco_common.ports import World
@@ -97,7 +96,7 @@ class IslandBoundary(StepBoundary):
                 act.contribution.may_have_arrived = True  # until a version tells: `_apply`
             case SeedFragment():
                 own = self._local(act.fragment_id).own
-                return replace(act, values=Anchor.of(act.values[own])) if own.stop > own.start else None
+                return replace(act, values=act.values[own]) if own.stop > own.start else None
         return act
 
     def _apply(self, event: Arrived) -> None:

@@ -207,7 +207,7 @@ class LearnerTelemetry:
         contribution = act.contribution
         if self._history is not None:
             number = contribution.round if contribution is not None else None
-            checksum = None if self.is_island else fingerprint(act.values.float32().cpu().numpy().tobytes())
+            checksum = None if self.is_island else fingerprint(act.values.float().cpu().numpy().tobytes())
             self._write(
                 "applied", fragment=act.fragment_id, epoch=act.epoch, version=act.version, checksum=checksum,
                 merged=number if act.fate is Fate.MERGED else None,

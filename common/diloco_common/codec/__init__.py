@@ -7,7 +7,6 @@
 and no files but the compiled loops.
 """
 
-from diloco_common.codec.anchor import Anchor
 from diloco_common.codec.base import Codec
 from diloco_common.codec.checksum import Checksum, chunks_crc32c, crc32c
 from diloco_common.codec.frames import Chunk
@@ -29,7 +28,6 @@ from diloco_common.codec.registry import encoding_names, get_codec, offered_name
 
 __all__ = [
     "CHUNK_ELEMENTS_MAX",
-    "Anchor",
     "Checksum",
     "Chunk",
     "Codec",

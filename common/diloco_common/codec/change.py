@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import memory
-from diloco_common.codec.anchor import Anchor
 from diloco_common.codec.base import subtract
 from diloco_common.codec.payload import (
     ChunkWriter,
@@ -75,14 +74,15 @@ def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload
 
 @torch.no_grad()
 def decode_version(
-    payload: Payload, base: Anchor | None, device: torch.device | str = "cpu", reference: Tensor | Anchor | None = None
-) -> tuple[Anchor, Tensor | None]:
+    payload: Payload, base: Tensor | None, device: torch.device | str = "cpu", reference: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The version in a payload, on a device, and what it is more than `reference`: (n,) float32, in the same pass.
 
     If the payload is a change, `base` is the anchor to add it to; it is only read, and it is bfloat16. Without `base`,
-    the payload holds the values themselves. The anchor is a copy in the pool of large tensors: what came lies in
-    malloc's heap, and would make holes there for as long as it is the anchor (decision 121). Raises as
-    `decode_payload`.
+    the payload holds the values themselves. The version is the learner's next anchor: (n,) bfloat16 where the run pulls
+    bfloat16 or changes, for 2 bytes per parameter lose nothing there, else float32. It is a copy in the pool of large
+    tensors: what came lies in malloc's heap, and would make holes there for as long as it is the anchor (decision 121).
+    Raises as `decode_payload`.
     """
     header = payload.header
     for other in (base, reference):
@@ -102,7 +102,7 @@ def decode_version(
                 subtract(anchor[bound], minus, out)
         else:
             _decode_change(header, index, as_tensor(data, device), base[bound].bfloat16(), anchor[bound], minus, out)
-    return Anchor.of(anchor), difference
+    return anchor, difference
 
 
 def _dtype_of_values(encoding: str) -> torch.dtype:

@@ -15,7 +15,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diloco_common.codec.anchor import Anchor
 from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.checksum import Checksum
 from diloco_common.codec.frames import Chunk, NewFrame
@@ -122,7 +121,7 @@ def check_layout(header: PayloadHeader) -> None:
 
 @torch.no_grad()
 def encode_payload(
-    values: Tensor | Anchor,
+    values: Tensor,
     encoding: str,
     *,
     minus: Tensor | None = None,
@@ -132,7 +131,7 @@ def encode_payload(
 ) -> Payload:
     """Encode the fragment x = `values - minus + plus`: all (n,) float32, contiguous, n >= 1, on one device.
 
-    `values` may be an anchor, in whatever dtype and chunks it came. `plus` and `loss` may be bfloat16, both.
+    `values` may be bfloat16, as anchors are. `plus` and `loss` may be bfloat16, both.
 
     Sets `loss` (n,) to the encoding error `x - decoded`, where `decoded` is bit for bit the result of
     `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` itself.
@@ -140,10 +139,9 @@ def encode_payload(
     Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss` then
     holds nothing of use.
     """
-    for tensor in (values, minus):
-        if isinstance(tensor, Tensor):
-            _check_flat(tensor)
-    for tensor in (plus, loss):
+    if minus is not None:
+        _check_flat(minus)
+    for tensor in (values, plus, loss):
         if tensor is not None:
             _check_flat(tensor, (torch.float32, torch.bfloat16))
     if plus is not None and loss is not None and plus.dtype != loss.dtype:

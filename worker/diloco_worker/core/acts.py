@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco_common.codec import Anchor
+from torch import Tensor
+
 from diloco_common.errors import DilocoError
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Progress, PushAnswer
@@ -41,7 +42,7 @@ class SeedFragment:
 
     fragment_id: int
     shard_index: int
-    values: Anchor
+    values: Tensor
     hold_s: float
     """Others may know better: offer them after so many seconds, if nobody else has."""
 
@@ -62,7 +63,7 @@ class VersionApplied:
     fragment_id: int
     version: int
     epoch: int
-    values: Anchor
+    values: Tensor
     """The new anchor."""
     contribution: Contribution | None
     """The one whose fate the version tells."""

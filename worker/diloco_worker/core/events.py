@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_common.codec import Anchor
+from torch import Tensor
+
 from diloco_common.errors import DilocoError
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
 from diloco_worker.core.tensors import Difference
@@ -72,7 +73,7 @@ class Arrived:
     fragment_id: int
     version: int
     epoch: int
-    values: Anchor
+    values: Tensor
     merged_version: int
     difference: Difference | None = None
     """What was computed ahead for applying it."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diloco_common.codec import Anchor
+from torch import Tensor
+
 from diloco_common.manifest import Fragment
 from diloco_worker.core.pushes import Lease, Pushes
 from diloco_worker.core.tensors import ContributionTensors, Difference, FragmentTensors
@@ -122,20 +123,20 @@ class LearnerFragment:
         self.tensors.begin_with_own()
         self._restart_counters(tokens, steps)
 
-    def adopt(self, values: Anchor, version: int, epoch: int, tokens: int, steps: int) -> None:
+    def adopt(self, values: Tensor, version: int, epoch: int, tokens: int, steps: int) -> None:
         """The first version: it replaces what the model holds."""
         self.tensors.adopt(values)
         self.version, self.epoch = version, epoch
         self._restart_counters(tokens, steps)
 
     def carry(
-        self, values: Anchor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None
+        self, values: Tensor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None
     ) -> None:
         """Put a version under the local progress; the work that is in no version goes on."""
         self.tensors.carry(values, merged=merged, difference=difference)
         self._advance(version, epoch, merged=merged)
 
-    def overwrite(self, values: Anchor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:
+    def overwrite(self, values: Tensor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:
         """Put a version in the place of the local progress; what was trained since the anchor does not count again."""
         self.tensors.overwrite(values, merged=merged)
         self._advance(version, epoch, merged=merged)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_common.codec import Anchor
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment
 from diloco_common.sizes import torch_chunk
@@ -71,7 +70,7 @@ class IslandReplica(Replica):
             out.zero_()
         super().read(fragment, out)
 
-    def write(self, fragment: Fragment, values: Anchor) -> None:
+    def write(self, fragment: Fragment, values: Tensor) -> None:
         self._reshard()
         super().write(fragment, values)
 
@@ -79,7 +78,7 @@ class IslandReplica(Replica):
         self._reshard()
         super().add(fragment, difference)
 
-    def blend(self, fragment: Fragment, values: Anchor, alpha: float) -> None:
+    def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         self._reshard()
         super().blend(fragment, values, alpha)
 

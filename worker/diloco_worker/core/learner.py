@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_common.codec import Anchor
+from torch import Tensor
+
 from diloco_common.errors import WrongRound
 from diloco_common.manifest import Manifest
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
@@ -119,7 +120,7 @@ class LearnerCore:
         return self.fragments[fragment_id].tensors.is_being_read
 
     def arrived(
-        self, fragment_id: int, version: int, epoch: int, values: Anchor, merged_version: int,
+        self, fragment_id: int, version: int, epoch: int, values: Tensor, merged_version: int,
         difference: Difference | None = None, forgotten_version: int = 0,
     ) -> Applied | None:  # fmt: skip
         """Apply a version, on the model's device; it is kept as the anchor.

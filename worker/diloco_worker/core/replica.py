@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.bounds import TIES_MAX
-from diloco_common.codec import Anchor
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment, Piece, TensorSpec
 from diloco_common.messages import Tie
@@ -96,9 +95,9 @@ class Replica:
         for piece, theta in self.views(fragment):
             out[piece.offset : piece.offset + piece.num_elements].copy_(theta)
 
-    def write(self, fragment: Fragment, values: Anchor) -> None:
+    def write(self, fragment: Fragment, values: Tensor) -> None:
         """theta <- values, rounded to the parameter's dtype."""
-        _used_here(*values.chunks)
+        _used_here(values)
         for theta, new in self._beside(fragment, values):
             theta.copy_(new)
         self._bound(fragment)
@@ -110,9 +109,9 @@ class Replica:
             theta.add_(difference[piece.offset : piece.offset + piece.num_elements])
         self._bound(fragment)
 
-    def blend(self, fragment: Fragment, values: Anchor, alpha: float) -> None:
+    def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
-        _used_here(*values.chunks)
+        _used_here(values)
         for theta, new in self._beside(fragment, values):
             if theta.dtype == torch.float32:
                 theta.lerp_(new.float(), 1 - alpha)
@@ -135,15 +134,10 @@ class Replica:
                 most = second.sqrt().mul_(companion.most)
                 torch.clamp(values, -most, most, out=values)
 
-    def _beside(self, fragment: Fragment, values: Anchor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of theta, each with its values: no part reaches over the end of a piece or of a chunk."""
-        size = values.chunk_elements
+    def _beside(self, fragment: Fragment, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of theta, each with its values."""
         for piece, theta in self.views(fragment):
-            start, end = piece.offset, piece.offset + piece.num_elements
-            while start < end:
-                stop = min(end, (start // size + 1) * size)
-                yield theta[start - piece.offset : stop - piece.offset], values[start:stop]
-                start = stop
+            yield theta, values[piece.offset : piece.offset + piece.num_elements]
 
 
 def wait_for_device(device: torch.device) -> None:

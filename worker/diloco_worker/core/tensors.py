@@ -28,21 +28,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Anchor, Payload, encode_payload, get_codec, memory
+from diloco_common.codec import Payload, encode_payload, get_codec, memory
+from diloco_common.codec.base import subtract
 from diloco_common.manifest import Fragment
 from diloco_common.messages import LearnerPolicy
 from diloco_worker.core.island_parts import LocalFragment
 from diloco_worker.core.replica import Replica, queued_until, wait_for_device
-
-Reference = Tensor | Anchor
-"""What local progress is counted from: a snapshot, or an anchor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """new - reference, computed before the version is applied: applying it is one addition then."""
 
-    reference: Reference
+    reference: Tensor
     """Local progress must still be counted from this very object, or the difference is of no use."""
     values: Tensor
     """float32 [num_elements]."""
@@ -52,7 +50,7 @@ class ContributionTensors:
     """The tensors of one contribution, from the step boundary that takes it until its fate is known."""
 
     def __init__(
-        self, round_number: int, anchor: Anchor, residual: Tensor | None, read: Callable[[Tensor], None], *,
+        self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
         error_feedback: bool, own: slice | None = None, stow: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         """`read` copies theta to a tensor. `own`: what of it this process pushes, if that is not all. `stow` gives what
@@ -105,7 +103,7 @@ class ContributionTensors:
         """
         anchor, snapshot = self.anchor, self._whole_snapshot()
         if self._own is not None:
-            anchor, snapshot = Anchor.of(anchor[self._own]), snapshot[self._own]
+            anchor, snapshot = anchor[self._own], snapshot[self._own]
         device, dtype = snapshot.device, get_codec(encoding).residual_dtype
         residual = None if self.residual is None else self.residual.to(device, dtype)
         loss = memory.empty(snapshot.numel(), dtype, device) if self._error_feedback else None
@@ -115,7 +113,7 @@ class ContributionTensors:
 
     def delta(self) -> Tensor:
         """What is meant to be sent: anchor - snapshot + residual. Takes the snapshot."""
-        delta = torch.sub(self.anchor.float32(), self._whole_snapshot())
+        delta = torch.sub(self.anchor.float(), self._whole_snapshot())
         return delta if self.residual is None else delta.add_(self.residual.to(delta.device))
 
     def move(self, difference: Tensor) -> None:
@@ -139,7 +137,7 @@ class FragmentTensors:
     """The tensors of one fragment, and how a version gets into the model."""
 
     def __init__(self, fragment: Fragment, replica: Replica, policy: LearnerPolicy) -> None:
-        self.anchor: Anchor | None = None
+        self.anchor: Tensor | None = None
         self.contribution: ContributionTensors | None = None
         self._residual: Tensor | None = None
         self.fragment = fragment
@@ -152,16 +150,16 @@ class FragmentTensors:
         """Whether a snapshot is being taken: no version may be applied meanwhile."""
         return self.contribution is not None and self.contribution.is_being_read
 
-    def values(self) -> Anchor:
+    def values(self) -> Tensor:
         """What this learner believes the global values are: the anchor, else its own."""
         if self.anchor is not None:
             return self.anchor
         out = memory.empty(self.fragment.num_elements, device=self._replica.device)
         self._replica.read(self.fragment, out)
         wait_for_device(out.device)
-        return Anchor.of(out)
+        return out
 
-    def reference_of(self, version: int, merged_version: int) -> Reference | None:
+    def reference_of(self, version: int, merged_version: int) -> Tensor | None:
         """What theta moves away from if this version is applied now; None if that is no addition. In any thread."""
         if self._policy.on_commit != "carry":
             return None
@@ -192,7 +190,7 @@ class FragmentTensors:
         """The anchor is what the model holds: no version is there yet."""
         self.anchor = self.values()
 
-    def adopt(self, values: Anchor) -> None:
+    def adopt(self, values: Tensor) -> None:
         """theta <- values: the first version that this learner gets."""
         self._replica.write(self.fragment, values)
         self.anchor = values
@@ -201,7 +199,7 @@ class FragmentTensors:
         """theta <- the global values, in place of all local progress."""
         self._replica.write(self.fragment, self.values())
 
-    def carry(self, values: Anchor, *, merged: bool, difference: Difference | None = None) -> None:
+    def carry(self, values: Tensor, *, merged: bool, difference: Difference | None = None) -> None:
         """Put a version under the local progress.
 
         theta <- theta + (new - snapshot) if the contribution is merged in it, else theta + (new - anchor).
@@ -211,13 +209,13 @@ class FragmentTensors:
         reference = contribution.reference if contribution is not None and merged else self.anchor
         assert reference is not None
         if difference is None or difference.reference is not reference:
-            difference = Difference(reference, values.minus(reference))
+            difference = Difference(reference, self._minus(values, reference))
         self._replica.add(self.fragment, difference.values)
         if contribution is not None and not merged:  # of a later round
             contribution.move(difference.values)
         self._settle(values, merged=merged)
 
-    def overwrite(self, values: Anchor, *, merged: bool) -> None:
+    def overwrite(self, values: Tensor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
         if self._policy.on_commit == "blend" and self._policy.blend_alpha:
             self._replica.blend(self.fragment, values, self._policy.blend_alpha)
@@ -225,7 +223,13 @@ class FragmentTensors:
             self._replica.write(self.fragment, values)
         self._settle(values, merged=merged)
 
-    def _settle(self, values: Anchor, *, merged: bool) -> None:
+    def _minus(self, values: Tensor, reference: Tensor) -> Tensor:
+        """values - reference, float32."""
+        out = memory.empty(values.numel(), device=values.device)
+        subtract(values, reference, out)
+        return out
+
+    def _settle(self, values: Tensor, *, merged: bool) -> None:
         """The new anchor; and what was lost of a contribution that is in it."""
         if merged:
             assert self.contribution is not None
