@@ -164,7 +164,7 @@ def test_learners_that_do_not_average_the_same_momentum_hear_what_to_do(
     cluster.join("a", linear(), first)
     with pytest.raises(ManifestMismatch, match=rf"the models are the same.*{words}.*train\.average_momentum"):
         cluster.join("b", linear(), second)
-    with pytest.raises(ManifestMismatch, match="^the model differs from the shard's"):
+    with pytest.raises(ManifestMismatch, match=r"^the model differs from the shard's"):
         cluster.join("b", nn.Linear(4, 1), second)  # it has a bias
 
 
