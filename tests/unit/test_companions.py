@@ -187,6 +187,29 @@ def test_a_newcomer_adopts_the_mean_and_later_keeps_what_it_has_added_since() ->
     assert new["weight"].values.tolist() == [[2.0] * 4]
 
 
+def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_replaces() -> None:
+    """d steps after its snapshot a learner holds keeps^d of that, and it gets as much of the mean."""
+    keeps, steps = 0.5, 3
+    cluster = cluster_of()
+    held = [{"weight": Companion(torch.zeros(1, 4), keeps=keeps)} for _ in range(2)]
+    learners = [cluster.join(i, linear(), of) for i, of in zip("ab", held, strict=True)]
+    held[0]["weight"].values.fill_(4.0)
+    held[1]["weight"].values.fill_(-4.0)
+    learners[1].held = True
+    for learner_id in "ab":
+        cluster.stepped(learner_id, tokens=8)
+    cluster.exchange()
+    for of in held:
+        of["weight"].values.mul_(keeps**steps).add_(1.0)  # the gradients of these steps
+    for learner_id in "ab":
+        for _ in range(steps):
+            learners["ab".index(learner_id)].core.stepped(8)
+    learners[1].held = False
+    cluster.exchange()
+    assert states(cluster)[1].version == 1
+    assert [of["weight"].values.tolist() for of in held] == [[[1.0] * 4]] * 2, "nothing is left of either's own"
+
+
 def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:
     second = torch.tensor([[0.0, 1.0, 4.0, 100.0]])
     held = {"weight": Companion(torch.zeros(1, 4), second, 2.0)}
