@@ -13,7 +13,7 @@ everything that can be said is said, unless a learner's pushes are held back, or
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ from diloco_server.core.membership import Member
 from diloco_server.driver import Job
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.replica import Replica
+from diloco_worker.core.replica import NONE, Companion, Replica
 
 
 class ShardShell(LockstepShard):
@@ -107,9 +107,9 @@ class Lockstep:
         ]
         self.learners: dict[str, LockstepLearner] = {}
 
-    def join(self, learner_id: str, model: nn.Module) -> LockstepLearner:
+    def join(self, learner_id: str, model: nn.Module, companions: Mapping[str, Companion] = NONE) -> LockstepLearner:
         """Join every shard, seed what is empty, and take over the versions."""
-        replica = Replica(model)
+        replica = Replica(model, companions=companions)
         members = {
             i: shell.shard.join(learner_id, f"{learner_id}-process", replica.specs, shell.now)
             for i, shell in enumerate(self.shards)

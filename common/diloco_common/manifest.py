@@ -6,6 +6,9 @@ only its digest does, and it must agree everywhere. Pure; no tensor data here.
 The cut: tensors larger than 1/P of the model are split by rows into pieces. Then each piece goes to the lightest
 fragment, largest piece first, ties by name (greedy bin packing). This keeps the peak of bandwidth low. Fragments go to
 shards by the same rule.
+
+Companion tensors (the momentum of inner optimizers) are cut and placed by the same rule, apart from the model: their
+fragments come after those of the model, which are what they would be without companions.
 """
 
 from __future__ import annotations
@@ -16,25 +19,33 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco_common import bounds
 from diloco_common.errors import BadRequest
 
 
 class TensorSpec(NamedTuple):
-    """One trainable parameter of the model. A tuple, because models have many and callers send them."""
+    """One trainable parameter of the model, or a companion of one. A tuple, because models have many and callers send
+    them."""
 
     name: str
     shape: tuple[int, ...]
     mean_merge: bool = False
     """Merged by plain weighted mean, whatever the run's merge rule (embeddings and output heads)."""
+    companion: bool = False
+    """No parameter, but what an inner optimizer keeps for one, and learners average: it takes no outer step."""
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    def as_json(self) -> list[Any]:
+        """As version files and checkpoints have it. A parameter has no fourth entry, so files of models without
+        companions are what they were."""
+        return [self.name, list(self.shape), self.mean_merge, *([True] if self.companion else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +63,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of the model that is synchronised on its own. Its pieces lie end to end."""
+    """A part of the model that is synchronised on its own, or one of its companions. Its pieces lie end to end."""
 
     fragment_id: int
     shard_index: int
     pieces: tuple[Piece, ...]
+    companion: bool = field(default=False, kw_only=True)
+    """All its pieces are of companion tensors; else none is."""
 
     @property
     def num_elements(self) -> int:
@@ -65,11 +78,12 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole model, cut and placed."""
+    """The whole model and its companions, cut and placed."""
 
     tensors: tuple[TensorSpec, ...]
     """Sorted by name."""
     fragments: tuple[Fragment, ...]
+    """By id: those of the model, then those of companions."""
     num_shards: int
 
     def owned_by(self, shard_index: int) -> tuple[Fragment, ...]:
@@ -77,13 +91,32 @@ class Manifest:
 
     @property
     def num_elements(self) -> int:
-        return sum(f.num_elements for f in self.fragments)
+        """Of the model."""
+        return sum(f.num_elements for f in self.model_fragments)
+
+    @cached_property
+    def model_tensors(self) -> tuple[TensorSpec, ...]:
+        """Without companions."""
+        return tuple(t for t in self.tensors if not t.companion)
+
+    @cached_property
+    def model_fragments(self) -> tuple[Fragment, ...]:
+        """Without those of companions."""
+        return tuple(f for f in self.fragments if not f.companion)
+
+    def place(self, fragment: Fragment) -> tuple[int, int]:
+        """Its number among the fragments of the model, or among those of companions, and how many of these there
+        are."""
+        first = len(self.model_fragments)
+        if fragment.companion:
+            return fragment.fragment_id - first, len(self.fragments) - first
+        return fragment.fragment_id, first
 
     @cached_property
     def digest(self) -> str:
         """32 hex digits over the tensors, the cut and the placement."""
         lines = [f"shards {self.num_shards}"]
-        lines += [f"tensor {t.name!r} {t.shape} {t.mean_merge}" for t in self.tensors]
+        lines += [f"tensor {t.name!r} {t.shape} {t.mean_merge}{' companion' * t.companion}" for t in self.tensors]
         for fragment in self.fragments:
             lines.append(f"fragment {fragment.fragment_id} {fragment.shard_index}")
             lines += [f"piece {p.tensor!r} {p.tensor_offset} {p.num_elements}" for p in fragment.pieces]
@@ -100,8 +133,9 @@ class _Rows:
 
 
 def model_digest(tensors: Iterable[TensorSpec]) -> str:
-    """32 hex digits over names, shapes and marks of a model, in any order, however it is cut."""
-    return hashlib.sha256(json.dumps(sorted(tensors)).encode()).hexdigest()[:32]
+    """32 hex digits over names, shapes and marks of a model, in any order, however it is cut. Without companions."""
+    model = sorted((t.name, t.shape, t.mean_merge) for t in tensors if not t.companion)
+    return hashlib.sha256(json.dumps(model).encode()).hexdigest()[:32]
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
@@ -120,10 +154,10 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
 
 
 def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
-    """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards.
+    """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards; then its companions.
 
     A model with fewer pieces gives fewer fragments. Tensors without elements are left out. Raises ValueError if there
-    is nothing to cut, two tensors have one name, a dimension is negative, or a shard would own nothing.
+    is nothing to cut, two tensors have one name, a dimension is negative, or a shard would own nothing of the model.
     """
     if not 1 <= num_fragments <= bounds.FRAGMENTS_MAX or num_shards < 1:
         raise ValueError(
@@ -136,24 +170,20 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
         raise ValueError(f"two tensors have the same name: {twice[:3]}")
     if negative := [t for t in specs if any(n < 0 for n in t.shape)]:
         raise ValueError(f"tensor {negative[0].name!r} has shape {list(negative[0].shape)}")
-    total = sum(t.num_elements for t in specs)
-    if total == 0:
+    model = _cut([t for t in specs if not t.companion], num_fragments, num_shards)
+    if not model:
         raise ValueError("the model has no trainable elements")
-
-    pieces = [rows for t in specs if t.num_elements for rows in _split(t, math.ceil(total / num_fragments))]
-    pieces.sort(key=lambda r: (-r.num_elements, r.tensor.name, r.tensor_offset))
-    bins = _pack([r.num_elements for r in pieces], min(num_fragments, len(pieces)))
-    if len(bins) < num_shards:
+    if len(model) < num_shards:
         raise ValueError(
-            f"{num_shards} shards are too many for {len(bins)} fragments: every shard must own at least one"
+            f"{num_shards} shards are too many for {len(model)} fragments: every shard must own at least one"
         )
-    sizes = [sum(pieces[i].num_elements for i in members) for members in bins]
-    homes = _pack_index(sizes, num_shards)
-    fragments = tuple(
-        Fragment(fragment_id, homes[fragment_id], _lay_out([pieces[i] for i in members]))
-        for fragment_id, members in enumerate(bins)
-    )
-    return Manifest(specs, fragments, num_shards)
+    companions = _cut([t for t in specs if t.companion], num_fragments, num_shards, first=len(model), companion=True)
+    if len(model) + len(companions) > bounds.FRAGMENTS_MAX:
+        raise ValueError(
+            f"model and companions have {len(model) + len(companions)} fragments together; at most "
+            f"{bounds.FRAGMENTS_MAX} are taken: set sync.fragments to half of that or less"
+        )
+    return Manifest(specs, model + companions, num_shards)
 
 
 def turn(fragment_id: int, num_fragments: int) -> int:
@@ -189,7 +219,22 @@ def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit:
 def _describe(spec: TensorSpec | None) -> str:
     if spec is None:
         return "absent"
-    return f"{list(spec.shape)}{' (mean merge)' if spec.mean_merge else ''}"
+    return f"{list(spec.shape)}{' (companion)' if spec.companion else ' (mean merge)' if spec.mean_merge else ''}"
+
+
+def _cut(
+    specs: Sequence[TensorSpec], num_fragments: int, num_shards: int, *, first: int = 0, companion: bool = False
+) -> tuple[Fragment, ...]:
+    """The fragments of these tensors, with ids from `first` on. None, if they have no elements."""
+    target = math.ceil(sum(t.num_elements for t in specs) / num_fragments)
+    pieces = [rows for t in specs if t.num_elements for rows in _split(t, target)]
+    pieces.sort(key=lambda r: (-r.num_elements, r.tensor.name, r.tensor_offset))
+    bins = _pack([r.num_elements for r in pieces], min(num_fragments, len(pieces)))
+    homes = _pack_index([sum(pieces[i].num_elements for i in members) for members in bins], num_shards)
+    return tuple(
+        Fragment(first + number, homes[number], _lay_out([pieces[i] for i in members]), companion=companion)
+        for number, members in enumerate(bins)
+    )
 
 
 def _split(tensor: TensorSpec, target: int) -> list[_Rows]:

@@ -98,7 +98,7 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 def tensors_to_pb(tensors: Sequence[TensorSpec]) -> list[pb.Tensor]:
-    return [pb.Tensor(name=t.name, shape=t.shape, mean_merge=t.mean_merge) for t in tensors]
+    return [pb.Tensor(name=t.name, shape=t.shape, mean_merge=t.mean_merge, companion=t.companion) for t in tensors]
 
 
 def tensors_from_pb(tensors: Sequence[pb.Tensor]) -> list[TensorSpec]:
@@ -129,7 +129,7 @@ def _tensor_from_pb(tensor: pb.Tensor) -> TensorSpec:
         raise bounds.beyond("Tensor.name", name, bounds.LIMITS["Tensor"]["name"])
     if len(shape) > bounds.DIMENSIONS_MAX:
         raise bounds.beyond("Tensor.shape", shape, bounds.LIMITS["Tensor"]["shape"])
-    spec = TensorSpec(name, tuple(shape), tensor.mean_merge)
+    spec = TensorSpec(name, tuple(shape), tensor.mean_merge, tensor.companion)
     for n in spec.shape:
         if not 0 <= n <= bounds.ELEMENTS_MAX:
             raise errors.BadRequest(

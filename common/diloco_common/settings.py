@@ -66,6 +66,9 @@ class SyncSettings(Section):
     cadence: Literal["steps"] | Extension = "steps"
     """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
     `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.cadence."""
+    companions_every: int = Field(default=1, ge=1, le=1000)
+    """Where learners average their inner momentum (`join(companions=)`, `train.average_momentum`): a fragment of it is
+    due so many times as rarely as one of the model."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
     """What a learner does with its own progress when a version arrives."""
     blend_alpha: float = Field(default=0.5, ge=0, le=1)
@@ -256,6 +259,9 @@ class TrainSettings(Section):
     """Of Muon."""
     clip: float = Field(default=1.0, gt=0)
     """Norm to which gradients are clipped."""
+    average_momentum: bool = False
+    """Average the first moments of Muon and AdamW among the workers, as the model is (docs/decisions.md). All workers
+    of a run alike. It doubles the bytes on the wire, divided by `sync.companions_every`."""
 
 
 class DataSettings(Section):

@@ -9,6 +9,8 @@ island holds and owns of it is `diloco_worker/core/island_parts.py`. benchmarks/
 
     Under way are fragments whose turns follow each other (`manifest.turn`), those that are the most together.
 
+    Fragments of companions are kept as those of the model are, and as many of them are under way at once at most.
+
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
     a   bytes of an anchor's element: 2, or 4 where float32 is pulled
@@ -43,13 +45,13 @@ class LearnerBytes:
     """Of one process. All in bytes, but for `elements`."""
 
     elements: int
-    """Parameters that the process holds."""
+    """Parameters that the process holds, without companions."""
     kept: int
     """Anchors and residuals: all the time."""
     under_way: int
     """Beyond that, while contributions and versions are under way."""
     pushed: int
-    """On the wire, for one contribution to every fragment."""
+    """On the wire, for one contribution to every fragment, those of companions included."""
     pulled: int
     """On the wire, for one version of every fragment."""
 
@@ -71,7 +73,7 @@ def torch_chunk(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]:
-    """What the fullest rank, the first, has of each fragment.
+    """What the fullest rank, the first, has of each fragment of the model.
 
     Args:
         ranks: over which the rows of each tensor are spread: all under FSDP2, 1 under DDP or without an island.
@@ -88,16 +90,17 @@ def shares(manifest: Manifest, ranks: int = 1, replicas: int = 1) -> list[Share]
             found += max(0, min(stop, piece.tensor_offset + piece.num_elements) - piece.tensor_offset)
         return found
 
-    return [Share(h, min(h, _blocks(-(-h // replicas)))) for h in map(held, manifest.fragments)]
+    return [Share(h, min(h, _blocks(-(-h // replicas)))) for h in map(held, manifest.model_fragments)]
 
 
 def learner_bytes(
     found: Sequence[Share], *, push: str = "int8", pull: str = "bfloat16", error_feedback: bool = True,
-    under_way: int = 2,
+    under_way: int = 2, companions: Sequence[Share] = (),
 ) -> LearnerBytes:  # fmt: skip
     """What a process with these shares of the fragments holds and moves at most.
 
     Args:
+        companions: its shares of the fragments of companions.
         push: `sync.push`, and `pull`: `sync.pull`.
         error_feedback: `sync.error_feedback`.
         under_way: fragments whose contribution or version is under way at once; their turns follow each other. Rounds
@@ -108,7 +111,8 @@ def learner_bytes(
     """
     anchor = FLOAT32_BYTES if pull == "float32" else 2
     feedback = get_codec(push).residual_dtype.itemsize if error_feedback else 0
-    kept = sum(anchor * h + feedback * o for h, o in found)
+    every = [*found, *companions]
+    kept = sum(anchor * h + feedback * o for h, o in every)
 
     def moving(share: Share) -> int:
         held, owned = share
@@ -118,9 +122,9 @@ def learner_bytes(
     return LearnerBytes(
         elements=sum(h for h, _ in found),
         kept=kept,
-        under_way=_most_at_once(list(map(moving, found)), under_way),
-        pushed=sum(_encoded(push, o) for _, o in found),
-        pulled=sum(_encoded(pull, h) for h, _ in found),
+        under_way=sum(_most_at_once(list(map(moving, kind)), under_way) for kind in (found, companions)),
+        pushed=sum(_encoded(push, o) for _, o in every),
+        pulled=sum(_encoded(pull, h) for h, _ in every),
     )
 
 

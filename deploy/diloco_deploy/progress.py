@@ -16,14 +16,14 @@ Status = Mapping[str, Any]
 
 
 def tokens_merged(shards: Iterable[Iterable[Status]]) -> int | None:
-    """Progress of a run: the mean over all fragments. None: no shard has said.
+    """Progress of a run: the mean over all fragments of the model. None: no shard has said.
 
     `shards`: the answers of each shard, oldest first, those of earlier processes too. Of each the last one counts that
     lists fragments: while a shard that was started again reads its versions, it has none yet.
     """
     known = [answers for one in shards if (answers := list(one))]
     last = [next((a for a in reversed(one) if a.get("fragments")), one[-1]) for one in known]
-    weights = [max(1, len(answer.get("fragments") or ())) for answer in last]
+    weights = [max(1, sum(not f.get("companion") for f in answer.get("fragments") or ())) for answer in last]
     if not last:
         return None
     merged = sum(w * int(a.get("tokens_merged") or 0) for w, a in zip(weights, last, strict=True))

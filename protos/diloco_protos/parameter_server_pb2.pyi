@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Tensor(_message.Message):
-    __slots__ = ("name", "shape", "mean_merge")
+    __slots__ = ("name", "shape", "mean_merge", "companion")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     MEAN_MERGE_FIELD_NUMBER: _ClassVar[int]
+    COMPANION_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     mean_merge: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ...) -> None: ...
+    companion: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., mean_merge: bool = ..., companion: bool = ...) -> None: ...
 
 class FrozenTensor(_message.Message):
     __slots__ = ("name", "form", "crc32c")

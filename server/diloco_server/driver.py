@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from diloco_common.codec.change import VALUES
+from diloco_common.manifest import Fragment
 from diloco_common.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_server.core import arithmetic
-from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.arithmetic import Making, Published, Values
 from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.outer import TakeMean
 from diloco_server.core.outer_rules import make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
@@ -71,10 +73,16 @@ class EffectDriver:
     """Carries out the effects of one shard."""
 
     def __init__(self, shard: Shard, shell: Shell, witness: Witness) -> None:
+        outer = shard.settings.outer
         self.rules = find_rules(shard.settings)
-        self.optimizer = make_outer_optimizer(shard.settings.outer, self.rules.outer)
+        self._of_model = Making(self.rules.merge, make_outer_optimizer(outer, self.rules.outer))
+        self._of_companions = Making("mean", TakeMean(outer))
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
+
+    def making(self, fragment: Fragment) -> Making:
+        """How versions of a fragment are made: of the model by the settings, of companions by the mean alone."""
+        return self._of_companions if fragment.companion else self._of_model
 
     def carry_out_all(self) -> None:
         """Everything that the shard asks for, and what it asks for meanwhile."""
@@ -97,8 +105,10 @@ class EffectDriver:
     async def _seed(self, effect: SeedFragment) -> None:
         """Make version 0 of a fragment."""
 
+        making = self.making(self._shard.fragments[effect.fragment_id].fragment)
+
         def work() -> tuple[Values, Published]:
-            values = arithmetic.seed(effect.payload, self.optimizer)
+            values = arithmetic.seed(effect.payload, making.optimizer)
             return values, arithmetic.publish(values, self._sync.pull)
 
         try:
@@ -121,7 +131,7 @@ class EffectDriver:
             began = stopwatch()
             arithmetic.step(
                 values, state.fragment, effect.contributions,
-                outer_step=effect.version, rule=self.rules.merge, optimizer=self.optimizer,
+                outer_step=effect.version, making=self.making(state.fragment),
             )  # fmt: skip
             merged_s = stopwatch() - began
             return arithmetic.publish(values, self._sync.pull, before), merged_s

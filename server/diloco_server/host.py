@@ -104,7 +104,7 @@ class ShardHost:
     async def recover(self) -> None:
         """Go on from what the store holds, before anybody is served. Raises DataError and OSError."""
         self._recovering, began = True, self.stopwatch()
-        work = partial(recover, self._store, self.settings, self.driver.optimizer, self.log)
+        work = partial(recover, self._store, self.settings, self.driver.making, self.log)
         recovered = await asyncio.get_running_loop().run_in_executor(self._compute, work)
         self._recovering = False
         if recovered is None:

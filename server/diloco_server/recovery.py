@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from diloco_common.errors import DataError
 from diloco_common.logs import Log
-from diloco_common.manifest import Manifest, model_digest
+from diloco_common.manifest import Fragment, Manifest, model_digest
 from diloco_common.settings import Settings
 from diloco_server.core import arithmetic
+from diloco_server.core.arithmetic import Making
 from diloco_server.core.fragment import Restored
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.storage.store import Found, Store, WrongFolder
 
 
 def recover(
-    store: Store, settings: Settings, optimizer: OuterOptimizer, log: Log
+    store: Store, settings: Settings, making: Callable[[Fragment], Making], log: Log
 ) -> tuple[Manifest, list[Restored]] | None:
-    """The model, and the versions to go on from; None if there are none. May take seconds.
+    """The model, and the versions to go on from; None if there are none. May take seconds. `making`: how versions of a
+    fragment are made.
 
     Raises DataError if no version can be used, or if one cannot be read now.
     """
@@ -35,7 +39,11 @@ def recover(
             f"the data folder holds versions of the model {found}, but run.model is {settings.run.model}: give the "
             "settings that made the folder, or another folder (shard.data_dir)"
         )
-    restored = [_restored(found, settings, optimizer) for found in recovered.versions]
+    fragments = {f.fragment_id: f for f in recovered.manifest.fragments}
+    restored = [
+        _restored(found, settings, making(fragments[found.stored.record.fragment_id]).optimizer)
+        for found in recovered.versions
+    ]
     for r in restored:
         log.event(
             "fragment recovered", fragment=r.record.fragment_id, epoch=r.record.epoch, version=r.record.version,

@@ -150,7 +150,7 @@ class ShardTelemetry:
         states = shard.fragments.values()
         self._log.event(
             "recovered", fragments=sum(s.seeded for s in states),
-            parameters=sum(s.fragment.num_elements for s in states if s.seeded),
+            parameters=sum(s.fragment.num_elements for s in states if s.seeded and not s.fragment.companion),
             tokens_merged=shard.tokens_merged, epoch=shard.epoch, took_s=round(took_s, 2),
         )  # fmt: skip
 

@@ -55,9 +55,6 @@ class Conditions(Section):
     """Inner steps after which a dead learner is back, with the global model and new optimizer state."""
     non_iid: float = Field(default=0.0, ge=0, le=1)
     """How far the data of learners differ: 0, all draw from all of it; 1, each from a part of its own."""
-    average_momentum: bool = False
-    """When a fragment gets a version, what the inner optimizers hold of it becomes the mean of the learners': at once,
-    in float32 and for nothing, so the most that averaging it with the fragments could be worth."""
     batches: int = Field(default=1, ge=1)
     """Of one-process: batches per step."""
 

@@ -7,14 +7,14 @@ progress at the time, up to one step earlier than if it were alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from diloco_common.errors import ConfigError
-from diloco_common.manifest import Piece
 from diloco_common.settings import Settings
 from diloco_lab.tasks import Stackable, Task, inner_step
+from diloco_worker.companions import Companions
+from diloco_worker.core.replica import Companion
 
 
 class InnerSteps:
@@ -23,6 +23,7 @@ class InnerSteps:
     def __init__(self, settings: Settings, task: Task, learners: int) -> None:
         self.models = [task.model() for _ in range(learners)]
         self._clip = settings.train.clip
+        self._average = settings.train.average_momentum
         self._task = task
         self._streams = [task.stream(i, learners) for i in range(learners)]
         self._stack = task.stack(self.models) if isinstance(task, Stackable) else None
@@ -48,11 +49,13 @@ class InnerSteps:
             self._done |= {row: (loss, inputs[0].numel()) for row, loss in zip(rows, losses, strict=True)}
         return self._done.pop(index)
 
-    def average(self, pieces: Iterable[Piece]) -> None:
-        """What the optimizers of those that are there hold of these pieces becomes their mean. Raises ConfigError."""
-        if self._stack is None:
-            raise ConfigError("lab.average_momentum is for built-in models and optimizers, and two learners or more")
-        self._stack.average([row for row in range(len(self.models)) if row not in self._gone], pieces)
+    def companions(self, index: int) -> Mapping[str, Companion]:
+        """The first moments of a learner's optimizer that are averaged, by parameter, as long as it lives."""
+        if not self._average:
+            return {}
+        if self._stack is not None:
+            return self._stack.companions(index)
+        return Companions(self._optimizers[index], self.models[index]).tensors
 
     def leave(self, index: int) -> None:
         """A learner is gone, and with it the step that was calculated ahead."""

@@ -103,9 +103,9 @@ class ShardRig(LockstepShard):
         super().__init__(settings, EPOCH, lambda: run.clock.now)
         self._run = run
 
-    def announcing(self, state: FragmentState) -> None:
-        if self._run.conditions.average_momentum:
-            self._run.inner.average(state.fragment.pieces)
+    def of_model(self) -> list[FragmentState]:
+        """Its fragments, without those of companions."""
+        return [state for state in self.shard.fragments.values() if not state.fragment.companion]
 
     def tell(self, tell: Tell) -> None:
         self._run.learners[tell.learner_id].told(self, tell.directive)
@@ -117,7 +117,6 @@ class LearnerRig:
     def __init__(self, run: LockstepRun, index: int) -> None:
         settings, conditions = run.settings, run.conditions
         self.learner_id = f"worker-{index}"
-        self.replica = Replica(run.inner.models[index])
         self.cores: list[LearnerCore] = []
         """Of all its lives; the last one is the present one, if it is alive."""
         self.alive = False
@@ -133,13 +132,14 @@ class LearnerRig:
 
     def join(self, shards: Sequence[ShardRig]) -> None:
         """Get a lease from every shard, and the latest version of every fragment. The first learner seeds them."""
-        process_id = f"lockstep-{len(self.cores)}"
+        process_id, inner = f"lockstep-{len(self.cores)}", self._run.inner
+        replica = Replica(inner.models[self._index], companions=inner.companions(self._index))
         for rig in shards:
-            member = rig.shard.join(self.learner_id, process_id, self.replica.specs, self._run.clock.now)
+            member = rig.shard.join(self.learner_id, process_id, replica.specs, self._run.clock.now)
             self.generations[rig] = member.generation
         manifest = shards[0].shard.manifest
         assert manifest is not None
-        core = LearnerCore(self.replica, manifest, shards[0].shard.policy())
+        core = LearnerCore(replica, manifest, shards[0].shard.policy())
         self.cores.append(core)
         self.alive = True
         for fragment in manifest.fragments:
@@ -312,7 +312,7 @@ class LockstepRun:
         model = self.task.model()
         replica = Replica(model)
         for rig in self.shards:
-            for state in rig.shard.fragments.values():
+            for state in rig.of_model():
                 assert state.values is not None
                 replica.write(state.fragment, Anchor.of(state.values.theta))
         return model
@@ -339,7 +339,7 @@ class LockstepRun:
 
     def _versions(self) -> int:
         """Of the fragment that has the fewest."""
-        return min(state.version for rig in self.shards for state in rig.shard.fragments.values())
+        return min(state.version for rig in self.shards for state in rig.of_model())
 
     def _finish(self) -> Outcome:
         out = self.outcome

@@ -10,17 +10,18 @@ Shapes: R learners that step, B sequences, T bytes, N = B T.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diloco_common.manifest import Piece
 from diloco_common.settings import TrainSettings
 from diloco_worker.builtin.gpt import GPT, Layer, norm, rotate
 from diloco_worker.builtin.muon import RMS_OF_ADAMW, orthogonal
 from diloco_worker.builtin.shapes import BYTES
+from diloco_worker.companions import most_of
+from diloco_worker.core.replica import Companion
 
 ADAMW_EPS = 1e-8
 """As torch has it."""
@@ -75,13 +76,16 @@ class Stack:
             values[row].zero_()
         self._steps[row] = 0
 
-    def average(self, rows: Sequence[int], pieces: Iterable[Piece]) -> None:
-        """What the optimizers of these learners hold of these pieces becomes their mean."""
-        for values in (self._first, self._second):
-            for piece in pieces:
-                if piece.tensor in values:
-                    flat = values[piece.tensor].flatten(1)[:, piece.tensor_offset :][:, : piece.num_elements]
-                    flat[list(rows)] = flat[list(rows)].mean(0)
+    def companions(self, row: int) -> dict[str, Companion]:
+        """The first moments of one learner's optimizer, by name of the parameter: views into the stack."""
+        train, found = self._train, {}
+        for name, first in self._first.items():
+            if name in self._second:
+                most = most_of(train.beta1, train.beta2)
+                found[name] = Companion(first[row], self._second[name][row], most, keeps=train.beta1)
+            else:
+                found[name] = Companion(first[row], keeps=train.muon_momentum)
+        return found
 
     def _losses(self, theta: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         """Of each learner, in nats per byte: [R]."""

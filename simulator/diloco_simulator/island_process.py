@@ -340,8 +340,8 @@ class RowsReplica(Replica):
 
     def __init__(self, model: Counting, holdings: dict[str, Holding], rank: int, size: int, read: Any) -> None:
         super().__init__(model, AVERAGED)
-        self._parameters = {
-            name: p.view(-1)[holdings[name].start : holdings[name].stop] for name, p in self._parameters.items()
+        self._tensors = {
+            name: p.view(-1)[holdings[name].start : holdings[name].stop] for name, p in self._tensors.items()
         }
         self._holdings, self._rank, self._size, self._meanwhile = holdings, rank, size, read
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_common.errors import ConfigError
-from diloco_common.manifest import Piece
 from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
 from diloco_lab.arms import Conditions
 from diloco_lab.lockstep import LockstepRun
@@ -84,29 +82,40 @@ def test_what_is_not_quite_built_in_is_not_stepped_as_if_it_were() -> None:
     assert task(BuiltIn, "muon").stack(models) is None
 
 
-def test_averaging_changes_what_optimizers_hold_of_a_piece_of_those_that_are_there_and_nothing_else() -> None:
-    of = task(BuiltIn, "adamw")
-    models = [of.model() for _ in range(3)]
-    stack = of.stack(models)
-    assert stack is not None
-    inputs, targets = (torch.stack(t) for t in zip(*(of.stream(i, 3).next_batch() for i in range(3)), strict=True))
-    stack.step([0, 1, 2], inputs, targets, [1.0] * 3)
-    (name, before), *_ = ((name, held.flatten(1).clone()) for name, held in stack._first.items())
-    stack.average([0, 2], [Piece(name, 8, 16, 0, mean_merge=False)])
-    after, expected = stack._first[name].flatten(1), before.clone()
-    expected[[0, 2], 8:24] = (before[0, 8:24] + before[2, 8:24]) / 2
-    torch.testing.assert_close(after, expected)
-    assert not torch.equal(after, before)
-
-
-def test_momentum_is_averaged_in_a_run_that_asks_for_it_and_only_where_that_can_be() -> None:
-    losses = []
-    for average in (False, True):
-        of = task(BuiltIn, "muon", tokens=3 * 2 * 8 * 30)
-        run = LockstepRun(of.settings, of, Conditions(learners=3, average_momentum=average))
-        run.run()
+@pytest.mark.parametrize(
+    ("optimizer", "rough"), [("adamw", {}), ("muon", {"drop": 0.3, "kill_every": 1, "noise": 0.2})]
+)
+def test_momentum_is_averaged_by_the_shards_with_and_without_a_stack(optimizer: str, rough: dict[str, Any]) -> None:
+    losses, outcomes = [], []
+    for kind, average in ((BuiltIn, False), (BuiltIn, True), (Alone, True)):
+        of = task(kind, optimizer, tokens=3 * 2 * 8 * 40)
+        train = of.settings.train.model_copy(update={"average_momentum": average})
+        of.settings = of.settings.model_copy(update={"train": train})
+        run = LockstepRun(of.settings, of, Conditions(learners=3, **rough))
+        outcomes.append(run.run())
         losses.append(of.evaluate(run.global_model(), 1, 512))
+        assert not outcomes[-1].stalled
+        companions = [s for rig in run.shards for s in rig.shard.fragments.values() if s.fragment.companion]
+        assert {s.version > 0 for s in companions} == ({True} if average else set())
+    local, averaged, alone = outcomes
+    assert averaged.bytes_pushed == pytest.approx(2 * local.bytes_pushed, rel=0.2)
+    assert averaged.versions == pytest.approx(local.versions, abs=1)
+    assert averaged.tokens_trained == pytest.approx(local.tokens_trained, rel=0.3)
     assert losses[0] != losses[1]
-    of = task(Alone, "muon", tokens=3 * 2 * 8 * 30)
-    with pytest.raises(ConfigError, match=r"lab\.average_momentum is for built-in models"):
-        LockstepRun(of.settings, of, Conditions(learners=3, average_momentum=True)).run()
+    assert losses[1] == pytest.approx(losses[2], rel=3e-2 if averaged.deaths else 3e-3)
+    assert averaged.deaths == alone.deaths
+
+
+def test_companions_of_a_stack_are_what_its_steps_change() -> None:
+    of = task(BuiltIn, "muon")
+    stack = of.stack([of.model() for _ in range(2)])
+    assert stack is not None
+    held = stack.companions(1)
+    inputs, targets = (torch.stack(t) for t in zip(*(of.stream(i, 2).next_batch() for i in range(2)), strict=True))
+    for rows in ([0, 1], [1]):
+        before = {name: companion.values.clone() for name, companion in held.items()}
+        stack.step(rows, inputs[rows], targets[rows], [1.0] * len(rows))
+        assert all(not torch.equal(companion.values, before[name]) for name, companion in held.items())
+    assert {name for name, companion in held.items() if companion.second is not None} == {
+        "embedding.weight", "lm_head.weight",
+    }  # fmt: skip

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_common.manifest import Manifest, TensorSpec, cut, differences
+from diloco_common.bounds import FRAGMENTS_MAX
+from diloco_common.manifest import Manifest, TensorSpec, cut, differences, model_digest
 
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
 MODELS = (
@@ -204,3 +205,57 @@ def test_only_the_first_differences_are_listed(count: int, lines: int) -> None:
 @given(tensors=MODELS)
 def test_a_model_does_not_differ_from_itself(tensors: list[TensorSpec]) -> None:
     assert differences(tensors, tensors[::-1]) == []
+
+
+# ------------------------------------------------------------------ companions
+
+
+def with_companions(tensors: list[TensorSpec]) -> list[TensorSpec]:
+    """Each tensor, and a companion of the same shape whose name sorts before, between or after the others."""
+    return [*tensors, *(TensorSpec(f"b of {t.name}", t.shape, mean_merge=True, companion=True) for t in tensors)]
+
+
+@given(tensors=MODELS, num_fragments=st.integers(1, 12), num_shards=st.integers(1, 4))
+def test_companions_change_nothing_of_the_model_and_are_never_mixed_with_it(
+    tensors: list[TensorSpec], num_fragments: int, num_shards: int
+) -> None:
+    if len(cut(tensors, num_fragments, 1).fragments) < num_shards:
+        return
+    model, both = (cut(of, num_fragments, num_shards) for of in (tensors, with_companions(tensors)))
+    assert both.model_fragments == model.fragments == both.fragments[: len(model.fragments)]
+    assert both.num_elements == model.num_elements
+    assert both.model_tensors == model.tensors
+    companions = both.fragments[len(model.fragments) :]
+    assert [f.fragment_id for f in both.fragments] == list(range(len(both.fragments)))
+    for fragment in both.fragments:
+        marks = {p.tensor.startswith("b of ") for p in fragment.pieces}
+        assert marks == {fragment.companion}
+    # The same shapes under names of the same order are cut and placed alike.
+    assert [(f.shard_index, f.num_elements) for f in companions] == [
+        (f.shard_index, f.num_elements) for f in model.fragments
+    ]
+    assert [both.place(f) for f in both.fragments] == 2 * [(i, len(companions)) for i in range(len(companions))]
+
+
+def test_companions_are_in_the_digest_of_the_manifest_but_not_in_that_of_the_model() -> None:
+    model = [TensorSpec("w", (4, 2)), TensorSpec("v", (3,), mean_merge=True)]
+    tensors = with_companions(model)
+    assert cut(model, 2, 1).digest != cut(tensors, 2, 1).digest
+    assert model_digest(model) == model_digest(tensors)
+    as_parameters = [t._replace(companion=False) for t in tensors]
+    assert cut(as_parameters, 4, 1).digest != cut(tensors, 2, 1).digest
+    # What earlier releases have computed, and runs have in their settings and files.
+    assert model_digest(model) == "c8a371447666cde779169300d5d22104"
+    assert cut(model, 2, 1).digest == "471f31a794562dba4db6ce189fa60d37"
+
+
+def test_model_and_companions_share_the_ids_that_there_are() -> None:
+    tensors = with_companions([TensorSpec("w", (FRAGMENTS_MAX, 1))])
+    with pytest.raises(ValueError, match=r"8192 fragments together; .* set sync\.fragments to half"):
+        cut(tensors, FRAGMENTS_MAX, 1)
+    assert len(cut(tensors, FRAGMENTS_MAX // 2, 1).fragments) == FRAGMENTS_MAX
+
+
+def test_companions_alone_are_no_model() -> None:
+    with pytest.raises(ValueError, match="no trainable elements"):
+        cut([TensorSpec("b", (3,), mean_merge=True, companion=True)], 1, 1)

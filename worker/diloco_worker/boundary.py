@@ -147,7 +147,7 @@ class StepBoundary:
             return Figures(self._start.inner_step, self._start.tokens)
         core = self.core
         return Figures(
-            core.inner_step, core.tokens, dict(core.contributions), core.tokens_carried / len(core.fragments),
+            core.inner_step, core.tokens, dict(core.contributions), core.tokens_carried / len(core.of_model),
             core.unmerged, core.tokens_unmerged,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The end of a run: the last version of every fragment, and then the model holds nothing but those.
+"""The end of a run: the last version of every fragment of the model, and then it holds nothing but those.
 
 A shard that has reached the budget makes no versions any more, and what it announced last is final. Where training ends
 earlier, the versions count that were announced when `finish` was called: others go on, and would announce for ever.
@@ -46,7 +46,7 @@ class Finishing:
     def write(self) -> None:
         """theta <- the values of the versions that the learner holds, in place of all local progress."""
         assert self._boundary.core is not None
-        for fragment in self._boundary.core.fragments.values():
+        for fragment in self._boundary.core.of_model:
             fragment.tensors.restore()
 
     def _missing(self) -> list[str]:
@@ -57,7 +57,8 @@ class Finishing:
         there = {c.state.shard_index: c for c in self._connections if c.is_up}
         away = [c.address for c in self._connections if not c.is_up]
         late: dict[str, int] = {}
-        for i, fragment in core.fragments.items():
+        for fragment in core.of_model:
+            i = fragment.fragment.fragment_id
             connection = there.get(fragment.fragment.shard_index)
             if connection is None:
                 continue

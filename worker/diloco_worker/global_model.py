@@ -68,10 +68,12 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
             except Unavailable as error:
                 raise _unreachable(address, error) from None
         manifest = _manifest(answers)
-        tensors = {spec.name: torch.empty(spec.shape) for spec in manifest.tensors}
+        tensors = {spec.name: torch.empty(spec.shape) for spec in manifest.model_tensors}
         versions: dict[int, int] = {}
         for address, answer in answers.items():
             for fragment in manifest.owned_by(answer.shard_index):
+                if fragment.companion:
+                    continue
                 try:
                     version = await _pull(transports[address], fragment, observer, tensors)
                 except Unavailable as error:

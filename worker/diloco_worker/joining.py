@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from diloco_common import logs
 from diloco_common.codec import memory, native
@@ -29,11 +30,12 @@ from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
 from diloco_worker import frozen_tensors, uncaught
 from diloco_worker.boundary import Start
+from diloco_worker.companions import Companions
 from diloco_worker.connections import Connections
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.ranks import Island, Rank
-from diloco_worker.core.replica import Replica, in_pinned_memory
+from diloco_worker.core.replica import NONE, Replica, in_pinned_memory
 from diloco_worker.credentials import Credentials
 from diloco_worker.frozen_tensors import FrozenRule
 from diloco_worker.grpc_transport import GrpcTransport
@@ -58,6 +60,7 @@ def join(
     tls: str | Path | None = None,
     token: str | Path | None = None,
     mean_merge: Collection[str] | None = None,
+    companions: Optimizer | Sequence[Optimizer] | None = None,
     state: Mapping[str, Any] | None = None,
     http: str | None = None,
     address_file: Path | None = None,
@@ -81,6 +84,10 @@ def join(
             again when it changes. None: plaintext.
         token: bearer token, where the shards ask for one; a Path is a file that holds it, and is read again.
         mean_merge: names of parameters merged by plain mean; None means embeddings and the output head.
+        companions: optimizers whose momentum is averaged among learners along with the parameters, at a cadence of its
+            own (`sync.companions_every`): those of the model, made before `join`, with their state loaded, if there is
+            any. Known are torch's Adam, AdamW, Muon and SGD; the state must be float32. All learners of a run alike.
+            None: momentum stays local.
         state: what `learner.state_dict()` gave in an earlier process, from the checkpoint that model and optimizer were
             loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
             training goes on from the values that the model holds where a shard is away, and what it adds is contributed
@@ -104,6 +111,7 @@ def join(
     Raises:
         ConfigError: an address is no address, the shards do not make up one run, or the certificate is of another.
         ConfigError: `state` is of another run, or no state.
+        UnsupportedModel: the momentum of an optimizer cannot be averaged, or an island asks for it.
         UnsupportedModel: the model cannot be synchronised (FSDP1 and DeepSpeed are refused, for example);
             the message says why, and what to do. Of several processes, rank 0 says it, and the others in short.
         CannotConnect: not all shards answered within `wait_s`.
@@ -127,7 +135,15 @@ def join(
         group, name = form_island(island, name, saved)
     if frozen not in ("same", "any"):
         raise ConfigError(f'frozen={frozen!r} is neither "same" nor "any"')
-    replica = Replica(model, mean_merge) if group is None else make_replica(model, mean_merge, group)
+    averaged = None
+    if companions is not None:
+        if group is not None:
+            raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
+        averaged = Companions(companions, model)
+    if group is not None:
+        replica: Replica = make_replica(model, mean_merge, group)
+    else:
+        replica = Replica(model, mean_merge, NONE if averaged is None else averaged.tensors)
     if residuals not in ("device", "host"):
         raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
     world = real_world()
@@ -154,7 +170,7 @@ def join(
     declared = frozen_tensors.declare(model, resumed=start.resumed) if frozen == "same" else ()
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
     dial, index = partial(GrpcTransport, credentials=credentials), None if saved is None else saved.index
-    watch = None if replica.is_spread else ModelWatch(model)
+    watch = None if replica.is_spread else ModelWatch(model, averaged)
     if group is None:
         learner = make_learner(
             replica,

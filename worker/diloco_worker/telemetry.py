@@ -101,12 +101,14 @@ class LearnerTelemetry:
 
     # ------------------------------------------------------------ in the training thread
 
-    def model(self, trained: Sequence[TensorSpec], num_frozen: int) -> None:
+    def model(self, tensors: Sequence[TensorSpec], num_frozen: int) -> None:
         """What will be synchronised, and how; `num_frozen` parameters will not."""
+        trained = [t for t in tensors if not t.companion]
         averaged = " ".join(t.name for t in trained if t.mean_merge)
         self.log.event(
             "model", digest=model_digest(trained), trained=sum(t.num_elements for t in trained), frozen=num_frozen,
             plain_mean=averaged or "nothing",
+            **({"companions": len(tensors) - len(trained)} if len(tensors) > len(trained) else {}),
         )  # fmt: skip
 
     def born(self, inner_step: int, tokens: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from diloco_common.errors import ModelChanged
+from diloco_worker.companions import Companions
 from diloco_worker.core import names
 
 WHAT_TO_DO = (
@@ -26,7 +27,9 @@ WHAT_TO_DO = (
 class ModelWatch:
     """The trainable parameters of one model, as they were when it joined. Owned by the training thread."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, companions: Companions | None = None) -> None:
+        """`companions`: what is averaged beside it."""
+        self._companions = companions
         found = [
             (names.join(path, leaf), module._parameters, leaf, parameter)
             for path, module in names.modules(model)
@@ -54,7 +57,10 @@ class ModelWatch:
             )
 
     def check_in_place(self) -> None:
-        """Whether the parameters are the tensors that they were, whatever their values. Raises ModelChanged."""
+        """Whether parameters and companions are the tensors that they were, whatever their values. Raises
+        ModelChanged."""
+        if self._companions is not None:
+            self._companions.check()
         found = map(operator.getitem, self._owners, self._leaves)  # in C: this runs at every step
         try:
             if all(map(operator.is_, found, self._parameters)) and _addresses(self._parameters) == self._addresses:

@@ -132,7 +132,7 @@ def _facts(contents: Contents) -> dict[str, Any]:
         "fragments": len(contents.files),
         "fragments_missing": len(contents.missing),
         "versions": [low, high],
-        "tokens_merged": total_tokens(contents.files),
+        "tokens_merged": total_tokens(contents),
         "bytes": contents.num_bytes,
     }
 

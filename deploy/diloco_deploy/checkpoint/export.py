@@ -15,9 +15,10 @@ def export_model(whole: Whole, out: Path, dtype: str) -> None:
 
     Raises VersionDamaged, DataError if `out` cannot be written, and OSError.
     """
-    contents = whole.contents
-    tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, dtype)) for spec in contents.tensors}
-    fragments = {fragment.fragment_id: fragment for fragment in contents.manifest.fragments}
+    manifest = whole.contents.manifest
+    tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, dtype)) for spec in manifest.model_tensors}
+    fragments = {fragment.fragment_id: fragment for fragment in manifest.model_fragments}
     for _, stored in whole.read():
-        lay_out(stored.values.theta, fragments[stored.record.fragment_id], tensors)
+        if stored.record.fragment_id in fragments:
+            lay_out(stored.values.theta, fragments[stored.record.fragment_id], tensors)
     write_model(out, tensors)

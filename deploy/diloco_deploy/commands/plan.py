@@ -37,6 +37,13 @@ Step = Annotated[float, Parameter(converter=_SECONDS, metavar="1s", help="of one
 Fragments = Annotated[
     int | None, Parameter(converter=_WHOLE, metavar="P", help="fragments", show_default="chosen")
 ]  # fmt: skip
+Companions = Annotated[
+    int | None,
+    Parameter(
+        converter=_WHOLE, metavar="N", help="momentum is averaged too, N times as rarely (sync.companions_every)",
+        show_default="it is not",
+    ),
+]  # fmt: skip
 Outer = Annotated[Literal["nesterov", "sgd", "adam"], Parameter(help="the outer optimizer")]
 
 app = new_app("plan", "Settings and sizes of a run: from the model, the learners and their links.")
@@ -63,6 +70,7 @@ def plan(
     disk: Annotated[
         float | None, Parameter(converter=_DISK, metavar="300MB", help="what a shard's disk writes in a second")
     ] = None,
+    companions_every: Companions = None,
     json: Json = False,
 ) -> int:
     """Propose H, encodings, fragments and shards, and say how much memory, disk and bandwidth the run takes: with the
@@ -72,7 +80,9 @@ def plan(
     from diloco_deploy.plan.command import plan
 
     link = Link(up, up if down is None else down, round_trip)
-    asked = Asked(_params(params, model), learners, link, step_time, fragments, shards, outer, shard_link, disk)
+    asked = Asked(
+        _params(params, model), learners, link, step_time, fragments, shards, outer, shard_link, disk, companions_every
+    )
     return plan(asked, as_json=json)
 
 

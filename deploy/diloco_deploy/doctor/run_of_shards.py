@@ -29,7 +29,7 @@ def describe(door: Door, known: Known, protocol: int) -> Sequence[Finding]:
     except NotSeeded:
         return [ok(f"a shard of run {door.run_id} that waits for its first learner; protocol {protocol}")]
     known.answers[door.address] = answer
-    params = sum(tensor.num_elements for tensor in answer.tensors)
+    params = sum(tensor.num_elements for tensor in answer.tensors if not tensor.companion)
     model = f"{units.count(params)} parameters" if params else "no model yet"
     return [
         ok(
@@ -99,7 +99,7 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Findi
         return warning("LINK_UNMEASURED", f"{_rates(up, None)}; the run has no model yet, so nothing comes down")
     seeded = next((fragment for fragment in answer.fragments if fragment.seeded), None)
     down = None if seeded is None else calls.pull_rate(door, seeded.fragment_id)
-    params = params or float(sum(tensor.num_elements for tensor in answer.tensors))
+    params = params or float(sum(tensor.num_elements for tensor in answer.tensors if not tensor.companion))
     if up is None and down is None:
         return warning("LINK_UNMEASURED", f"the bandwidth to {door.address} was not measured: too few bytes arrived")
     found = Link(up or down or 0.0, down or up or 0.0, known.round_trip_s.get(door.address, 0.0))
@@ -109,16 +109,21 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Findi
 def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measured: str) -> Finding:
     """What the link allows, beside what the run asks for."""
     policy = answer.policy
+    companions_every = 1 if any(tensor.companion for tensor in answer.tensors) else None  # shards do not say how often
+    asked = Asked(
+        params, max(1, answer.pulse.learners_alive), found, step_s, answer.num_fragments,
+        companions_every=companions_every,
+    )  # fmt: skip
     every, push, pull = policy.sync_every, policy.push_encoding, policy.pull_encoding
     needs = [
-        formulas.rate(params, BITS.get(encoding, 32.0), every, step_s) / rate
+        formulas.rate(asked.params_moved, BITS.get(encoding, 32.0), every, step_s) / rate
         for encoding, rate in ((push, found.up), (pull, found.down))
     ]
     asks = (
         f"{measured}; at {step_s:g} s per step the run asks for {max(needs):.0%} of it "
         f"(H = {every}, {push} up, {pull} down, {units.count(params)} parameters)"
     )
-    choice = choose(Asked(params, max(1, answer.pulse.learners_alive), found, step_s, answer.num_fragments))
+    choice = choose(asked)
     proposal = (
         f"sync_every = {choice.every}, push = {choice.encodings.push}, pull = {choice.encodings.pull}, "
         f"fragments = {choice.fragments}: {choice.why_every}"

@@ -61,6 +61,19 @@ class Asked:
     """Bits per second of a shard's machine, each way."""
     disk: float | None = None
     """Bytes per second that the disk of a shard's machine writes."""
+    companions_every: int | None = None
+    """`sync.companions_every` of a run that averages momentum; None: it does not."""
+
+    @property
+    def companions_share(self) -> float:
+        """What companions add to the contributions of the model, and to their bytes: all again, so many times as
+        rarely."""
+        return 1 / self.companions_every if self.companions_every else 0.0
+
+    @property
+    def params_moved(self) -> float:
+        """In H steps, to and from each learner: N, and what companions add."""
+        return self.params * (1 + self.companions_share)
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,11 @@ def choose(asked: Asked) -> Choice:
     )  # fmt: skip
 
 
+def calls_of(asked: Asked, fragments: int, every: int) -> float:
+    """Contributions per second, of all learners, those to companions included."""
+    return formulas.calls_rate(asked.learners, fragments, every, asked.step_s) * (1 + asked.companions_share)
+
+
 def needed_every(params: float, encodings: Encodings, link: Link, step_s: float) -> int:
     """The smallest H with which half of the link is enough in both directions."""
     up = formulas.every_for_rate(params, BITS[encodings.push], link.up, step_s, LINK_SHARE)
@@ -111,10 +129,10 @@ def needed_every(params: float, encodings: Encodings, link: Link, step_s: float)
 def _encodings(asked: Asked) -> tuple[Encodings, int, bool, str]:
     """The encodings, H, whether the link carries them, and why this H."""
     careful, half, last = LADDER
-    if needed_every(asked.params, careful, asked.link, asked.step_s) <= EVERY:
+    if needed_every(asked.params_moved, careful, asked.link, asked.step_s) <= EVERY:
         return careful, EVERY, True, "the default, and the link carries it"
     for rung in (half, last):
-        every = max(EVERY, needed_every(asked.params, rung, asked.link, asked.step_s))
+        every = max(EVERY, needed_every(asked.params_moved, rung, asked.link, asked.step_s))
         if every <= EVERY_MOST:
             return (
                 rung,
@@ -134,7 +152,7 @@ def _link_asks(asked: Asked, every: int) -> str:
 
 def _fragments(asked: Asked, every: int) -> int:
     """24, and fewer where small contributions of many learners would keep the shards busy with calls alone."""
-    calls = formulas.calls_rate(asked.learners, FRAGMENTS, every, asked.step_s)
+    calls = calls_of(asked, FRAGMENTS, every)
     contribution = asked.params / FRAGMENTS
     if calls <= LINK_SHARE * formulas.CALLS_PER_S or contribution > 1e6:
         return FRAGMENTS
@@ -150,22 +168,22 @@ def _why_fragments(asked: Asked, fragments: int) -> str:
 def _shards(asked: Asked, encodings: Encodings, every: int, fragments: int) -> tuple[int, str]:
     """How many, and what decides it."""
     push, pull = BITS[encodings.push], BITS[encodings.pull]
-    calls = formulas.calls_rate(asked.learners, fragments, every, asked.step_s)
-    moved = formulas.bytes_rate(asked.params, push, pull, asked.learners, every, asked.step_s)
+    calls = calls_of(asked, fragments, every)
+    moved = formulas.bytes_rate(asked.params_moved, push, pull, asked.learners, every, asked.step_s)
     needs = {
         f"{units.count(calls)} contributions/s, and a core serves {formulas.CALLS_PER_S:g}": calls
         / formulas.CALLS_PER_S,
         f"{units.size(moved)}/s, and a core serves {units.size(formulas.BYTES_PER_S)}/s": moved / formulas.BYTES_PER_S,
     }
     if asked.shard_link is not None:
-        busier = asked.learners * formulas.rate(asked.params, max(push, pull), every, asked.step_s)
+        busier = asked.learners * formulas.rate(asked.params_moved, max(push, pull), every, asked.step_s)
         needs[f"{bit_rate(busier)} one way, and a shard's machine has {bit_rate(asked.shard_link)}"] = (
             busier / asked.shard_link
         )
     if asked.disk is not None:
-        written = formulas.disk_rate(
-            asked.params, formulas.version_bytes(asked.outer, encodings.pull), every, asked.step_s
-        )
+        of_companion = formulas.companion_bytes(encodings.pull) * asked.companions_share
+        each = formulas.version_bytes(asked.outer, encodings.pull) + of_companion
+        written = formulas.disk_rate(asked.params, each, every, asked.step_s)
         needs[f"{units.size(written)}/s of versions, and a disk writes {units.size(asked.disk)}/s"] = (
             written / asked.disk
         )

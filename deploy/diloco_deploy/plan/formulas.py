@@ -71,20 +71,32 @@ def version_bytes(outer: str, pull: str) -> int:
     return 4 + momentum + (0 if pull in VALUES else 2)
 
 
-def shard_memory(params_owned: float, fragments: int, learners: int, push_bits: float, outer: str, pull: str) -> float:
+def companion_bytes(pull: str) -> int:
+    """Bytes per parameter of a companion's version on disk: its values, and the anchor of changes."""
+    return 4 + (0 if pull in VALUES else 2)
+
+
+def shard_memory(
+    params_owned: float, fragments: int, learners: int, push_bits: float, outer: str, pull: str,
+    *, companions: bool = False,
+) -> float:  # fmt: skip
     """Bytes of a shard at its peak: 260 MB + 8 MB + n (12 + ...) + 8.5 n_fragment + 0.62 MB L + contributions.
 
     n: parameters that it owns. 12 bytes with Nesterov and bfloat16 pulls; Adam takes 4 more, and changes 2 more. At
-    most one contribution per learner and fragment is open: n L push / 8. Measured by benchmarks/growth.py and
-    benchmarks/shard_memory.py (docs/performance.md).
+    most one contribution per learner and fragment is open: n L push / 8. Companions are as many parameters again, with
+    no state of an outer optimizer: 8 bytes each, and their contributions. Measured by benchmarks/growth.py and
+    benchmarks/shard_memory.py (docs/performance.md), without companions.
     """
     per_parameter = 12.0 + (version_bytes(outer, pull) - 8)
     largest = params_owned / max(1, fragments)
     contributions = learners * params_owned * push_bits / 8
+    if companions:
+        per_parameter += 8.0 + companion_bytes(pull) - 4
+        contributions *= 2
     return IDLE_BYTES + 8e6 + per_parameter * params_owned + 8.5 * largest + 0.62e6 * learners + contributions
 
 
-def shard_disk(params_owned: float, largest: float, each: int, checkpoints: int) -> float:
+def shard_disk(params_owned: float, largest: float, each: float, checkpoints: int) -> float:
     """Bytes of a data folder: two versions of everything, regular checkpoints, and two files being written.
 
     `largest`: parameters of its largest fragment; `each`: bytes per parameter of a version (docs/runbook.md,
@@ -93,6 +105,6 @@ def shard_disk(params_owned: float, largest: float, each: int, checkpoints: int)
     return each * ((VERSIONS_KEPT + checkpoints) * params_owned + 2 * largest)
 
 
-def disk_rate(params_owned: float, each: int, every: int, step_s: float) -> float:
+def disk_rate(params_owned: float, each: float, every: int, step_s: float) -> float:
     """Bytes per second that a shard writes: every fragment once per H steps (docs/performance.md, keeping versions)."""
     return each * params_owned / (every * step_s)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate
+from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of
 from diloco_deploy.plan.formulas import BITS
 
 
@@ -42,21 +42,31 @@ def figures(asked: Asked, choice: Choice) -> list[Figure]:
 
 def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
     push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
-    n, every, link = asked.params, choice.every, asked.link
-    wan = "docs/wan.md"
-    fragment_s = formulas.round_trip_of_fragment(n, choice.fragments, push, pull, link.up, link.down, link.round_trip_s)
-    yield Figure(
-        "a learner sends", formulas.rate(n, push, every, asked.step_s), "bit/s", f"N x {push:g} bits / (H t)", wan
+    n, every, link = asked.params_moved, choice.every, asked.link
+    wan, moves = "docs/wan.md", _moves(asked)
+    fragment_s = formulas.round_trip_of_fragment(
+        asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
     )
     yield Figure(
-        "a learner receives", formulas.rate(n, pull, every, asked.step_s), "bit/s", f"N x {pull:g} bits / (H t)", wan
+        "a learner sends", formulas.rate(n, push, every, asked.step_s), "bit/s", f"{moves} x {push:g} bits / (H t)", wan
+    )
+    yield Figure(
+        "a learner receives",
+        formulas.rate(n, pull, every, asked.step_s),
+        "bit/s",
+        f"{moves} x {pull:g} bits / (H t)",
+        wan,
     )
     yield Figure(
         "a fragment, there and back", fragment_s, "s", "N/P x push / up + N/P x pull / down + 2 round trips", wan
     )
-    yield Figure("a start: the whole model", n * 16 / link.down, "s", "N x 16 bits / down", wan)
+    whole = asked.params * (2 if asked.companions_every else 1)
+    words = "2 N x 16 bits / down" if asked.companions_every else "N x 16 bits / down"
+    yield Figure("a start: the whole model", whole * 16 / link.down, "s", words, wan)
     moved = formulas.bytes_rate(n, push, pull, asked.learners, every, asked.step_s) / choice.shards
-    yield Figure("a shard's link, both ways together", 8 * moved, "bit/s", "L N (push + pull) bits / (H t S)", wan)
+    yield Figure(
+        "a shard's link, both ways together", 8 * moved, "bit/s", f"L {moves} (push + pull) bits / (H t S)", wan
+    )
 
 
 def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
@@ -64,25 +74,37 @@ def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
     owned, held = asked.params / choice.shards, -(-choice.fragments // choice.shards)
     each = formulas.version_bytes(asked.outer, choice.encodings.pull)
     memory = formulas.shard_memory(
-        owned, held, asked.learners, BITS[choice.encodings.push], asked.outer, choice.encodings.pull
-    )
+        owned, held, asked.learners, BITS[choice.encodings.push], asked.outer, choice.encodings.pull,
+        companions=asked.companions_every is not None,
+    )  # fmt: skip
+    kept, written = each, float(each)
+    if asked.companions_every:
+        kept += formulas.companion_bytes(choice.encodings.pull)
+        written += formulas.companion_bytes(choice.encodings.pull) * asked.companions_share
     yield Figure(
         "memory of a shard, at most", memory, "bytes",
-        "260 MB + 8 MB + n x (12; 16 with Adam; 2 more for changes) + 8.5 n/P' + 0.62 MB L + L n push / 8", page,
+        "260 MB + 8 MB + n x (12; 16 with Adam; 2 more for changes) + 8.5 n/P' + 0.62 MB L + L n push / 8"
+        + (" + companions: n x (8; 2 more for changes) + L n push / 8" if asked.companions_every else ""), page,
     )  # fmt: skip
     yield Figure(
-        "disk of a shard", formulas.shard_disk(owned, owned / held, each, 0), "bytes",
-        f"{each} n x 2 versions + 2 files being written", page,
+        "disk of a shard", formulas.shard_disk(owned, owned / held, kept, 0), "bytes",
+        f"{kept} n x 2 versions + 2 files being written", page,
     )  # fmt: skip
     yield Figure(
-        "each regular checkpoint", each * owned, "bytes", f"{each} n (checkpoint.keep of them)", "docs/checkpoints.md"
+        "each regular checkpoint", kept * owned, "bytes", f"{kept} n (checkpoint.keep of them)", "docs/checkpoints.md"
     )
     yield Figure(
-        "a shard's disk writes", formulas.disk_rate(owned, each, choice.every, asked.step_s), "bytes/s",
-        f"{each} n / (H t)", page,
+        "a shard's disk writes", formulas.disk_rate(owned, written, choice.every, asked.step_s), "bytes/s",
+        f"{written:g} n / (H t)", page,
     )  # fmt: skip
-    per_s = formulas.calls_rate(asked.learners, choice.fragments, choice.every, asked.step_s) / choice.shards
-    yield Figure("contributions to a shard, each second", per_s, "", "L P / (H t S); a core serves 640", page)
+    per_s = calls_of(asked, choice.fragments, choice.every) / choice.shards
+    parts = "L P" if not asked.companions_every else f"L P (1 + 1/{asked.companions_every})"
+    yield Figure("contributions to a shard, each second", per_s, "", f"{parts} / (H t S); a core serves 640", page)
+
+
+def _moves(asked: Asked) -> str:
+    """Parameters that cross a link in H steps, in words."""
+    return f"N (1 + 1/{asked.companions_every})" if asked.companions_every else "N"
 
 
 def learner_figures(asked: Asked, choice: Choice) -> list[Figure]:
@@ -94,17 +116,21 @@ def learner_figures(asked: Asked, choice: Choice) -> list[Figure]:
     )  # fmt: skip
     waits_s = fragment_s + OVERLAP * asked.step_s
     under_way = formulas.under_way(waits_s, choice.every, choice.fragments, asked.step_s)
-    return process_figures(asked.params, encodings, choice.fragments, under_way)
+    return process_figures(
+        asked.params, encodings, choice.fragments, under_way, companions=asked.companions_every is not None
+    )
 
 
 def process_figures(
-    params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1, training_bytes: float = 16
-) -> list[Figure]:
+    params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1, training_bytes: float = 16,
+    *, companions: bool = False,
+) -> list[Figure]:  # fmt: skip
     """What one process of a learner holds, by `diloco_common/sizes.py`. Imports torch.
 
     Args:
         params: of the whole model.
         under_way: fragments whose contribution or version is under way at once.
+        companions: whether its momentum is averaged.
         ranks: over which the parameters of an island are spread (FSDP2); 1: none.
         training_bytes: bytes per parameter of the training itself: weights, gradients, two moments of AdamW.
     """
@@ -112,8 +138,9 @@ def process_figures(
     from diloco_common.sizes import Share, learner_bytes
 
     each = round(params / fragments / ranks)
+    model = [Share(each, each)] * fragments
     found = learner_bytes(
-        [Share(each, each)] * fragments, push=encodings.push, pull=encodings.pull, under_way=under_way
+        model, push=encodings.push, pull=encodings.pull, under_way=under_way, companions=model if companions else ()
     )
     loss = get_codec(encodings.push).residual_dtype.itemsize
     sizes, held = "diloco_common/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
@@ -123,7 +150,8 @@ def process_figures(
             f"{found.kept / found.elements:.3g} bytes per parameter held ({held})", sizes,
         ),
         Figure(
-            f"for {under_way} fragment{'s' * (under_way > 1)} under way", found.under_way, "bytes",
+            f"for {under_way} fragment{'s' * (under_way > 1)} under way{', as many companions' * companions}",
+            found.under_way, "bytes",
             f"snapshot 4 + loss {loss} + encoded + version + difference 4, of each", sizes,
         ),
         Figure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
@@ -138,8 +166,10 @@ def process_figures(
 
 def settings_of(asked: Asked, choice: Choice) -> dict[str, dict[str, str | int]]:
     """Section -> key -> value: what a run.toml holds."""
+    rarely = {"companions_every": asked.companions_every} if asked.companions_every else {}
     return {
         "sync": {
+            **rarely,
             "fragments": choice.fragments,
             "sync_every": choice.every,
             "push": choice.encodings.push,

@@ -16,6 +16,14 @@ from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Contribution
 
 
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How versions of a fragment are made."""
+
+    rule: str | MergeRule
+    optimizer: OuterOptimizer
+
+
 @dataclass
 class Values:
     """The numbers of a fragment. Only `seed` and `step` change them, on the shard's compute thread."""
@@ -57,13 +65,12 @@ def step(
     contributions: Sequence[Contribution],
     *,
     outer_step: int,
-    rule: str | MergeRule,
-    optimizer: OuterOptimizer,
+    making: Making,
 ) -> None:
     """Merge a closed round and take one outer step, in place."""
-    for merged in merge(contributions, fragment.pieces, rule):
+    for merged in merge(contributions, fragment.pieces, making.rule):
         part = merged.bounds
-        optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)
+        making.optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)
 
 
 def publish(values: Values, encoding: str, before: Published | None = None) -> Published:

@@ -3,6 +3,8 @@
 Steps are counted per learner, as far as its reports count (pace.py). An absolute clock would stop with the fastest
 learner. No clock at all would let a fast network drive H towards 1, which ruins learning.
 
+Companions keep a cadence of their own: every `sync.companions_every` times as many steps.
+
 The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
 the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
 comes after H steps, as in DiLoCo.
@@ -25,7 +27,9 @@ class Rest:
     """A fragment between two rounds: what a cadence rule may look at."""
 
     fragment_id: int
+    """Its number: among the fragments of the model, or, of a companion, among those of companions."""
     num_fragments: int
+    """So many of these there are."""
     version: int
     fraction: float
     """Of the token budget, as far as this fragment has merged it, in [0, 1]; 0 in a run without end."""
@@ -43,11 +47,13 @@ def every_h_steps(rest: Rest) -> int:
     return rest.sync_every
 
 
-def interval(rule: CadenceRule, rest: Rest, *, never: bool) -> int:
-    """Inner steps until the next round, `never`: the first one. Raises ValueError for a rule that gives nonsense."""
+def interval(rule: CadenceRule, rest: Rest, *, never: bool, times: int = 1) -> int:
+    """Inner steps until the next round, `never`: the first one. `times`: so many times what the rule gives. Raises
+    ValueError for a rule that gives nonsense."""
     steps = rule(rest)
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"sync.cadence gave {steps!r} inner steps for {rest}; it has to be a whole number from 1")
+    steps *= times
     return first_interval(rest.fragment_id, rest.num_fragments, steps) if never else steps
 
 

@@ -297,7 +297,13 @@ class FragmentState:
         return self.record.merged_versions.get(learner_id, self.record.forgotten_version) >= round_number
 
     def typical_norm(self) -> float:
-        """The usual norm of what is merged, unless it is tiny; the norm of version 0 until there is one."""
+        """The usual norm of what is merged, unless it is tiny; the norm of version 0 until there is one.
+
+        Of momentum no norm is unusual: it begins at zero, and grows by any factor once a layer that was made of zeros
+        passes gradients on. What bounds a contribution to it is its round, where the mean cuts all to the median.
+        """
+        if self.fragment.companion:
+            return math.inf
         seed_norm, usual = self.record.seed_norm, self.record.usual.usual
         if usual:
             return max(usual, NORM_QUIET * seed_norm)

@@ -10,7 +10,7 @@ from diloco_common.messages import Outcome, PushAnswer, PushHeader
 
 @dataclass
 class Ledger:
-    """Counts that only grow. Tokens count once per fragment that they were pushed for."""
+    """Counts that only grow. Tokens count once per fragment of the model that they were pushed for."""
 
     rounds: int = 0
     """Rounds that became a version."""
@@ -30,18 +30,18 @@ class Ledger:
     tokens_fenced: int = 0
     """Accepted, then dropped: the learner lost its lease before the round closed. It carries the work if it lives."""
 
-    def answered(self, header: PushHeader, answer: PushAnswer) -> None:
-        """Count the answer to a push. Of seeds only refusals count: a seed is no learner's work."""
+    def answered(self, header: PushHeader, answer: PushAnswer, tokens: int) -> None:
+        """Count the answer to a push of so many tokens. Of seeds only refusals count: a seed is no learner's work."""
         if answer.outcome is Outcome.REJECTED:
             self.rejected[answer.code] += 1
-            self.tokens_refused[answer.code] += header.tokens
+            self.tokens_refused[answer.code] += tokens
         elif header.is_seed:
             return
         elif answer.outcome is Outcome.ACCEPTED:
-            self.tokens_accepted += header.tokens
+            self.tokens_accepted += tokens
         elif answer.outcome is Outcome.LATE:
             self.late += 1
-            self.tokens_late += header.tokens
+            self.tokens_late += tokens
         else:
             self.duplicates += 1
 

@@ -77,6 +77,15 @@ class Nesterov(OuterOptimizer):
             native.nesterov(theta, b, self.settings.momentum, self.settings.lr)
 
 
+class TakeMean(OuterOptimizer):
+    """theta <- theta - G: the mean of what learners have. Of companion fragments, whatever the settings say."""
+
+    num_buffers = 0
+
+    def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
+        theta.sub_(gradient)
+
+
 class Adam(OuterOptimizer):
     """Adam with bias correction (arXiv 1412.6980), as torch.optim.Adam."""
 

@@ -110,7 +110,7 @@ class Rounds:
         else:
             self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
             member.contributes()
-        self.ledger.answered(header, ACCEPTED)
+        self._count(header, ACCEPTED)
         return ACCEPTED
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
@@ -141,7 +141,7 @@ class Rounds:
                 self._decline(member, state, header, answer)
                 if header.is_seed:
                     state.drop_half_seed(member.learner_id)
-        self.ledger.answered(header, answer)
+        self._count(header, answer)
         return answer
 
     def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
@@ -167,7 +167,7 @@ class Rounds:
         if answer.outcome is Outcome.LATE:
             member.is_late()
         if answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
-            self.ledger.answered(header, answer)
+            self._count(header, answer)
         if answer.outcome is not Outcome.DUPLICATE:
             self._decline(member, state, header, answer)
         return answer
@@ -186,6 +186,14 @@ class Rounds:
             member.missed[answer.code or answer.outcome.name] += 1
             if answer.code in CODES:
                 self._vote(member.learner_id, answer.code)
+
+    def _count(self, header: PushHeader, answer: PushAnswer) -> None:
+        self.ledger.answered(header, answer, self._tokens(header.fragment_id, header.tokens))
+
+    def _tokens(self, fragment_id: int, tokens: int) -> int:
+        """What of a contribution's tokens the accounts count: they are of what the model learns, not of companions."""
+        state = self._versions.fragments.get(fragment_id)
+        return 0 if state is not None and state.fragment.companion else tokens
 
     def _accept(self, state: FragmentState, contribution: Contribution, now: float) -> None:
         collecting = state.round
@@ -233,7 +241,7 @@ class Rounds:
             fenced = collecting.lose(member.learner_id)
             if fenced is not None:
                 member.missed["FENCED"] += 1
-                self.ledger.tokens_fenced += fenced.tokens
+                self.ledger.tokens_fenced += self._tokens(fenced.fragment_id, fenced.tokens)
             elif was_missing:
                 member.missed[code] += 1
 
@@ -318,12 +326,13 @@ class Rounds:
         """A closed round became a version: count what is in it."""
         tokens = 0
         for contribution in closed.contributions.values():
-            tokens += contribution.tokens
+            counted = self._tokens(fragment_id, contribution.tokens)
+            tokens += counted
             member = self._membership.get(contribution.learner_id)
             if member is not None:
                 self._note_merged(member, contribution)
                 member.merged += 1
-                member.tokens_merged += contribution.tokens
+                member.tokens_merged += counted
         participants = len(closed.contributions)
         self.ledger.rounds += 1
         self.ledger.participants += participants
@@ -360,15 +369,21 @@ class Rounds:
             member.trail.merged_until[contribution.fragment_id] = Progress(steps, tokens)
 
     def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
-        versions = self._versions
-        if state.phase is not Phase.RESTING or versions.budget.is_reached(state):
+        versions, fragment = self._versions, state.fragment
+        if state.phase is not Phase.RESTING or versions.is_final(state):
             return False
-        total = len(versions.manifest.fragments) if versions.manifest else 1
-        rest = Rest(
-            state.fragment.fragment_id, total, state.version, versions.budget.fraction(state), self._sync.sync_every
-        )
-        steps = interval(self._cadence, rest, never=state.rounds_opened == 0 and state.version == 0)
-        return versions.budget.rest_is_trained(state, live) or is_due(live, state.base_steps, steps, self._sync.quorum)
+        assert versions.manifest is not None
+        number, total = versions.manifest.place(fragment)
+        rest = Rest(number, total, state.version, versions.budget.fraction(state), self._sync.sync_every)
+        never = state.rounds_opened == 0 and state.version == 0
+        steps = interval(self._cadence, rest, never=never, times=self._times(fragment))
+        if not fragment.companion and versions.budget.rest_is_trained(state, live):
+            return True
+        return is_due(live, state.base_steps, steps, self._sync.quorum)
+
+    def _times(self, fragment: Fragment) -> int:
+        """H of a fragment, in those of the settings."""
+        return self._sync.companions_every if fragment.companion else 1
 
     def _open(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         opened = state.open_round(live, now)
@@ -407,7 +422,8 @@ class Rounds:
             member = self._membership.get(learner_id)
             if member is not None:
                 member.missed_round()
-        closed = state.close_round(self._membership, self._sync.sync_every, now)
+        usual_steps = self._sync.sync_every * self._times(state.fragment)
+        closed = state.close_round(self._membership, usual_steps, now)
         fragment_id = state.fragment.fragment_id
         contributions = tuple(closed.contributions[i] for i in sorted(closed.contributions))
         open_s, asked = now - closed.opened_at, len(closed.asked)

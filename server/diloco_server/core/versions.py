@@ -165,10 +165,19 @@ class Versions:
     # ------------------------------------------------------------ questions
 
     @property
+    def of_model(self) -> list[FragmentState]:
+        """The fragments without those of companions: what the progress of the run is counted by."""
+        return [s for s in self.fragments.values() if not s.fragment.companion]
+
+    @property
     def tokens_merged(self) -> int:
-        """Merged tokens, averaged over the fragments."""
-        states = self.fragments.values()
+        """Merged tokens, averaged over the fragments of the model."""
+        states = self.of_model
         return sum(s.tokens_merged for s in states) // len(states) if states else 0
+
+    def is_final(self, state: FragmentState) -> bool:
+        """Whether no version of a fragment is made any more. Companions go on as long as the model."""
+        return self.done if state.fragment.companion else self.budget.is_reached(state)
 
     @property
     def all_seeded(self) -> bool:
@@ -193,7 +202,8 @@ class Versions:
         self._check_budget()
 
     def _check_budget(self) -> None:
-        if self.done or not self.all_seeded or not all(map(self.budget.is_reached, self.fragments.values())):
+        states = self.of_model
+        if self.done or not states or not all(s.seeded and self.budget.is_reached(s) for s in states):
             return
         self.done = True
         self._outbox.add(BudgetReached(self.tokens_merged))

@@ -8,7 +8,7 @@ The manifest copies them, so making one reads only headers, however large the mo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -192,7 +192,7 @@ def encode_manifest(contents: Contents) -> bytes:
     """The bytes of `checkpoint.json`; equal contents give equal bytes."""
     body = asdict(contents) | {
         "format": FORMAT,
-        "tensors": [[t.name, list(t.shape), t.mean_merge] for t in contents.tensors],
+        "tensors": [t.as_json() for t in contents.tensors],
         "files": [asdict(file) for file in contents.files],
     }
     return _dump({"checkpoint": body, "crc32c": _checksum(body)})
@@ -226,8 +226,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
             raise DataError(
                 f"{where} has format {found!r}, but this release reads {FORMAT!r}: use the release that made it"
             )
-        names = ("name", "shape", "mean_merge")
-        tensors = [dict(zip(names, tensor, strict=True)) for tensor in body["tensors"]]
+        tensors = [dict(zip(TensorSpec._fields, tensor, strict=False)) for tensor in body["tensors"]]
         contents = _CONTENTS.validate_json(_dump(body | {"tensors": tensors}), strict=True)
         _check_files(contents)
         return contents
@@ -311,6 +310,7 @@ def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def total_tokens(files: Iterable[CheckpointFile]) -> int:
-    """Tokens that are merged into every fragment."""
-    return min((file.tokens_merged for file in files), default=0)
+def total_tokens(contents: Contents) -> int:
+    """Tokens that are merged into every fragment of the model."""
+    model = {fragment.fragment_id for fragment in contents.manifest.model_fragments}
+    return min((file.tokens_merged for file in contents.files if file.fragment_id in model), default=0)

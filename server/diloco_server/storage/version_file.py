@@ -127,7 +127,7 @@ def _encode_header(header: Header) -> bytes:
         "origin": asdict(header.origin),
         "manifest": {
             "digest": header.manifest.digest,
-            "tensors": [[t.name, list(t.shape), t.mean_merge] for t in header.manifest.tensors],
+            "tensors": [t.as_json() for t in header.manifest.tensors],
         },
         "record": asdict(header.record),
         "previous": header.previous,
@@ -296,7 +296,7 @@ class _Model:
     """The field `manifest` of a header."""
 
     digest: str
-    tensors: list[tuple[str, tuple[int, ...], bool]]
+    tensors: list[tuple[str, tuple[int, ...], bool] | tuple[str, tuple[int, ...], bool, bool]]
 
 
 _ORIGIN, _RECORD, _MODEL = TypeAdapter(Origin), TypeAdapter(Record), TypeAdapter(_Model)

@@ -40,19 +40,19 @@ class IslandReplica(Replica):
         self._reshard = _resharding(model)
         self._holdings: dict[str, Holding] = {}
         sharings: dict[str, Sharing] = {}
-        self._is_spread = any(map(is_dtensor, self._parameters.values()))
-        for name, parameter in self._parameters.items():
+        self._is_spread = any(map(is_dtensor, self._tensors.values()))
+        for name, parameter in self._tensors.items():
             if is_dtensor(parameter):
                 self._holdings[name], sharings[name] = located(parameter)
                 with torch.no_grad():
                     local = parameter.to_local()  # type: ignore[attr-defined]
-                self._parameters[name] = local
+                self._tensors[name] = local
                 if not local.is_contiguous():
                     raise UnsupportedModel(f"this rank's rows of {name} are not contiguous; {SUPPORTED}")
             else:
                 self._holdings[name], sharings[name] = Holding(0, parameter.numel()), Sharing(rank, size)
         self._sharing = _the_same(sharings)
-        self.device = next((p.device for p in self._parameters.values() if p.numel()), self.device)
+        self.device = next((p.device for p in self._tensors.values() if p.numel()), self.device)
 
     def held(self, fragment: Fragment) -> LocalFragment:
         return local_fragment(fragment, self._holdings, self._sharing, self._rank, self._size)
@@ -60,7 +60,7 @@ class IslandReplica(Replica):
     @property
     def num_local(self) -> int:
         """Elements that this rank holds."""
-        return sum(p.numel() for p in self._parameters.values())
+        return sum(p.numel() for p in self._tensors.values())
 
     @property
     def is_spread(self) -> bool:
@@ -75,7 +75,7 @@ class IslandReplica(Replica):
         self._reshard()
         super().write(fragment, values)
 
-    def add(self, fragment: Fragment, difference: Tensor) -> None:
+    def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         self._reshard()
         super().add(fragment, difference)
 

@@ -39,23 +39,28 @@ class LearnerCore:
         self.contributions: Counter[str] = Counter()
         """Contributions by what became of them: taken, the fates (`Fate`), and refusals by code."""
         self.tokens_carried = 0
-        """Tokens of contributions that were not merged and whose work the next ones hold, summed over fragments."""
+        """Tokens of contributions that were not merged and whose work the next ones hold, summed over the fragments of
+        the model."""
         self._carried: list[Contribution] = []
         self.fragments = {
             f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
             for f in manifest.fragments
         }
 
+        self.of_model = [f for f in self.fragments.values() if not f.fragment.companion]
+        """Without companions."""
+
     @property
     def unmerged(self) -> int:
-        """Contributions under way whose fate is not known."""
-        return sum(f.contribution is not None for f in self.fragments.values())
+        """Contributions to the model under way whose fate is not known."""
+        return sum(f.contribution is not None for f in self.of_model)
 
     @property
     def tokens_unmerged(self) -> float:
-        """Tokens trained on that no version holds, as far as this learner has heard; averaged over fragments."""
-        begun = (f for f in self.fragments.values() if f.tensors.anchor is not None)
-        return sum(f.tokens_since(self.tokens) for f in begun) / len(self.fragments)
+        """Tokens trained on that no version holds, as far as this learner has heard; averaged over the fragments of
+        the model."""
+        begun = (f for f in self.of_model if f.tensors.anchor is not None)
+        return sum(f.tokens_since(self.tokens) for f in begun) / len(self.of_model)
 
     # ------------------------------------------------------------ at a step boundary
 
@@ -132,7 +137,7 @@ class LearnerCore:
         applied = self._resolve(fragment, version, merged_version, forgotten_version)
         merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
         if self.policy.on_commit == "carry":
-            fragment.carry(values, version, epoch, merged=merged, difference=difference)
+            fragment.carry(values, version, epoch, merged=merged, difference=difference, steps=self.inner_step)
         else:
             fragment.overwrite(values, version, epoch, merged=merged, tokens=self.tokens, steps=self.inner_step)
         if fragment.asked is not None and fragment.asked.epoch == epoch and fragment.asked.round <= version:
@@ -182,6 +187,7 @@ class LearnerCore:
         """The contribution was not merged: its work goes on into the next one."""
         assert fragment.contribution is not None
         self.contributions[Fate.CARRIED.value] += 1
-        self.tokens_carried += fragment.contribution.tokens
+        if not fragment.fragment.companion:
+            self.tokens_carried += fragment.contribution.tokens
         self._carried.append(fragment.contribution)
         fragment.give_back()

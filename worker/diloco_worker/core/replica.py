@@ -1,12 +1,16 @@
 """The user's model, seen as flat fragments.
 
 Knows which parameters are synchronised (the trainable ones, under the names of names.py), and moves values between them
-and flat float32 tensors laid out by the manifest. Buffers (BatchNorm statistics, for example) stay local.
+and flat float32 tensors laid out by the manifest. Companions, which an optimizer keeps for parameters and changes in
+place, are read and written as parameters are. Buffers (BatchNorm statistics, for example) stay local.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +26,32 @@ from diloco_worker.core.heads import embeddings_and_heads
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Replica:
-    """The trainable parameters of one model, by plain name."""
+class Companion(NamedTuple):
+    """What an optimizer keeps for a parameter and changes in place. Tensors are float32, of the parameter's shape."""
 
-    def __init__(self, model: nn.Module, mean_merge: Collection[str] | None = None) -> None:
+    values: Tensor
+    second: Tensor | None = None
+    """A second moment, which stays local, and by whose root the optimizer divides; None: it divides by none."""
+    most: float = math.inf
+    """How many times that root the optimizer's own gradients could make the values, at most."""
+    keeps: float = 1.0
+    """What an inner step keeps of the values: beta1 of AdamW, mu of Muon."""
+
+
+NONE: Mapping[str, Companion] = MappingProxyType({})
+
+
+class Replica:
+    """The trainable parameters of one model by plain name, and their companions."""
+
+    def __init__(
+        self, model: nn.Module, mean_merge: Collection[str] | None = None, companions: Mapping[str, Companion] = NONE
+    ) -> None:
         """`mean_merge` names the parameters merged by plain mean; None means embeddings and the output head.
 
-        Raises UnsupportedModel if nothing is trainable, or a parameter cannot be synchronised.
+        `companions`: name of a parameter -> what its optimizer keeps for it.
+
+        Raises UnsupportedModel if nothing is trainable, or a parameter or companion cannot be synchronised.
         """
         by_name = {name: p for name, p in names.parameters(model).items() if p.requires_grad}
         parameters = names.once(by_name)
@@ -39,8 +62,16 @@ class Replica:
         for name, parameter in parameters.items():
             _check(name, parameter)
         averaged = embeddings_and_heads(model) if mean_merge is None else _ids_of(mean_merge, by_name)
-        self._parameters: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
+        for name, companion in companions.items():
+            _check_companion(name, companion.values, parameters)
+        self._tensors: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
+        self._companions = {names.momentum_of(name): companion for name, companion in companions.items()}
+        self._tensors |= {name: companion.values for name, companion in self._companions.items()}
         self.specs = [TensorSpec(name, tuple(p.shape), id(p) in averaged) for name, p in parameters.items()]
+        self.specs += [
+            TensorSpec(name, tuple(companion.values.shape), mean_merge=True, companion=True)
+            for name, companion in self._companions.items()
+        ]
         self.ties = tuple(Tie(name, of) for name, of in names.ties(by_name).items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
@@ -55,7 +86,7 @@ class Replica:
     def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece of a fragment with the flat part of the model that it names, in place."""
         for piece in fragment.pieces:
-            flat = self._parameters[piece.tensor].view(-1)
+            flat = self._tensors[piece.tensor].view(-1)
             yield piece, flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements]
 
     def held(self, fragment: Fragment) -> Fragment:
@@ -72,12 +103,19 @@ class Replica:
         _used_here(*values.chunks)
         for theta, new in self._beside(fragment, values):
             theta.copy_(new)
+        self._bound(fragment)
 
-    def add(self, fragment: Fragment, difference: Tensor) -> None:
-        """theta <- theta + difference, computed in float32."""
+    def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
+        """theta <- theta + difference, computed in float32.
+
+        `steps`: so many inner steps ago it would have been due. A companion keeps of it what it keeps of what it was
+        then: it has forgotten the rest.
+        """
         _used_here(difference)
         for piece, theta in self.views(fragment):
-            theta.add_(difference[piece.offset : piece.offset + piece.num_elements])
+            kept = self._companions[piece.tensor].keeps ** steps if fragment.companion else 1.0
+            theta.add_(difference[piece.offset : piece.offset + piece.num_elements], alpha=kept)
+        self._bound(fragment)
 
     def blend(self, fragment: Fragment, values: Anchor, alpha: float) -> None:
         """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
@@ -87,6 +125,22 @@ class Replica:
                 theta.lerp_(new.float(), 1 - alpha)
             else:
                 theta.copy_(theta.float().lerp_(new.float(), 1 - alpha))
+        self._bound(fragment)
+
+    def _bound(self, fragment: Fragment) -> None:
+        """Cut what others have put into a companion to what its own second moment allows.
+
+        Where this learner has met no gradient yet (a row of an embedding), the second moment is zero, and the optimizer
+        would divide the momentum of others by its eps.
+        """
+        if not fragment.companion:
+            return
+        for piece, values in self.views(fragment):
+            companion = self._companions[piece.tensor]
+            if companion.second is not None:
+                second = companion.second.view(-1)[piece.tensor_offset : piece.tensor_offset + piece.num_elements]
+                most = second.sqrt().mul_(companion.most)
+                torch.clamp(values, -most, most, out=values)
 
     def _beside(self, fragment: Fragment, values: Anchor) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of theta, each with its values: no part reaches over the end of a piece or of a chunk."""
@@ -143,3 +197,16 @@ def _check(name: str, parameter: Tensor) -> None:
         raise UnsupportedModel(f"{name} is not contiguous; call .contiguous() on it before joining")
     if parameter.is_meta:
         raise UnsupportedModel(f"{name} is on the meta device; materialise the model before joining")
+
+
+def _check_companion(name: str, companion: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    what = names.momentum_of(name)
+    if what in parameters:
+        raise UnsupportedModel(f"the model has a parameter that is called {what!r}, as its averaged momentum would be")
+    if companion.dtype != torch.float32:
+        raise UnsupportedModel(
+            f"the {what} is {companion.dtype}; only float32 is averaged: keep the parameter in float32, or leave the "
+            "momentum local (without companions=)"
+        )
+    if companion.shape != parameters[name].shape or not companion.is_contiguous():
+        raise UnsupportedModel(f"the {what} is laid out in another way than {name}, so it cannot be averaged")

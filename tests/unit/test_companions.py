@@ -1,0 +1,339 @@
+"""Momentum that is averaged along with the model: by the mean alone, at its own cadence, and counted for nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from builders import make_settings
+from diloco_common.errors import ConfigError, ManifestMismatch, ModelChanged, UnsupportedModel
+from diloco_common.manifest import TensorSpec
+from diloco_server.core.fragment import FragmentState
+from diloco_worker.builtin.gpt import build_gpt
+from diloco_worker.builtin.training import make_optimizer
+from diloco_worker.companions import Companions, most_of
+from diloco_worker.core.replica import Companion, Replica
+from lockstep import Lockstep
+
+SYNC = {"sync_every": 1, "quorum": "all", "merge": "rda"}
+OUTER = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+
+
+def linear(value: float = 0.0) -> nn.Linear:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def momentum() -> dict[str, Companion]:
+    return {"weight": Companion(torch.zeros(1, 4))}
+
+
+def cluster_of(**sections: dict[str, Any]) -> Lockstep:
+    return Lockstep(make_settings(**{"outer": OUTER, **sections, "sync": SYNC | sections.get("sync", {})}))
+
+
+def states(cluster: Lockstep) -> tuple[FragmentState, FragmentState]:
+    """Of the model, and of its companion."""
+    model, companion = cluster.shards[0].shard.fragments.values()
+    assert (model.fragment.companion, companion.fragment.companion) == (False, True)
+    return model, companion
+
+
+def round_of(cluster: Lockstep, change: Callable[[], None]) -> None:
+    change()
+    for learner_id in cluster.learners:
+        cluster.stepped(learner_id, tokens=8)
+    cluster.exchange()
+
+
+# ------------------------------------------------------------------ on the shard
+
+
+def test_a_companion_becomes_the_exact_mean_while_the_model_takes_an_outer_step() -> None:
+    cluster, models, held = cluster_of(), [linear(), linear()], [momentum(), momentum()]
+    for learner_id, model, companions in zip("ab", models, held, strict=True):
+        cluster.join(learner_id, model, companions)
+
+    def change() -> None:
+        for model, companions, sign in zip(models, held, (1.0, -1.0), strict=True):
+            with torch.no_grad():
+                model.weight.add_(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+                companions["weight"].values.add_(torch.tensor([[1.0, 2.0, 4.0, 8.0 * sign]]))  # of equal length
+
+    for version, mean in ((1, [1.0, 2.0, 4.0, 0.0]), (2, [2.0, 4.0, 8.0, 0.0]), (3, [3.0, 6.0, 12.0, 0.0])):
+        round_of(cluster, change)
+        model, companion = states(cluster)
+        assert (model.version, companion.version) == (version, version)
+        assert companion.values is not None
+        assert companion.values.theta.tolist() == mean, "no rate, no momentum, and no radius of rda"
+        assert companion.values.buffers == []
+        assert [companions["weight"].values.tolist() for companions in held] == [[mean], [mean]]
+    assert model.values is not None
+    assert len(model.values.buffers) == 1
+    assert models[0].weight.tolist() != [[3.0, 6.0, 9.0, 12.0]], "the model itself takes the outer step"
+
+
+@pytest.mark.parametrize("merge", ["rda", "mean", "centered_clip"])
+def test_the_rule_of_a_companion_is_the_mean_whatever_that_of_the_run(merge: str) -> None:
+    cluster = cluster_of(sync={"merge": merge})
+    cluster.join("a", linear(), momentum())
+    model, companion = (cluster.shards[0].driver.making(state.fragment) for state in states(cluster))
+    assert (model.rule, companion.rule) == (merge, "mean")
+
+
+def test_without_companions_nothing_of_the_model_is_another() -> None:
+    thetas = []
+    for companions in ({}, momentum()):
+        cluster, model = cluster_of(), linear()
+        cluster.join("a", model, companions)
+        for _ in range(3):
+            round_of(cluster, lambda of=model: of.weight.data.add_(0.3))
+        thetas.append(next(iter(cluster.shards[0].shard.fragments.values())).values.theta)  # type: ignore[union-attr]
+    assert torch.equal(*thetas)
+
+
+def test_companions_are_due_so_many_times_as_rarely() -> None:
+    cluster = cluster_of(sync={"sync_every": 2, "companions_every": 3})
+    cluster.join("a", linear(), momentum())
+    versions = []
+    for _ in range(12):
+        round_of(cluster, lambda: None)
+        versions.append(tuple(state.version for state in states(cluster)))
+    assert [model for model, _ in versions] == [n // 2 for n in range(1, 13)]
+    assert [companion for _, companion in versions] == [n // 6 for n in range(1, 13)]
+
+
+def test_the_run_ends_by_the_model_alone_and_companions_end_with_it() -> None:
+    cluster = cluster_of(run={"tokens": 32}, sync={"companions_every": 3})
+    cluster.join("a", linear(), momentum())
+    shard = cluster.shards[0].shard
+    for merged in (8, 16, 24, 32):
+        assert not shard.done
+        round_of(cluster, lambda: None)
+        assert shard.tokens_merged == merged
+    model, companion = states(cluster)
+    assert shard.done
+    assert (model.version, companion.version) == (4, 1)
+    ledger = shard.ledger
+    assert (ledger.tokens_accepted, ledger.tokens_merged, ledger.tokens_in_flight) == (32, 32, 0)
+    assert ledger.participants == 5
+    assert shard.membership.get("a").tokens_merged == 32  # type: ignore[union-attr]
+    for _ in range(4):
+        round_of(cluster, lambda: None)
+    assert companion.version == 1, "nothing is averaged for a run that is over"
+
+
+def test_companions_go_on_as_long_as_the_model() -> None:
+    """Theirs may have merged the budget before: a fragment of the model has met fewer learners."""
+    cluster = cluster_of(run={"tokens": 24})
+    cluster.join("a", linear(), momentum())
+    model, companion = states(cluster)
+    companion.record = replace(companion.record, tokens_merged=24)
+    round_of(cluster, lambda: None)
+    assert (model.version, companion.version) == (1, 1)
+    assert not cluster.shards[0].shard.done
+
+
+def test_a_learner_counts_what_the_model_misses_not_what_companions_miss() -> None:
+    cluster = cluster_of(sync={"companions_every": 100})
+    learner = cluster.join("a", linear(), momentum())
+    for _ in range(3):
+        round_of(cluster, lambda: None)
+    assert learner.core.tokens_unmerged == 0
+    assert learner.core.unmerged == 0
+
+
+def test_momentum_may_leap_by_any_factor_when_a_layer_of_zeros_begins_to_learn() -> None:
+    cluster, held = cluster_of(), momentum()
+    cluster.join("a", linear(), held)
+    for exponent in range(-30, 10):
+        round_of(cluster, lambda e=exponent: held["weight"].values.fill_(10.0**e if e < -20 else 10.0**9))
+    assert cluster.shards[0].shard.ledger.rejected == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({}, momentum(), "this run averages none, and the caller some"),
+        (momentum(), {}, "this run averages momentum, and the caller none"),
+    ],
+)
+def test_learners_that_do_not_average_the_same_momentum_hear_what_to_do(
+    first: dict[str, Companion], second: dict[str, Companion], words: str
+) -> None:
+    cluster = cluster_of()
+    cluster.join("a", linear(), first)
+    with pytest.raises(ManifestMismatch, match=rf"the models are the same.*{words}.*train\.average_momentum"):
+        cluster.join("b", linear(), second)
+    with pytest.raises(ManifestMismatch, match=r"^the model differs from the shard's"):
+        cluster.join("b", nn.Linear(4, 1), second)  # it has a bias
+
+
+# ------------------------------------------------------------------ on the learner
+
+
+def test_a_newcomer_adopts_the_mean_and_later_keeps_what_it_has_added_since() -> None:
+    cluster, old, new = cluster_of(sync={"quorum": 1}), momentum(), momentum()
+    cluster.join("a", linear(), old)
+    round_of(cluster, lambda: old["weight"].values.fill_(2.0))  # type: ignore[arg-type, return-value]
+    cluster.join("b", linear(), new)
+    assert new["weight"].values.tolist() == [[2.0] * 4]
+
+
+def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_replaces() -> None:
+    """d steps after its snapshot a learner holds keeps^d of that, and it gets as much of the mean."""
+    keeps, steps = 0.5, 3
+    cluster = cluster_of()
+    held = [{"weight": Companion(torch.zeros(1, 4), keeps=keeps)} for _ in range(2)]
+    learners = [cluster.join(i, linear(), of) for i, of in zip("ab", held, strict=True)]
+    held[0]["weight"].values.fill_(4.0)
+    held[1]["weight"].values.fill_(-4.0)
+    learners[1].held = True
+    for learner_id in "ab":
+        cluster.stepped(learner_id, tokens=8)
+    cluster.exchange()
+    for of in held:
+        of["weight"].values.mul_(keeps**steps).add_(1.0)  # the gradients of these steps
+    for learner_id in "ab":
+        for _ in range(steps):
+            learners["ab".index(learner_id)].core.stepped(8)
+    learners[1].held = False
+    cluster.exchange()
+    assert states(cluster)[1].version == 1
+    assert [of["weight"].values.tolist() for of in held] == [[[1.0] * 4]] * 2, "nothing is left of either's own"
+
+
+def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:
+    second = torch.tensor([[0.0, 1.0, 4.0, 100.0]])
+    held = {"weight": Companion(torch.zeros(1, 4), second, 2.0)}
+    replica = Replica(linear(), companions=held)
+    assert replica.specs[1] == TensorSpec("momentum of weight", (1, 4), mean_merge=True, companion=True)
+    cluster = cluster_of()
+    others = momentum()
+    cluster.join("a", linear(), others)
+    round_of(cluster, lambda: others["weight"].values.copy_(torch.tensor([[5.0, -5.0, 5.0, -5.0]])))  # type: ignore[arg-type, return-value]
+    cluster.join("b", linear(), held)
+    assert held["weight"].values.tolist() == [[0.0, -2.0, 4.0, -5.0]]
+    assert second.tolist() == [[0.0, 1.0, 4.0, 100.0]]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.99), (0.95, 0.95), (0.5, 0.3)])
+def test_no_gradients_of_ones_own_are_cut(betas: tuple[float, float]) -> None:
+    """The bound is that of Cauchy and Schwarz: gradients that grow as (beta2 / beta1)^t come as near as can be."""
+    beta1, beta2 = betas
+    most, first, second, nearest = most_of(beta1, beta2), 0.0, 0.0, 0.0
+    for t in range(400):
+        gradient = (beta1 / beta2) ** -t
+        first, second = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
+        nearest = max(nearest, first / second**0.5)
+    assert nearest <= most * (1 + 1e-9)
+    assert nearest == pytest.approx(most, rel=1e-3)
+
+
+def bfloat16(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.bfloat16().parameters())
+
+
+def elsewhere(_: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(linear().parameters())
+
+
+REFUSED = [
+    (bfloat16, UnsupportedModel, "the momentum of weight is torch.bfloat16; only float32"),
+    (elsewhere, ConfigError, "no optimizer of the model's trainable parameters"),
+    (lambda m: torch.optim.RMSprop(m.parameters()), UnsupportedModel, "how a RMSprop keeps its momentum is not known"),
+    (lambda m: torch.optim.SGD(m.parameters()), UnsupportedModel, "SGD with momentum and without dampening"),
+    (lambda m: torch.optim.AdamW(m.parameters(), betas=(0.95, 0.9)), UnsupportedModel, "has no bound"),
+    (lambda m: m, ConfigError, "give the optimizer of this model"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), REFUSED)
+def test_what_cannot_be_averaged_is_refused_in_words(
+    make: Callable[[nn.Module], Any], kind: type[Exception], words: str
+) -> None:
+    model = linear()
+    with pytest.raises(kind, match=words):
+        Replica(model, companions=Companions([make(model)], model).tensors)
+
+
+def test_a_name_that_is_a_parameters_own_is_refused() -> None:
+    model = linear()
+    model.register_parameter("momentum of weight", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(UnsupportedModel, match="a parameter that is called 'momentum of weight'"):
+        Replica(model, companions=momentum())
+
+
+# ------------------------------------------------------------------ of real optimizers
+
+OPTIMIZERS: list[Callable[[nn.Module], torch.optim.Optimizer]] = [
+    lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
+    lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True, amsgrad=True),
+    lambda m: torch.optim.Adam(m.parameters(), lr=0.1, foreach=True),
+    lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True),
+]
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS.append(lambda m: torch.optim.Muon(m.parameters(), lr=0.1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(8, 4, generator=generator)
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return next(model.parameters()).detach().clone()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_state_that_was_made_before_the_first_step_is_that_which_the_optimizer_would_have_made(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    alone, prepared = linear(), linear()
+    optimizer = make(prepared)
+    companions = Companions(optimizer, prepared)
+    plain = make(alone)
+    assert torch.equal(train(alone, plain, 3), train(prepared, optimizer, 3))
+    companions.check()  # the optimizer has changed the very tensors
+    (state,), (own,) = plain.state.values(), optimizer.state.values()
+    assert state.keys() == own.keys()
+    first = "exp_avg" if "exp_avg" in own else "momentum_buffer"
+    assert own[first] is companions.tensors["weight"].values
+    assert own[first].any()
+    assert {k: (v.dtype, v.device, v.shape) for k, v in state.items()} == {
+        k: (v.dtype, v.device, v.shape) for k, v in own.items()
+    }
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_state_that_is_replaced_later_is_noticed(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    model = linear()
+    optimizer = make(model)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(saved))  # before: this is what a resumed learner does
+    companions = Companions(optimizer, model)
+    train(model, optimizer, 2)
+    companions.check()
+    optimizer.load_state_dict(saved)
+    with pytest.raises(ModelChanged, match=r"of weight was replaced .*load_state_dict"):
+        companions.check()
+
+
+def test_the_built_in_optimizer_of_both_kinds_is_known_and_frozen_parameters_have_no_companion() -> None:
+    settings = make_settings(model={"layers": 1, "heads": 1, "width": 8, "context": 8})
+    model = build_gpt(settings.model, 0)
+    model.lm_head.weight.requires_grad_(False)
+    found = Companions(make_optimizer(model, settings.train), model).tensors
+    assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    divided = {name for name, companion in found.items() if companion.second is not None}
+    assert divided == {"embedding.weight"}, "the matrices are Muon's"

@@ -1,0 +1,131 @@
+"""Companions: the first moments of the user's inner optimizers, which learners average as they do the model.
+
+Muon and SGD keep it as `momentum_buffer`, Adam and AdamW as `exp_avg`. Optimizers make it at their first step. So it is
+made here before that, as the optimizer itself would: zeros, at step 0. From then on the optimizer changes it in place,
+and so does the learner, between two steps. Where other tensors are put in its place, as by `load_state_dict`, `check`
+notices.
+
+Adam and AdamW divide it by the root of their second moment, which stays local. Own gradients keep
+
+    |exp_avg| <= (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) sqrt(exp_avg_sq)
+
+whatever they are (Cauchy-Schwarz over their history); the momentum of others may not be. So what a learner takes of it
+is cut to this (`Replica`). Otherwise a row of an embedding that only others have met would be divided by eps, and a
+fresh optimizer, whose bias correction takes it for its own first gradient, would begin with steps that are too long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
+from diloco_worker.core import names
+from diloco_worker.core.replica import Companion
+
+
+class _Held(NamedTuple):
+    """A tensor of an optimizer's state, and where it was found."""
+
+    of: str
+    """Name of its parameter."""
+    optimizer: Optimizer
+    parameter: Tensor
+    key: str
+    tensor: Tensor
+
+
+class Companions:
+    """The first moments of some optimizers, as they were when the model joined. Owned by the training thread."""
+
+    def __init__(self, optimizers: Optimizer | Iterable[Optimizer], model: nn.Module) -> None:
+        """Makes what the optimizers have not made yet. Parameters of none of them have no companion.
+
+        Raises ConfigError if these are no optimizers, or of another model, and UnsupportedModel for a kind that is
+        not known.
+        """
+        every = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        if not all(isinstance(one, Optimizer) for one in every):
+            raise ConfigError(
+                f"companions= is {optimizers!r}: give the optimizer of this model, or a list of them, as they are made "
+                "from torch.optim"
+            )
+        parameters = {n: p for n, p in names.parameters(model).items() if p.requires_grad}
+        name_of = {id(p): name for name, p in names.once(parameters).items()}
+        self.tensors: dict[str, Companion] = {}
+        """Name of a parameter -> its first moment."""
+        self._held: list[_Held] = []
+        for optimizer in every:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in name_of:
+                        self._add(name_of[id(parameter)], optimizer, group, parameter)
+        if not self.tensors:
+            raise ConfigError(
+                "companions= has no optimizer of the model's trainable parameters: give the one that steps this model"
+            )
+
+    def check(self) -> None:
+        """Whether the optimizers still hold these very tensors, whatever their values. Raises ModelChanged."""
+        for held in self._held:
+            if held.optimizer.state.get(held.parameter, {}).get(held.key) is not held.tensor:
+                raise ModelChanged(
+                    f"the {held.key} of {held.of} was replaced by another tensor since the model joined, as by "
+                    "optimizer.load_state_dict(...). Load the optimizer's state before `join`; from then on leave it "
+                    "to optimizer and learner. This learner ends"
+                )
+
+    def _add(self, of: str, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+        state = optimizer.state[parameter]
+        keys = _keys(optimizer, group)
+        if keys[0] not in state:
+            state.update(_first_state(group, parameter, keys))
+        first, *second = (state[key] for key in keys)
+        if second:
+            beta1, beta2 = group["betas"]
+            self.tensors[of] = Companion(first, second[0], most_of(beta1, beta2), keeps=beta1)
+        else:
+            self.tensors[of] = Companion(first, keeps=group["momentum"])
+        self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
+
+
+def most_of(beta1: float, beta2: float) -> float:
+    """Of |exp_avg| / sqrt(exp_avg_sq), whatever the gradients were. Raises UnsupportedModel."""
+    if beta1**2 >= beta2:
+        raise UnsupportedModel(
+            f"companions=: with betas ({beta1:g}, {beta2:g}) the step of an optimizer has no bound, so the momentum of "
+            "others could make it any length; take a beta2 above the square of beta1"
+        )
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
+def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """What the first moment is called in the optimizer's state, and the second one, if it has one.
+
+    Raises UnsupportedModel for an optimizer that is not known.
+    """
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "betas" in group and kinds & {"Adam", "AdamW", "MuonWithAdamW"}:
+        return "exp_avg", "exp_avg_sq"
+    if kinds & {"Muon", "MuonWithAdamW"} or ("SGD" in kinds and group["momentum"] and not group["dampening"]):
+        return ("momentum_buffer",)
+    raise UnsupportedModel(
+        f"companions=: how a {type(optimizer).__name__} keeps its momentum is not known. Known are torch's Adam, "
+        "AdamW, Muon, and SGD with momentum and without dampening: take one of them, or leave the momentum local"
+    )
+
+
+def _first_state(group: dict[str, Any], parameter: Tensor, keys: tuple[str, ...]) -> dict[str, Tensor]:
+    """What the optimizer would make at its first step."""
+    state = {key: torch.zeros_like(parameter) for key in keys}
+    if len(keys) > 1:
+        is_on_device = group["fused"] or group["capturable"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+    if group.get("amsgrad"):
+        state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+    return state
