@@ -148,10 +148,14 @@ WORDS_MAX = 2000
 def plain(words: str) -> str:
     """Words as one line of at most `WORDS_MAX` bytes of UTF-8: control characters are escaped, what is over is cut."""
     words = words[: WORDS_MAX + 1]  # an escape is never shorter
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    line = words if words.isprintable() else "".join(map(_escaped, words))
     if len(line.encode()) <= WORDS_MAX:
         return line
     return line.encode()[: WORDS_MAX - 3].decode(errors="ignore") + "…"
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 class Refusal(DilocoError):

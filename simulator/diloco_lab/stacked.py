@@ -78,13 +78,14 @@ class Stack:
 
     def companions(self, row: int) -> dict[str, Companion]:
         """The first moments of one learner's optimizer, by name of the parameter: views into the stack."""
-        most = most_of(self._train.beta1, self._train.beta2)
-        return {
-            name: Companion(first[row], self._second[name][row], most)
-            if name in self._second
-            else Companion(first[row])
-            for name, first in self._first.items()
-        }
+        train, found = self._train, {}
+        for name, first in self._first.items():
+            if name in self._second:
+                most = most_of(train.beta1, train.beta2)
+                found[name] = Companion(first[row], self._second[name][row], most, keeps=train.beta1)
+            else:
+                found[name] = Companion(first[row], keeps=train.muon_momentum)
+        return found
 
     def _losses(self, theta: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         """Of each learner, in nats per byte: [R]."""

@@ -116,8 +116,9 @@ class LearnerProcess:
         log: Any = QuietLog(self.name, self._hear_error)
         silence: Any = Silence()
         telemetry = LearnerTelemetry(caller, self.process.clock, silence, log, cluster.history_of(learner_id))
+        replica = TornReplica(self.model, self._during_a_read, has_companion=options.companions_every > 0)
         self.learner = make_learner(
-            TornReplica(self.model, self._during_a_read), [str(i) for i in range(options.shards)], caller, self._dial,
+            replica, [str(i) for i in range(options.shards)], caller, self._dial,
             self.process.world(), self, telemetry, start,
         )  # fmt: skip
         self._connections: Connections | None = None

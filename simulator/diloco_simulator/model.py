@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.manifest import Fragment
-from diloco_worker.core.replica import Replica
+from diloco_worker.core.replica import Companion, Replica
 
 SHAPES = {"body": (6, 2), "head": (4, 2), "norm": (3,)}
 AVERAGED = ("head",)
 """Merged by plain mean."""
+COMPANION = "head"
+"""Where a schedule has companions, this is one: what trains it, and what is known of its values, stays the same."""
 NUM_ELEMENTS = 23
 PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
@@ -45,9 +47,12 @@ class Counting(nn.Module):
 class TornReplica(Replica):
     """A replica whose snapshots take their time: the optimizer may step while one is being read."""
 
-    def __init__(self, model: Counting, meanwhile: Callable[[Tensor], None]) -> None:
+    def __init__(self, model: Counting, meanwhile: Callable[[Tensor], None], *, has_companion: bool = False) -> None:
         """`meanwhile` is called in the middle of every read with what was read so far, a part of the snapshot."""
         super().__init__(model, AVERAGED)
+        if has_companion:
+            self.specs = [spec._replace(companion=spec.name == COMPANION) for spec in self.specs]
+            self._companions = {COMPANION: Companion(self._tensors[COMPANION])}
         self._meanwhile = meanwhile
 
     def read(self, fragment: Fragment, out: Tensor) -> None:

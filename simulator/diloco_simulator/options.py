@@ -91,6 +91,8 @@ class Options:
     heartbeat_s: float = 1.0
     forgets: bool = False
     """Whether shards forget at once who has no lease, as they would where far too many came and went."""
+    companions_every: int = 0
+    """One parameter of the model is a companion, due so many times as rarely; 0: none is."""
     islands: int = 0
     """So many of the learners, from the first one on, are islands of several ranks."""
     hostile: int = 0
@@ -115,7 +117,7 @@ class Options:
     def well_within_s(self) -> float:
         """After the faults are over, a cluster is well again, and has reached its budget, within this time."""
         slowest_s = 1.2 * max(self.step_s)
-        rounds_s = 6 * (self.sync_every + 4) * slowest_s
+        rounds_s = 6 * (self.sync_every * max(1, self.companions_every) + 4) * slowest_s
         holds_s = SEED_HOLD_S if self.resumes else 0.0
         return 4 * self.lease_s + 4 * self.call_s + 20 + holds_s + rounds_s + 2 * self.budget * slowest_s
 
@@ -136,7 +138,7 @@ class Options:
             "sync": SyncSettings(
                 fragments=self.fragments, sync_every=self.sync_every, quorum=self.quorum, grace=self.grace,
                 staleness_max=self.staleness_max, merge=self.merge, on_commit=self.on_commit, push=self.push,
-                pull=self.pull, error_feedback=self.error_feedback,
+                pull=self.pull, error_feedback=self.error_feedback, companions_every=max(1, self.companions_every),
             ),
             "outer": OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
             "guard": GuardSettings(norm_factor=self.norm_factor),
@@ -299,11 +301,19 @@ def draw_islands(seed: int) -> Options:
     )  # fmt: skip
 
 
+def draw_companions(seed: int) -> Options:
+    """Long and short schedules in which learners average a companion beside the model."""
+    r = random.Random(f"companions {seed}")
+    drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
+    return replace(drawn, family="companions", companions_every=r.choice((1, 1, 2, 3)), hostile=0, max_pushes=64)
+
+
 FAMILIES: dict[str, Callable[[int], Options]] = {
     "short": draw_short,
     "long": draw_options,
     "memory": draw_memory,
     "islands": draw_islands,
+    "companions": draw_companions,
 }
 
 

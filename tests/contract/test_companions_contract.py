@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from in_process import InProcessShard, settings_with
+from safetensors.torch import load_file
 from torch import Tensor
 from training import Training, tiny_model
 
 import diloco_worker
 from diloco_common.errors import ManifestMismatch, ModelChanged, UnsupportedModel
+from diloco_deploy.checkpoint.commands import restore_into
+from diloco_deploy.checkpoint.export import export_model
+from diloco_deploy.checkpoint.sources import open_whole
+from diloco_server.storage.checkpoint import decode_manifest, encode_manifest, total_tokens
+from diloco_worker.core.replica import Companion, Replica
 from diloco_worker.global_model import pull_global_model
 from waiting import until
 
@@ -123,8 +131,13 @@ def test_who_comes_back_has_the_averaged_momentum_and_so_has_a_shard_that_starts
     fresh = averaging(first.address, "c", seed=2)
     assert not fresh.momentum.any(), "AdamW would divide the momentum of others by its eps"
 
+    again.learner.close()
+    fresh.learner.close()
     address = first.address
+    of_model = first.loop.look(lambda: [s for s in first.core.fragments.values() if not s.fragment.companion])
+    tokens = min(state.tokens_merged for state in of_model)
     first.stop()
+    _check_files(tmp_path, a.model, tokens)
     second = serve(settings_with(**settings, shard={"data_dir": str(tmp_path), "listen": address}))
     assert torch.equal(averaged(second, a.model), shared)
     states = second.loop.look(lambda: list(second.core.fragments.values()))
@@ -133,6 +146,26 @@ def test_who_comes_back_has_the_averaged_momentum_and_so_has_a_shard_that_starts
     found = pull_global_model([second.address])
     assert found.tensors.keys() == dict(a.model.named_parameters()).keys(), "who reads the model sees no momentum"
     assert sorted(found.versions) == [0, 1, 2]
+
+
+def _check_files(folder: Path, model: torch.nn.Module, tokens: int) -> None:
+    """What is read from a data folder, and from one for another number of shards."""
+    whole = open_whole([str(folder)])
+    manifest = whole.contents.manifest
+    assert whole.contents.tensors == tuple(
+        sorted(Replica(model, companions={n: Companion(p.detach()) for n, p in model.named_parameters()}).specs)
+    )
+    behind = tuple(
+        replace(file, tokens_merged=0) if manifest.fragments[file.fragment_id].companion else file
+        for file in whole.contents.files
+    )
+    assert total_tokens(replace(whole.contents, files=behind)) == total_tokens(whole.contents) == tokens
+    export_model(whole, folder / "model.safetensors", "float32")
+    assert load_file(folder / "model.safetensors").keys() == dict(model.named_parameters()).keys()
+    restore_into(folder / "two", [str(folder)], 2)
+    split = open_whole([str(folder / "two" / f"shard-{i}") for i in range(2)]).contents.manifest
+    assert {f.shard_index for f in split.fragments if f.companion} == {0, 1}
+    assert decode_manifest(encode_manifest(whole.contents), "here") == whole.contents
 
 
 def test_finish_leaves_the_model_of_the_run_and_waits_for_no_companion(serve, averaging):

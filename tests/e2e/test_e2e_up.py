@@ -199,9 +199,11 @@ def test_children_end_when_the_command_is_killed(up: Callable[..., Up]) -> None:
     until(run.no_children_left, "the children to end")
 
 
-def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("average", ["false", "true"], ids=["momentum stays local", "momentum is averaged"])
+def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path, average: str) -> None:
     """faults.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
-    first = Up(tmp_path / "run", 2, 2, 60_000, **{"worker.checkpoint_every_s": 0.5})
+    settings = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": average}
+    first = Up(tmp_path / "run", 2, 2, 60_000, **settings)
     try:
         first.await_merging()
         until(lambda: all((tmp_path / "run" / w / "checkpoint.safetensors").exists() for w in first.workers), "files")
@@ -209,7 +211,7 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> N
     finally:
         first.kill()
 
-    second = Up(tmp_path / "run", 2, 2, 60_000, **{"worker.checkpoint_every_s": 0.5})
+    second = Up(tmp_path / "run", 2, 2, 60_000, **settings)
     try:
         code, said = second.end()
     finally:
@@ -219,6 +221,7 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path) -> N
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["tokens_merged"] >= 60_000
     for name, status in before.items():
+        assert any(fragment["companion"] for fragment in status["fragments"]) == (average == "true")
         log = (tmp_path / "run" / "logs" / f"{name}.log").read_text()
         assert "fragment seeded" not in log, "its first life was seeded, this one was not"
         assert log.count("fragment recovered") == len(status["fragments"])

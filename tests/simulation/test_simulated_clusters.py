@@ -130,7 +130,7 @@ def test_a_violation_ends_the_command_with_its_replay_and_exit_code_1(
 
 def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--replay", "78"]) == 2
-    assert "say islands:SEED or long:SEED or memory:SEED or short:SEED" in capsys.readouterr().err
+    assert "say companions:SEED or islands:SEED or long:SEED or memory:SEED or short:SEED" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(900)  # three minutes of a core

@@ -80,6 +80,14 @@ def test_a_companion_becomes_the_exact_mean_while_the_model_takes_an_outer_step(
     assert models[0].weight.tolist() != [[3.0, 6.0, 9.0, 12.0]], "the model itself takes the outer step"
 
 
+@pytest.mark.parametrize("merge", ["rda", "mean", "centered_clip"])
+def test_the_rule_of_a_companion_is_the_mean_whatever_that_of_the_run(merge: str) -> None:
+    cluster = cluster_of(sync={"merge": merge})
+    cluster.join("a", linear(), momentum())
+    model, companion = (cluster.shards[0].driver.making(state.fragment) for state in states(cluster))
+    assert (model.rule, companion.rule) == (merge, "mean")
+
+
 def test_without_companions_nothing_of_the_model_is_another() -> None:
     thetas = []
     for companions in ({}, momentum()):
@@ -164,7 +172,7 @@ def test_learners_that_do_not_average_the_same_momentum_hear_what_to_do(
     cluster.join("a", linear(), first)
     with pytest.raises(ManifestMismatch, match=rf"the models are the same.*{words}.*train\.average_momentum"):
         cluster.join("b", linear(), second)
-    with pytest.raises(ManifestMismatch, match="^the model differs from the shard's"):
+    with pytest.raises(ManifestMismatch, match=r"^the model differs from the shard's"):
         cluster.join("b", nn.Linear(4, 1), second)  # it has a bias
 
 
@@ -177,6 +185,29 @@ def test_a_newcomer_adopts_the_mean_and_later_keeps_what_it_has_added_since() ->
     round_of(cluster, lambda: old["weight"].values.fill_(2.0))  # type: ignore[arg-type, return-value]
     cluster.join("b", linear(), new)
     assert new["weight"].values.tolist() == [[2.0] * 4]
+
+
+def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_replaces() -> None:
+    """d steps after its snapshot a learner holds keeps^d of that, and it gets as much of the mean."""
+    keeps, steps = 0.5, 3
+    cluster = cluster_of()
+    held = [{"weight": Companion(torch.zeros(1, 4), keeps=keeps)} for _ in range(2)]
+    learners = [cluster.join(i, linear(), of) for i, of in zip("ab", held, strict=True)]
+    held[0]["weight"].values.fill_(4.0)
+    held[1]["weight"].values.fill_(-4.0)
+    learners[1].held = True
+    for learner_id in "ab":
+        cluster.stepped(learner_id, tokens=8)
+    cluster.exchange()
+    for of in held:
+        of["weight"].values.mul_(keeps**steps).add_(1.0)  # the gradients of these steps
+    for learner_id in "ab":
+        for _ in range(steps):
+            learners["ab".index(learner_id)].core.stepped(8)
+    learners[1].held = False
+    cluster.exchange()
+    assert states(cluster)[1].version == 1
+    assert [of["weight"].values.tolist() for of in held] == [[[1.0] * 4]] * 2, "nothing is left of either's own"
 
 
 def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:

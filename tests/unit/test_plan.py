@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from diloco_deploy.plan.choice import LINK_SHARE, Asked, Link, bit_rate, choose
 from diloco_deploy.plan.formulas import BITS
 from diloco_deploy.plan.model import parameters_of
 from diloco_deploy.plan.quantities import bits_per_s
-from diloco_deploy.plan.table import figures, settings_of, toml
+from diloco_deploy.plan.table import figures, learner_figures, settings_of, toml
 
 MBIT = 1e6
 
@@ -154,3 +155,24 @@ def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str], ranks: int, gigaby
 )
 def test_a_plan_for_nothing_is_refused(words: list[str]) -> None:
     assert main(words) == 2
+
+
+def test_averaged_momentum_takes_its_share_of_links_disks_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(**given: int) -> dict[str, float]:
+        plan = replace(asked(1e8, 1000), outer="nesterov", **given)
+        choice = choose(plan)
+        assert choice.every == 24
+        return {row.name: row.value for row in [*figures(plan, choice), *learner_figures(plan, choice)]}
+
+    local, rarely, often = shown(), shown(companions_every=4), shown(companions_every=1)
+    for name in ("a learner sends", "a learner receives", "contributions to a shard, each second"):
+        assert (rarely[name] / local[name], often[name] / local[name]) == pytest.approx((1.25, 2.0))
+    assert often["disk of a shard"] / local["disk of a shard"] == pytest.approx(1.5), "4 bytes beside 8"
+    assert rarely["a shard's disk writes"] / local["a shard's disk writes"] == pytest.approx(1.125)
+    assert often["diloco's part, at most"] == pytest.approx(2 * local["diloco's part, at most"])
+    assert often["the training itself"] == local["the training itself"]
+    assert often["memory of a shard, at most"] > 1.5 * local["memory of a shard, at most"]
+
+    assert choose(replace(asked(1e8, 100), companions_every=1)).encodings.push == "int4", "a thin link asks for less"
+    assert main(["plan", "--params", "125M", "--companions-every", "4"]) == 0
+    assert "companions_every = 4" in capsys.readouterr().out

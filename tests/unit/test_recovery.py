@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from diloco_common.errors import DataError
 from diloco_common.logs import Log
-from diloco_common.manifest import model_digest
+from diloco_common.manifest import Fragment, model_digest
 from diloco_common.settings import Settings
+from diloco_server.core.arithmetic import Making
 from diloco_server.core.outer_rules import make_outer_optimizer
 from diloco_server.recovery import recover
 from diloco_server.storage.store import WrongFolder
@@ -28,6 +30,11 @@ class Heard(Log):
         self.errors.append(facts)
 
 
+def made_by(settings: Settings) -> Callable[[Fragment], Making]:
+    """How versions are made, of all fragments alike."""
+    return lambda fragment: Making("mean", make_outer_optimizer(settings.outer))
+
+
 @pytest.mark.parametrize(("version", "missing"), [(0, None), (3, [1])], ids=["still being seeded", "taken away"])
 def test_a_fragment_without_any_file_is_named_where_others_have_versions(version: int, missing: Any) -> None:
     disk, settings, log = FakeDisk(), Settings(), Heard()
@@ -36,7 +43,7 @@ def test_a_fragment_without_any_file_is_named_where_others_have_versions(version
     store.save(make_version(version, fragment_id=0), MANIFEST)
     assert [f.fragment_id for f in MANIFEST.owned_by(0)] == [0, 1]
 
-    recovered = recover(open_store(disk), settings, make_outer_optimizer(settings.outer), log)
+    recovered = recover(open_store(disk), settings, made_by(settings), log)
 
     assert recovered is not None
     assert [r.record.fragment_id for r in recovered[1]] == [0]
@@ -49,7 +56,7 @@ def test_a_folder_with_another_model_than_the_shard_was_told_is_not_served(model
     open_store(disk).save(make_version(3), MANIFEST)
 
     def start() -> object:
-        return recover(open_store(disk), settings, make_outer_optimizer(settings.outer), Heard())
+        return recover(open_store(disk), settings, made_by(settings), Heard())
 
     if is_taken:
         assert start() is not None
@@ -70,4 +77,4 @@ def test_a_version_that_cannot_be_read_now_ends_the_start_in_words(monkeypatch: 
 
     monkeypatch.setattr(disk, "open", refuse)
     with pytest.raises(DataError, match=r"\(fragment-0000-\S+: Permission denied\).* start the shard again$"):
-        recover(open_store(disk), settings, make_outer_optimizer(settings.outer), Heard())
+        recover(open_store(disk), settings, made_by(settings), Heard())

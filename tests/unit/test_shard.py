@@ -41,6 +41,7 @@ from diloco_common.messages import (
     PushHeader,
     Stop,
 )
+from diloco_server.core.cadence import Rest
 from diloco_server.core.effects import (
     BudgetReached,
     LearnerForgotten,
@@ -52,6 +53,8 @@ from diloco_server.core.effects import (
 )
 from diloco_server.core.fragment import DECLINED_MAX
 from diloco_server.core.membership import Member
+from diloco_server.core.shard import Shard
+from diloco_server.driver import EffectDriver
 from lockstep import ShardShell
 
 SIZE = 8
@@ -336,6 +339,29 @@ def test_the_next_round_waits_for_h_steps_of_every_learner() -> None:
     rig.step("b")
     assert rig.state.round is not None
     assert rig.state.round.round == 2
+
+
+def test_who_is_due_is_asked_only_where_something_has_changed() -> None:
+    asked: list[Rest] = []
+
+    def every_4_steps(rest: Rest) -> int:
+        asked.append(rest)
+        return 4
+
+    rig = Rig()
+    rig.shard = Shard(rig.settings, EPOCH, every_4_steps)
+    rig.driver = EffectDriver(rig.shard, rig, rig)
+    rig.started("a")
+    rig.contribute("a", 1)
+    asked.clear()
+    rig.advance()
+    rig.now += 1.0
+    rig.advance()
+    assert asked == []
+    rig.step("a", steps=3)
+    assert len(asked) == 1
+    rig.step("a")
+    assert rig.state.round is not None
 
 
 def test_h_counts_from_the_opening_of_the_last_round_not_from_its_close() -> None:

@@ -116,3 +116,14 @@ def test_what_is_under_way_at_once_is_of_several_ranks() -> None:
     moving = [learner_bytes(found, under_way=n).under_way for n in (1, 3, 6, 24)]
 
     assert [n // moving[0] for n in moving] == [1, 1, 2, 6]
+
+
+def test_companions_are_kept_and_moved_as_the_model_is_and_are_no_parameters() -> None:
+    model = [TensorSpec(f"layer.{i}", (1024, 512)) for i in range(48)]
+    companions = [TensorSpec(f"m {t.name}", t.shape, mean_merge=True, companion=True) for t in model]
+    found = shares(cut([*model, *companions], 24, 2))
+    assert found == shares(cut(model, 24, 2))
+    alone, both = learner_bytes(found), learner_bytes(found, companions=found)
+    for name in ("kept", "under_way", "pushed", "pulled"):
+        assert getattr(both, name) == 2 * getattr(alone, name)
+    assert both.elements == alone.elements

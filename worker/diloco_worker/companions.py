@@ -86,7 +86,11 @@ class Companions:
         if keys[0] not in state:
             state.update(_first_state(group, parameter, keys))
         first, *second = (state[key] for key in keys)
-        self.tensors[of] = Companion(first, second[0], most_of(*group["betas"])) if second else Companion(first)
+        if second:
+            beta1, beta2 = group["betas"]
+            self.tensors[of] = Companion(first, second[0], most_of(beta1, beta2), keeps=beta1)
+        else:
+            self.tensors[of] = Companion(first, keeps=group["momentum"])
         self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
 
 

@@ -107,7 +107,8 @@ class LearnerTelemetry:
         averaged = " ".join(t.name for t in trained if t.mean_merge)
         self.log.event(
             "model", digest=model_digest(trained), trained=sum(t.num_elements for t in trained), frozen=num_frozen,
-            plain_mean=averaged or "nothing", companions=len(tensors) - len(trained),
+            plain_mean=averaged or "nothing",
+            **({"companions": len(tensors) - len(trained)} if len(tensors) > len(trained) else {}),
         )  # fmt: skip
 
     def born(self, inner_step: int, tokens: int) -> None:

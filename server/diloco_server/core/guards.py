@@ -27,8 +27,8 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
         here, there = (any(t.companion for t in tensors) for tensors in (mine.tensors, theirs))
         raise ManifestMismatch(
             "the models are the same, but the momentum that learners average is not: "
-            f"{_what_is_averaged(here, there)}. All learners of a run give the same optimizers to join(companions=), or "
-            f"none; workers the same train.average_momentum (shard <-> caller): {'; '.join(different)}"
+            f"{_what_is_averaged(here, there)}. All learners of a run give the same optimizers to join(companions=), "
+            f"or none; workers the same train.average_momentum (shard <-> caller): {'; '.join(different)}"
         )
     if different:
         table = "; ".join(different)

@@ -58,6 +58,7 @@ class Rounds:
         self._versions = versions
         self._outbox = outbox
         self._now = 0.0  # of the last event that had a time
+        self._found: object = None  # what `_open_due` last decided by
 
     # ------------------------------------------------------------ pushes
 
@@ -345,11 +346,19 @@ class Rounds:
             m for m in self._membership.live()
             if m.first_step is not None and not self.quarantine.holds(m.learner_id)
         ]  # fmt: skip
-        for state in self._versions.fragments.values():
-            if self._is_due(state, live):
+        fragments = self._versions.fragments.values()
+        # Whether a fragment is due follows from these, not from the time. Most ticks find all as the last one did.
+        found = (
+            [(m.generation, m.first_step, m.counted) for m in live],
+            [(s.phase, s.version, s.rounds_opened) for s in fragments],
+        )
+        is_new = found != self._found
+        for state in fragments:
+            if is_new and self._is_due(state, live):
                 self._open(state, live, now)
             elif state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask(state, state.ask_again(live, now))
+        self._found = found
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """All that counted when the round asked is merged with this: its next contribution is what came since."""

@@ -130,10 +130,15 @@ class LearnerFragment:
         self._restart_counters(tokens, steps)
 
     def carry(
-        self, values: Tensor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None
-    ) -> None:
-        """Put a version under the local progress; the work that is in no version goes on."""
-        self.tensors.carry(values, merged=merged, difference=difference)
+        self, values: Tensor, version: int, epoch: int, *, merged: bool, difference: Difference | None = None,
+        steps: int = 0,
+    ) -> None:  # fmt: skip
+        """Put a version under the local progress; the work that is in no version goes on. `steps`: the learner's
+        total."""
+        since = steps - self._base_steps
+        if merged and self.contribution is not None:
+            since -= self.contribution.steps
+        self.tensors.carry(values, merged=merged, difference=difference, steps=since)
         self._advance(version, epoch, merged=merged)
 
     def overwrite(self, values: Tensor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:

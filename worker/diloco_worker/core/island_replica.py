@@ -74,7 +74,7 @@ class IslandReplica(Replica):
         self._reshard()
         super().write(fragment, values)
 
-    def add(self, fragment: Fragment, difference: Tensor) -> None:
+    def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         self._reshard()
         super().add(fragment, difference)
 

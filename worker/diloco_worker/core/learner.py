@@ -138,7 +138,7 @@ class LearnerCore:
         applied = self._resolve(fragment, version, merged_version, forgotten_version)
         merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
         if self.policy.on_commit == "carry":
-            fragment.carry(values, version, epoch, merged=merged, difference=difference)
+            fragment.carry(values, version, epoch, merged=merged, difference=difference, steps=self.inner_step)
         else:
             fragment.overwrite(values, version, epoch, merged=merged, tokens=self.tokens, steps=self.inner_step)
         if fragment.asked is not None and fragment.asked.epoch == epoch and fragment.asked.round <= version:

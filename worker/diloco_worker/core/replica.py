@@ -33,6 +33,8 @@ class Companion(NamedTuple):
     """A second moment, which stays local, and by whose root the optimizer divides; None: it divides by none."""
     most: float = math.inf
     """How many times that root the optimizer's own gradients could make the values, at most."""
+    keeps: float = 1.0
+    """What an inner step keeps of the values: beta1 of AdamW, mu of Muon."""
 
 
 NONE: Mapping[str, Companion] = MappingProxyType({})
@@ -102,11 +104,16 @@ class Replica:
             theta.copy_(new)
         self._bound(fragment)
 
-    def add(self, fragment: Fragment, difference: Tensor) -> None:
-        """theta <- theta + difference, computed in float32."""
+    def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
+        """theta <- theta + difference, computed in float32.
+
+        `steps`: so many inner steps ago it would have been due. A companion keeps of it what it keeps of what it was
+        then: it has forgotten the rest.
+        """
         _used_here(difference)
         for piece, theta in self.views(fragment):
-            theta.add_(difference[piece.offset : piece.offset + piece.num_elements])
+            kept = self._companions[piece.tensor].keeps ** steps if fragment.companion else 1.0
+            theta.add_(difference[piece.offset : piece.offset + piece.num_elements], alpha=kept)
         self._bound(fragment)
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:

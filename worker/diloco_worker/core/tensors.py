@@ -199,18 +199,19 @@ class FragmentTensors:
         """theta <- the global values, in place of all local progress."""
         self._replica.write(self.fragment, self.values())
 
-    def carry(self, values: Tensor, *, merged: bool, difference: Difference | None = None) -> None:
+    def carry(self, values: Tensor, *, merged: bool, difference: Difference | None = None, steps: int = 0) -> None:
         """Put a version under the local progress.
 
         theta <- theta + (new - snapshot) if the contribution is merged in it, else theta + (new - anchor).
-        `difference`: what was computed ahead. It is computed here where it was from another reference.
+        `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
+        steps since the reference was what the model held.
         """
         contribution = self.contribution
         reference = contribution.reference if contribution is not None and merged else self.anchor
         assert reference is not None
         if difference is None or difference.reference is not reference:
             difference = Difference(reference, self._minus(values, reference))
-        self._replica.add(self.fragment, difference.values)
+        self._replica.add(self.fragment, difference.values, steps)
         if contribution is not None and not merged:  # of a later round
             contribution.move(difference.values)
         self._settle(values, merged=merged)
