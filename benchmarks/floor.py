@@ -140,8 +140,8 @@ class Arithmetic:
         self._spec = spec
         rows = max(1, spec.parameters // spec.fragments // COLUMNS)
         [self._fragment] = cut([TensorSpec("layers.0.weight", (rows, COLUMNS))], 1, 1).fragments
-        self._optimizer = make_outer_optimizer(OuterSettings())
-        self._work = [_FragmentWork(self._fragment.num_elements, spec, self._optimizer) for _ in range(IN_TURN)]
+        self._making = arithmetic.Making("rda", make_outer_optimizer(OuterSettings()))
+        self._work = [_FragmentWork(self._fragment.num_elements, spec, self._making.optimizer) for _ in range(IN_TURN)]
         self._steps = 0
         for _ in range(IN_TURN):
             self._fragments_round(dict.fromkeys((*LEARNER, *SHARD), 0.0))
@@ -180,9 +180,7 @@ class Arithmetic:
             for i, one in enumerate([payload, *work.others])
         ]
         began = time.thread_time()
-        arithmetic.step(
-            work.values, self._fragment, contributions, outer_step=self._steps, rule="rda", optimizer=self._optimizer
-        )
+        arithmetic.step(work.values, self._fragment, contributions, outer_step=self._steps, making=self._making)
         work.published = arithmetic.publish(work.values, self._spec.pull, work.published)
         lap("merge, step, publish")
         change = work.published.change

@@ -43,13 +43,14 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
         norms = piece_norms(payload, fragment.pieces)
         contributions.append(Contribution(f"learner-{i}", i + 1, 0, 1, 0, 1000, 10, payload, norms))
     optimizer = make_outer_optimizer(OuterSettings())
+    making = arithmetic.Making("rda", optimizer)
     theta = torch.randn(fragment.num_elements)
     values = arithmetic.Values(theta, [torch.zeros_like(theta) for _ in range(optimizer.num_buffers)])
     published = arithmetic.publish(values, pull)
     seconds, step_seconds, copying = [], [], []
     for repeat in range(REPEATS + 1):
         began = time.perf_counter()
-        arithmetic.step(values, fragment, contributions, outer_step=repeat + 1, rule="rda", optimizer=optimizer)
+        arithmetic.step(values, fragment, contributions, outer_step=repeat + 1, making=making)
         stepped = time.perf_counter()
         published = arithmetic.publish(values, pull, published)
         if repeat:
