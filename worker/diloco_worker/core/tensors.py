@@ -5,6 +5,9 @@
     residual    what encoders lost of contributions that were merged (error feedback): 2 bytes, or 4 with topk64_2bit
     loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way: as the residual
 
+Companions have no residual: an inner step forgets a part of the momentum, so the next contribution holds what was lost
+already, and error feedback would send it twice.
+
 Between contributions only anchor and residual are there. A learner may keep its residuals in host memory
 (`Replica.stow`): a residual is then on the device only while a contribution is encoded.
 
@@ -175,7 +178,7 @@ class FragmentTensors:
         assert self.contribution is None
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.read, self.fragment),
-            error_feedback=self._policy.error_feedback,
+            error_feedback=self._policy.error_feedback and not self.fragment.companion,
             own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
         )  # fmt: skip
         if self._replica.device.type != "cpu":
