@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_worker.builtin.gpt import build_gpt
 from diloco_worker.builtin.training import make_optimizer
 from diloco_worker.companions import Companions, most_of
-from diloco_worker.core.replica import Companion, Replica
+from diloco_worker.core.replica import Companion, Pace, Replica
 from lockstep import Lockstep
 
 SYNC = {"sync_every": 1, "quorum": "all", "merge": "rda"}
@@ -191,7 +192,7 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
     """d steps after its snapshot a learner holds keeps^d of that, and it gets as much of the mean."""
     keeps, steps = 0.5, 3
     cluster = cluster_of()
-    held = [{"weight": Companion(torch.zeros(1, 4), keeps=keeps)} for _ in range(2)]
+    held = [{"weight": Companion(torch.zeros(1, 4), pace=partial(Pace, keeps))} for _ in range(2)]
     learners = [cluster.join(i, linear(), of) for i, of in zip("ab", held, strict=True)]
     held[0]["weight"].values.fill_(4.0)
     held[1]["weight"].values.fill_(-4.0)
@@ -212,7 +213,7 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
 
 def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:
     second = torch.tensor([[0.0, 1.0, 4.0, 100.0]])
-    held = {"weight": Companion(torch.zeros(1, 4), second, 2.0)}
+    held = {"weight": Companion(torch.zeros(1, 4), second, partial(Pace, most=2.0))}
     replica = Replica(linear(), companions=held)
     assert replica.specs[1] == TensorSpec("momentum of weight", (1, 4), mean_merge=True, companion=True)
     cluster = cluster_of()
@@ -248,20 +249,50 @@ def elsewhere(_: nn.Module) -> torch.optim.Optimizer:
 REFUSED = [
     (bfloat16, UnsupportedModel, "the momentum of weight is torch.bfloat16; only float32"),
     (elsewhere, ConfigError, "no optimizer of the model's trainable parameters"),
-    (lambda m: torch.optim.RMSprop(m.parameters()), UnsupportedModel, "how a RMSprop keeps its momentum is not known"),
+    (
+        lambda m: torch.optim.RMSprop(m.parameters()),
+        UnsupportedModel,
+        "how a torch.optim.rmsprop.RMSprop keeps its momentum is not known",
+    ),
     (lambda m: torch.optim.SGD(m.parameters()), UnsupportedModel, "SGD with momentum and without dampening"),
     (lambda m: torch.optim.AdamW(m.parameters(), betas=(0.95, 0.9)), UnsupportedModel, "has no bound"),
     (lambda m: m, ConfigError, "give the optimizer of this model"),
 ]
 
 
-@pytest.mark.parametrize(("make", "kind", "words"), REFUSED)
+def foreign(model: nn.Module) -> torch.optim.Optimizer:
+    """As other packages have one: of the same name, with other groups and another state."""
+    kind = type("AdamW", (torch.optim.Optimizer,), {})
+    return kind(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999)})  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), [*REFUSED, (foreign, UnsupportedModel, "AdamW keeps its")])
 def test_what_cannot_be_averaged_is_refused_in_words(
     make: Callable[[nn.Module], Any], kind: type[Exception], words: str
 ) -> None:
     model = linear()
     with pytest.raises(kind, match=words):
         Replica(model, companions=Companions([make(model)], model).tensors)
+
+
+@pytest.mark.parametrize("model", [linear(), nn.Sequential(linear())])
+def test_a_model_is_no_optimizer(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=f"has a {type(model).__name__}: give the optimizer of this model"):
+        Companions(model, model)  # type: ignore[arg-type]
+
+
+def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    companion = Companions(optimizer, model).tensors["weight"]
+    assert companion.pace() == Pace(0.95, most_of(0.95, 0.999))
+    for _ in range(5):
+        train(model, optimizer, 1)
+        schedule.step()
+    (group,) = optimizer.param_groups
+    assert companion.pace() == Pace(group["betas"][0], most_of(*group["betas"]))
+    assert companion.pace().keeps < 0.9
 
 
 def test_a_name_that_is_a_parameters_own_is_refused() -> None:
@@ -326,6 +357,17 @@ def test_state_that_is_replaced_later_is_noticed(make: Callable[[nn.Module], tor
     companions.check()
     optimizer.load_state_dict(saved)
     with pytest.raises(ModelChanged, match=r"of weight was replaced .*load_state_dict"):
+        companions.check()
+
+
+@pytest.mark.parametrize("forget", [lambda o: o.state.clear(), lambda o: next(iter(o.state.values())).clear()])
+def test_state_that_is_gone_is_noticed(forget: Callable[[torch.optim.Optimizer], None]) -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    companions = Companions(optimizer, model)
+    companions.check()
+    forget(optimizer)
+    with pytest.raises(ModelChanged, match="of weight was replaced"):
         companions.check()
 
 

@@ -25,16 +25,23 @@ from diloco_worker.core.heads import embeddings_and_heads
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Pace(NamedTuple):
+    """How an optimizer treats a companion at present."""
+
+    keeps: float = 1.0
+    """What an inner step keeps of the values: beta1 of AdamW, mu of Muon."""
+    most: float = math.inf
+    """How many times the root of the second moment the optimizer's own gradients could make the values, at most."""
+
+
 class Companion(NamedTuple):
     """What an optimizer keeps for a parameter and changes in place. Tensors are float32, of the parameter's shape."""
 
     values: Tensor
     second: Tensor | None = None
     """A second moment, which stays local, and by whose root the optimizer divides; None: it divides by none."""
-    most: float = math.inf
-    """How many times that root the optimizer's own gradients could make the values, at most."""
-    keeps: float = 1.0
-    """What an inner step keeps of the values: beta1 of AdamW, mu of Muon."""
+    pace: Callable[[], Pace] = Pace
+    """Asked where a version is applied: schedules move betas."""
 
 
 NONE: Mapping[str, Companion] = MappingProxyType({})
@@ -112,7 +119,7 @@ class Replica:
         """
         _used_here(difference)
         for piece, theta in self.views(fragment):
-            kept = self._companions[piece.tensor].keeps ** steps if fragment.companion else 1.0
+            kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
             theta.add_(difference[piece.offset : piece.offset + piece.num_elements], alpha=kept)
         self._bound(fragment)
 
@@ -138,7 +145,7 @@ class Replica:
             companion = self._companions[piece.tensor]
             if companion.second is not None:
                 second = companion.second.view(-1)[piece.tensor_offset : piece.tensor_offset + piece.num_elements]
-                most = second.sqrt().mul_(companion.most)
+                most = second.sqrt().mul_(companion.pace().most)
                 torch.clamp(values, -most, most, out=values)
 
     def _beside(self, fragment: Fragment, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
