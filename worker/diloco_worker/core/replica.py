@@ -123,6 +123,16 @@ class Replica:
             theta.add_(difference[piece.offset : piece.offset + piece.num_elements], alpha=kept)
         self._bound(fragment)
 
+    def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
+        """Of a difference, as `add` counts it after so many inner steps: float32 [num_elements]."""
+        if not fragment.companion:
+            return difference
+        left = torch.empty_like(difference)
+        for piece, _ in self.views(fragment):
+            part = slice(piece.offset, piece.offset + piece.num_elements)
+            torch.mul(difference[part], self._companions[piece.tensor].pace().keeps ** steps, out=left[part])
+        return left
+
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
         _used_here(values)

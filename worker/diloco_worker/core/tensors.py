@@ -202,21 +202,24 @@ class FragmentTensors:
         """theta <- the global values, in place of all local progress."""
         self._replica.write(self.fragment, self.values())
 
-    def carry(self, values: Tensor, *, merged: bool, difference: Difference | None = None, steps: int = 0) -> None:
+    def carry(
+        self, values: Tensor, *, merged: bool, difference: Difference | None = None, steps: int = 0, before: int = 0
+    ) -> None:
         """Put a version under the local progress.
 
         theta <- theta + (new - snapshot) if the contribution is merged in it, else theta + (new - anchor).
         `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
-        steps since the reference was what the model held.
+        steps since the reference was what the model held. `before`: so many of them led to the snapshot of a
+        contribution that is not merged in it.
         """
         contribution = self.contribution
         reference = contribution.reference if contribution is not None and merged else self.anchor
         assert reference is not None
         if difference is None or difference.reference is not reference:
-            difference = Difference(reference, self._minus(values, reference))
+            difference = Difference(reference, _minus(values, reference))
         self._replica.add(self.fragment, difference.values, steps)
         if contribution is not None and not merged:  # of a later round
-            contribution.move(difference.values)
+            contribution.move(self._replica.left(self.fragment, difference.values, before))
         self._settle(values, merged=merged)
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
@@ -227,12 +230,6 @@ class FragmentTensors:
             self._replica.write(self.fragment, values)
         self._settle(values, merged=merged)
 
-    def _minus(self, values: Tensor, reference: Tensor) -> Tensor:
-        """values - reference, float32."""
-        out = memory.empty(values.numel(), device=values.device)
-        subtract(values, reference, out)
-        return out
-
     def _settle(self, values: Tensor, *, merged: bool) -> None:
         """The new anchor; and what was lost of a contribution that is in it."""
         if merged:
@@ -240,3 +237,10 @@ class FragmentTensors:
             self._residual = self.contribution.loss
             self.contribution = None
         self.anchor = values
+
+
+def _minus(values: Tensor, reference: Tensor) -> Tensor:
+    """values - reference, float32."""
+    out = memory.empty(values.numel(), device=values.device)
+    subtract(values, reference, out)
+    return out
