@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -270,6 +271,37 @@ def test_no_gradients_of_ones_own_are_cut(betas: tuple[float, float]) -> None:
         nearest = max(nearest, first / second**0.5)
     assert nearest <= most * (1 + 1e-9)
     assert nearest == pytest.approx(most, rel=1e-3)
+
+
+@pytest.mark.parametrize(("lie", "left"), [(2.0, 2.0), (1e15, 3.0), (-1e15, -3.0), (1e30, 0.0), (math.inf, 0.0)])
+@pytest.mark.parametrize("way", ["write", "add", "blend"])
+def test_momentum_without_a_second_moment_grows_only_so_far_by_one_version(way: str, lie: float, left: float) -> None:
+    """What is too long for float32 to say how long it is counts for nothing."""
+    held = Companion(torch.ones(1, 4))
+    replica = Replica(linear(), companions={"weight": held})
+    fragment = cut(replica.specs, 1, 1).fragments[1]
+    values = torch.full((4,), lie)
+    with torch.no_grad():
+        if way == "write":
+            replica.write(fragment, values)
+        elif way == "add":
+            replica.add(fragment, values - 1.0)
+        else:
+            replica.blend(fragment, values, 0.0)
+    assert held.values.tolist() == [[pytest.approx(left)] * 4]
+
+
+def test_one_liar_alone_in_a_round_does_not_drive_the_models_of_others() -> None:
+    cluster = cluster_of(sync={"quorum": 1, "push": "float32", "pull": "float32"})
+    models, held = [linear(), linear()], [momentum(), momentum()]
+    learners = [cluster.join(i, m, of) for i, m, of in zip("ab", models, held, strict=True)]
+    round_of(cluster, lambda: [of["weight"].values.fill_(1.0) for of in held])  # type: ignore[arg-type, return-value]
+    held[1]["weight"].values.fill_(1e15)
+    learners[0].held = True
+    cluster.stepped("b", tokens=8)
+    cluster.exchange()
+    assert states(cluster)[1].values.theta.max() > 1e14, "one contribution is its own median"  # type: ignore[union-attr]
+    assert held[0]["weight"].values.max() <= 3.001
 
 
 def bfloat16(model: nn.Module) -> torch.optim.Optimizer:
