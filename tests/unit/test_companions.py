@@ -154,6 +154,23 @@ def test_a_learner_counts_what_the_model_misses_not_what_companions_miss() -> No
     assert learner.core.unmerged == 0
 
 
+def test_all_contributions_that_were_sent_are_merged_or_carried_or_under_way() -> None:
+    cluster = cluster_of()
+    learner = cluster.join("a", linear(), momentum())
+    other = cluster.join("b", linear(), momentum())
+    other.held = True  # so the rounds stay open
+    round_of(cluster, lambda: None)
+    counts = learner.core.contributions
+    assert (counts["taken"], learner.core.unmerged) == (2, 2), "one to the model, and one to its companion"
+    other.held = False
+    cluster.exchange()
+    for _ in range(3):
+        round_of(cluster, lambda: None)
+        fates = counts["merged"] + counts["carried"] + counts["forgotten"]
+        assert counts["taken"] == fates + learner.core.unmerged
+    assert counts["merged"] == 8
+
+
 def test_momentum_may_leap_by_any_factor_when_a_layer_of_zeros_begins_to_learn() -> None:
     cluster, held = cluster_of(), momentum()
     cluster.join("a", linear(), held)
@@ -187,8 +204,12 @@ def test_a_newcomer_adopts_the_mean_and_later_keeps_what_it_has_added_since() ->
     cluster, old, new = cluster_of(sync={"quorum": 1}), momentum(), momentum()
     cluster.join("a", linear(), old)
     round_of(cluster, lambda: old["weight"].values.fill_(2.0))  # type: ignore[arg-type, return-value]
-    cluster.join("b", linear(), new)
+    late = cluster.join("b", linear(), new)
     assert new["weight"].values.tolist() == [[2.0] * 4]
+    late.held = True  # what it contributes is in no version
+    new["weight"].values.add_(0.5)
+    round_of(cluster, lambda: old["weight"].values.fill_(3.0))  # type: ignore[arg-type, return-value]
+    assert new["weight"].values.tolist() == [[3.5] * 4]
 
 
 def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_replaces() -> None:
