@@ -9,7 +9,8 @@ island holds and owns of it is `diloco_worker/core/island_parts.py`. benchmarks/
 
     Under way are fragments whose turns follow each other (`manifest.turn`), those that are the most together.
 
-    Fragments of companions are kept as those of the model are, and as many of them are under way at once at most.
+    Fragments of companions are kept as those of the model are, but without residual and loss (r = 0), and as many of
+    them are under way at once at most.
 
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
@@ -111,20 +112,19 @@ def learner_bytes(
     """
     anchor = FLOAT32_BYTES if pull == "float32" else 2
     feedback = get_codec(push).residual_dtype.itemsize if error_feedback else 0
-    every = [*found, *companions]
-    kept = sum(anchor * h + feedback * o for h, o in every)
+    kinds = (found, feedback), (companions, 0)
 
-    def moving(share: Share) -> int:
+    def moving(share: Share, residual: int) -> int:
         held, owned = share
         snapshot = difference = FLOAT32_BYTES * held
-        return snapshot + feedback * owned + _encoded(push, owned) + _came(pull, held) + difference
+        return snapshot + residual * owned + _encoded(push, owned) + _came(pull, held) + difference
 
     return LearnerBytes(
         elements=sum(h for h, _ in found),
-        kept=kept,
-        under_way=sum(_most_at_once(list(map(moving, kind)), under_way) for kind in (found, companions)),
-        pushed=sum(_encoded(push, o) for _, o in every),
-        pulled=sum(_encoded(pull, h) for h, _ in every),
+        kept=sum(anchor * h + residual * o for of, residual in kinds for h, o in of),
+        under_way=sum(_most_at_once([moving(share, residual) for share in of], under_way) for of, residual in kinds),
+        pushed=sum(_encoded(push, o) for _, o in [*found, *companions]),
+        pulled=sum(_encoded(pull, h) for h, _ in [*found, *companions]),
     )
 
 

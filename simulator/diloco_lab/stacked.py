@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from diloco_worker.builtin.gpt import GPT, Layer, norm, rotate
 from diloco_worker.builtin.muon import RMS_OF_ADAMW, orthogonal
 from diloco_worker.builtin.shapes import BYTES
 from diloco_worker.companions import most_of
-from diloco_worker.core.replica import Companion
+from diloco_worker.core.replica import Companion, Pace
 
 ADAMW_EPS = 1e-8
 """As torch has it."""
@@ -81,10 +82,10 @@ class Stack:
         train, found = self._train, {}
         for name, first in self._first.items():
             if name in self._second:
-                most = most_of(train.beta1, train.beta2)
-                found[name] = Companion(first[row], self._second[name][row], most, keeps=train.beta1)
+                pace = Pace(train.beta1, most_of(train.beta1, train.beta2))
+                found[name] = Companion(first[row], self._second[name][row], partial(Pace, *pace))
             else:
-                found[name] = Companion(first[row], keeps=train.muon_momentum)
+                found[name] = Companion(first[row], pace=partial(Pace, train.muon_momentum))
         return found
 
     def _losses(self, theta: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:

@@ -258,7 +258,8 @@ class LearnerProcess:
                 invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before, account.largest)
                 decoded = torch.empty_like(meant)
                 decode_payload(payload, decoded)
-                taken.lost = meant + residual - decoded
+                is_companion = self.learner.core.fragments[fragment_id].fragment.companion  # type: ignore[union-attr]
+                taken.lost = torch.zeros_like(meant) if is_companion else meant + residual - decoded
 
     def _push_answered(self, header: PushHeader, code: str) -> None:
         now, of = self._cluster.timeline.now, (header.fragment_id, header.round)

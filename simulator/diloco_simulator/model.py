@@ -18,7 +18,8 @@ SHAPES = {"body": (6, 2), "head": (4, 2), "norm": (3,)}
 AVERAGED = ("head",)
 """Merged by plain mean."""
 COMPANION = "head"
-"""Where a schedule has companions, this is one: what trains it, and what is known of its values, stays the same."""
+"""Where a schedule has companions, this is one: what trains it, and what is known of its values, stays the same. So
+steps forget nothing of it, and its second moment bounds nothing: the values count tokens."""
 NUM_ELEMENTS = 23
 PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
@@ -52,7 +53,8 @@ class TornReplica(Replica):
         super().__init__(model, AVERAGED)
         if has_companion:
             self.specs = [spec._replace(companion=spec.name == COMPANION) for spec in self.specs]
-            self._companions = {COMPANION: Companion(self._tensors[COMPANION])}
+            values = self._tensors[COMPANION]
+            self._companions = {COMPANION: Companion(values, torch.full_like(values, torch.inf))}
         self._meanwhile = meanwhile
 
     def read(self, fragment: Fragment, out: Tensor) -> None:

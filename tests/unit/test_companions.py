@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 
 from builders import make_settings
 from diloco_common.errors import ConfigError, ManifestMismatch, ModelChanged, UnsupportedModel
-from diloco_common.manifest import TensorSpec
+from diloco_common.manifest import TensorSpec, cut
+from diloco_common.messages import Collect, LearnerPolicy
 from diloco_server.core.fragment import FragmentState
 from diloco_worker.builtin.gpt import build_gpt
 from diloco_worker.builtin.training import make_optimizer
 from diloco_worker.companions import Companions, most_of
-from diloco_worker.core.replica import Companion, Replica
+from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.replica import Companion, Pace, Replica
 from lockstep import Lockstep
 
 SYNC = {"sync_every": 1, "quorum": "all", "merge": "rda"}
@@ -150,6 +154,23 @@ def test_a_learner_counts_what_the_model_misses_not_what_companions_miss() -> No
     assert learner.core.unmerged == 0
 
 
+def test_all_contributions_that_were_sent_are_merged_or_carried_or_under_way() -> None:
+    cluster = cluster_of()
+    learner = cluster.join("a", linear(), momentum())
+    other = cluster.join("b", linear(), momentum())
+    other.held = True  # so the rounds stay open
+    round_of(cluster, lambda: None)
+    counts = learner.core.contributions
+    assert (counts["taken"], learner.core.unmerged) == (2, 2), "one to the model, and one to its companion"
+    other.held = False
+    cluster.exchange()
+    for _ in range(3):
+        round_of(cluster, lambda: None)
+        fates = counts["merged"] + counts["carried"] + counts["forgotten"]
+        assert counts["taken"] == fates + learner.core.unmerged
+    assert counts["merged"] == 8
+
+
 def test_momentum_may_leap_by_any_factor_when_a_layer_of_zeros_begins_to_learn() -> None:
     cluster, held = cluster_of(), momentum()
     cluster.join("a", linear(), held)
@@ -183,15 +204,19 @@ def test_a_newcomer_adopts_the_mean_and_later_keeps_what_it_has_added_since() ->
     cluster, old, new = cluster_of(sync={"quorum": 1}), momentum(), momentum()
     cluster.join("a", linear(), old)
     round_of(cluster, lambda: old["weight"].values.fill_(2.0))  # type: ignore[arg-type, return-value]
-    cluster.join("b", linear(), new)
+    late = cluster.join("b", linear(), new)
     assert new["weight"].values.tolist() == [[2.0] * 4]
+    late.held = True  # what it contributes is in no version
+    new["weight"].values.add_(0.5)
+    round_of(cluster, lambda: old["weight"].values.fill_(3.0))  # type: ignore[arg-type, return-value]
+    assert new["weight"].values.tolist() == [[3.5] * 4]
 
 
 def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_replaces() -> None:
     """d steps after its snapshot a learner holds keeps^d of that, and it gets as much of the mean."""
     keeps, steps = 0.5, 3
     cluster = cluster_of()
-    held = [{"weight": Companion(torch.zeros(1, 4), keeps=keeps)} for _ in range(2)]
+    held = [{"weight": Companion(torch.zeros(1, 4), pace=partial(Pace, keeps))} for _ in range(2)]
     learners = [cluster.join(i, linear(), of) for i, of in zip("ab", held, strict=True)]
     held[0]["weight"].values.fill_(4.0)
     held[1]["weight"].values.fill_(-4.0)
@@ -210,9 +235,41 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
     assert [of["weight"].values.tolist() for of in held] == [[[1.0] * 4]] * 2, "nothing is left of either's own"
 
 
+@pytest.mark.parametrize("later", [0, 2])
+def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_it_at_the_snapshot(later: int) -> None:
+    """After the next version, the learner holds what is left of that, and nothing of its own."""
+    keeps = 0.5
+    held = Companion(torch.zeros(1, 4), pace=partial(Pace, keeps))
+    replica = Replica(linear(), companions={"weight": held})
+    core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "float32", "float32", "carry", 0.5, False))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            core.stepped(1)
+            held.values.mul_(keeps)
+
+    def arrives(version: int, value: float, merged: int) -> None:
+        with torch.no_grad():
+            core.arrived(1, version, 1, torch.full((4,), value), merged)
+
+    arrives(0, 0.0, 0)
+    train(4)
+    held.values.fill_(8.0)
+    core.collect(Collect(1, 2, 1), 1)
+    (contribution,) = core.contribute()
+    contribution.tensors.take_snapshot()
+    train(later)
+    arrives(1, 16.0, 0)
+    assert contribution.tensors.reference is not None
+    assert contribution.tensors.reference.tolist() == [8.0 + 16.0 * keeps**4] * 4
+    train(1)
+    arrives(2, 20.0, 2)
+    assert held.values.tolist() == [[20.0 * keeps ** (later + 1)] * 4]
+
+
 def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:
     second = torch.tensor([[0.0, 1.0, 4.0, 100.0]])
-    held = {"weight": Companion(torch.zeros(1, 4), second, 2.0)}
+    held = {"weight": Companion(torch.zeros(1, 4), second, partial(Pace, most=2.0))}
     replica = Replica(linear(), companions=held)
     assert replica.specs[1] == TensorSpec("momentum of weight", (1, 4), mean_merge=True, companion=True)
     cluster = cluster_of()
@@ -237,6 +294,37 @@ def test_no_gradients_of_ones_own_are_cut(betas: tuple[float, float]) -> None:
     assert nearest == pytest.approx(most, rel=1e-3)
 
 
+@pytest.mark.parametrize(("lie", "left"), [(2.0, 2.0), (1e15, 3.0), (-1e15, -3.0), (1e30, 0.0), (math.inf, 0.0)])
+@pytest.mark.parametrize("way", ["write", "add", "blend"])
+def test_momentum_without_a_second_moment_grows_only_so_far_by_one_version(way: str, lie: float, left: float) -> None:
+    """What is too long for float32 to say how long it is counts for nothing."""
+    held = Companion(torch.ones(1, 4))
+    replica = Replica(linear(), companions={"weight": held})
+    fragment = cut(replica.specs, 1, 1).fragments[1]
+    values = torch.full((4,), lie)
+    with torch.no_grad():
+        if way == "write":
+            replica.write(fragment, values)
+        elif way == "add":
+            replica.add(fragment, values - 1.0)
+        else:
+            replica.blend(fragment, values, 0.0)
+    assert held.values.tolist() == [[pytest.approx(left)] * 4]
+
+
+def test_one_liar_alone_in_a_round_does_not_drive_the_models_of_others() -> None:
+    cluster = cluster_of(sync={"quorum": 1, "push": "float32", "pull": "float32"})
+    models, held = [linear(), linear()], [momentum(), momentum()]
+    learners = [cluster.join(i, m, of) for i, m, of in zip("ab", models, held, strict=True)]
+    round_of(cluster, lambda: [of["weight"].values.fill_(1.0) for of in held])  # type: ignore[arg-type, return-value]
+    held[1]["weight"].values.fill_(1e15)
+    learners[0].held = True
+    cluster.stepped("b", tokens=8)
+    cluster.exchange()
+    assert states(cluster)[1].values.theta.max() > 1e14, "one contribution is its own median"  # type: ignore[union-attr]
+    assert held[0]["weight"].values.max() <= 3.001
+
+
 def bfloat16(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.bfloat16().parameters())
 
@@ -248,20 +336,50 @@ def elsewhere(_: nn.Module) -> torch.optim.Optimizer:
 REFUSED = [
     (bfloat16, UnsupportedModel, "the momentum of weight is torch.bfloat16; only float32"),
     (elsewhere, ConfigError, "no optimizer of the model's trainable parameters"),
-    (lambda m: torch.optim.RMSprop(m.parameters()), UnsupportedModel, "how a RMSprop keeps its momentum is not known"),
+    (
+        lambda m: torch.optim.RMSprop(m.parameters()),
+        UnsupportedModel,
+        "how a torch.optim.rmsprop.RMSprop keeps its momentum is not known",
+    ),
     (lambda m: torch.optim.SGD(m.parameters()), UnsupportedModel, "SGD with momentum and without dampening"),
     (lambda m: torch.optim.AdamW(m.parameters(), betas=(0.95, 0.9)), UnsupportedModel, "has no bound"),
     (lambda m: m, ConfigError, "give the optimizer of this model"),
 ]
 
 
-@pytest.mark.parametrize(("make", "kind", "words"), REFUSED)
+def foreign(model: nn.Module) -> torch.optim.Optimizer:
+    """As other packages have one: of the same name, with other groups and another state."""
+    kind = type("AdamW", (torch.optim.Optimizer,), {})
+    return kind(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999)})  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), [*REFUSED, (foreign, UnsupportedModel, "AdamW keeps its")])
 def test_what_cannot_be_averaged_is_refused_in_words(
     make: Callable[[nn.Module], Any], kind: type[Exception], words: str
 ) -> None:
     model = linear()
     with pytest.raises(kind, match=words):
         Replica(model, companions=Companions([make(model)], model).tensors)
+
+
+@pytest.mark.parametrize("model", [linear(), nn.Sequential(linear())])
+def test_a_model_is_no_optimizer(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=f"has a {type(model).__name__}: give the optimizer of this model"):
+        Companions(model, model)  # type: ignore[arg-type]
+
+
+def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    companion = Companions(optimizer, model).tensors["weight"]
+    assert companion.pace() == Pace(0.95, most_of(0.95, 0.999))
+    for _ in range(5):
+        train(model, optimizer, 1)
+        schedule.step()
+    (group,) = optimizer.param_groups
+    assert companion.pace() == Pace(group["betas"][0], most_of(*group["betas"]))
+    assert companion.pace().keeps < 0.9
 
 
 def test_a_name_that_is_a_parameters_own_is_refused() -> None:
@@ -326,6 +444,17 @@ def test_state_that_is_replaced_later_is_noticed(make: Callable[[nn.Module], tor
     companions.check()
     optimizer.load_state_dict(saved)
     with pytest.raises(ModelChanged, match=r"of weight was replaced .*load_state_dict"):
+        companions.check()
+
+
+@pytest.mark.parametrize("forget", [lambda o: o.state.clear(), lambda o: next(iter(o.state.values())).clear()])
+def test_state_that_is_gone_is_noticed(forget: Callable[[torch.optim.Optimizer], None]) -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    companions = Companions(optimizer, model)
+    companions.check()
+    forget(optimizer)
+    with pytest.raises(ModelChanged, match="of weight was replaced"):
         companions.check()
 
 

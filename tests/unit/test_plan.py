@@ -169,7 +169,7 @@ def test_averaged_momentum_takes_its_share_of_links_disks_and_memory(capsys: pyt
         assert (rarely[name] / local[name], often[name] / local[name]) == pytest.approx((1.25, 2.0))
     assert often["disk of a shard"] / local["disk of a shard"] == pytest.approx(1.5), "4 bytes beside 8"
     assert rarely["a shard's disk writes"] / local["a shard's disk writes"] == pytest.approx(1.125)
-    assert often["diloco's part, at most"] == pytest.approx(2 * local["diloco's part, at most"])
+    assert 1.5 < often["diloco's part, at most"] / local["diloco's part, at most"] < 2, "no residuals"
     assert often["the training itself"] == local["the training itself"]
     assert often["memory of a shard, at most"] > 1.5 * local["memory of a shard, at most"]
 

@@ -13,7 +13,7 @@ from diloco_common.manifest import Manifest, TensorSpec, cut
 from diloco_common.messages import LearnerPolicy
 from diloco_common.sizes import learner_bytes, shares, torch_chunk
 from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
-from diloco_worker.core.replica import Replica
+from diloco_worker.core.replica import Companion, Replica
 from diloco_worker.core.tensors import FragmentTensors
 
 TENSORS = [TensorSpec("a", (301, 640)), TensorSpec("b", (7, 1000)), TensorSpec("c", (1,)), TensorSpec("d", (90, 90))]
@@ -118,12 +118,31 @@ def test_what_is_under_way_at_once_is_of_several_ranks() -> None:
     assert [n // moving[0] for n in moving] == [1, 1, 2, 6]
 
 
-def test_companions_are_kept_and_moved_as_the_model_is_and_are_no_parameters() -> None:
+def test_companions_are_kept_and_moved_as_the_model_is_but_without_residuals_and_are_no_parameters() -> None:
     model = [TensorSpec(f"layer.{i}", (1024, 512)) for i in range(48)]
     companions = [TensorSpec(f"m {t.name}", t.shape, mean_merge=True, companion=True) for t in model]
     found = shares(cut([*model, *companions], 24, 2))
     assert found == shares(cut(model, 24, 2))
     alone, both = learner_bytes(found), learner_bytes(found, companions=found)
+    local = learner_bytes(found, error_feedback=False)
     for name in ("kept", "under_way", "pushed", "pulled"):
-        assert getattr(both, name) == 2 * getattr(alone, name)
+        assert getattr(both, name) == getattr(alone, name) + getattr(local, name)
+    assert local.kept < alone.kept
     assert both.elements == alone.elements
+
+
+def test_a_companion_has_no_residual() -> None:
+    model = torch.nn.Linear(300, 700, bias=False)
+    replica = Replica(model, companions={"weight": Companion(torch.randn(700, 300))})
+    policy = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, error_feedback=True)
+    kept = []
+    for fragment in cut(replica.specs, 1, 1).fragments:
+        tensors = FragmentTensors(replica.held(fragment), replica, policy)
+        values = tensors.values().bfloat16()
+        with torch.no_grad():
+            tensors.adopt(values)
+            tensors.contribute(1).encode("int8")
+            tensors.carry(values, merged=True)
+        kept.append(num_bytes(values, tensors._residual))
+    found = shares(cut(replica.specs, 1, 1))
+    assert kept == [learner_bytes(found).kept, learner_bytes(found, companions=found).kept - learner_bytes(found).kept]

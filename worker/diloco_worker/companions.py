@@ -12,12 +12,17 @@ Adam and AdamW divide it by the root of their second moment, which stays local. 
 whatever they are (Cauchy-Schwarz over their history); the momentum of others may not be. So what a learner takes of it
 is cut to this (`Replica`). Otherwise a row of an embedding that only others have met would be divided by eps, and a
 fresh optimizer, whose bias correction takes it for its own first gradient, would begin with steps that are too long.
+
+Schedules such as OneCycleLR move betas. So they are read where a version is applied, and the bound is that of betas
+that have always been what they are then.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +30,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
+from diloco_worker.builtin.muon import MuonWithAdamW
 from diloco_worker.core import names
-from diloco_worker.core.replica import Companion
+from diloco_worker.core.replica import Companion, Pace
+
+ADAM = torch.optim.Adam, torch.optim.AdamW
+MUON = (MuonWithAdamW, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
 
 
 class _Held(NamedTuple):
@@ -49,12 +58,7 @@ class Companions:
         Raises ConfigError if these are no optimizers, or of another model, and UnsupportedModel for a kind that is
         not known.
         """
-        every = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        if not all(isinstance(one, Optimizer) for one in every):
-            raise ConfigError(
-                f"companions= is {optimizers!r}: give the optimizer of this model, or a list of them, as they are made "
-                "from torch.optim"
-            )
+        every = _listed(optimizers)
         parameters = {n: p for n, p in names.parameters(model).items() if p.requires_grad}
         name_of = {id(p): name for name, p in names.once(parameters).items()}
         self.tensors: dict[str, Companion] = {}
@@ -65,6 +69,10 @@ class Companions:
                 for parameter in group["params"]:
                     if id(parameter) in name_of:
                         self._add(name_of[id(parameter)], optimizer, group, parameter)
+        self._states = [(optimizer, optimizer.state, list(optimizer.state.values())) for optimizer in every]
+        self._owners = [held.optimizer.state[held.parameter] for held in self._held]
+        self._keys = [held.key for held in self._held]
+        self._tensors = [held.tensor for held in self._held]
         if not self.tensors:
             raise ConfigError(
                 "companions= has no optimizer of the model's trainable parameters: give the one that steps this model"
@@ -72,6 +80,8 @@ class Companions:
 
     def check(self) -> None:
         """Whether the optimizers still hold these very tensors, whatever their values. Raises ModelChanged."""
+        if self._is_as_it_was():
+            return
         for held in self._held:
             if held.optimizer.state.get(held.parameter, {}).get(held.key) is not held.tensor:
                 raise ModelChanged(
@@ -80,17 +90,24 @@ class Companions:
                     "to optimizer and learner. This learner ends"
                 )
 
+    def _is_as_it_was(self) -> bool:
+        """In C: this runs at every step. What it doubts, `check` looks up."""
+        for optimizer, state, values in self._states:
+            if optimizer.state is not state or len(state) < len(values):
+                return False
+            if not all(map(operator.is_, state.values(), values)):
+                return False
+        return all(map(operator.is_, map(dict.get, self._owners, self._keys), self._tensors))
+
     def _add(self, of: str, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         state = optimizer.state[parameter]
         keys = _keys(optimizer, group)
         if keys[0] not in state:
             state.update(_first_state(group, parameter, keys))
         first, *second = (state[key] for key in keys)
-        if second:
-            beta1, beta2 = group["betas"]
-            self.tensors[of] = Companion(first, second[0], most_of(beta1, beta2), keeps=beta1)
-        else:
-            self.tensors[of] = Companion(first, keeps=group["momentum"])
+        pace = partial(_pace, group)
+        pace()  # raises, if it must
+        self.tensors[of] = Companion(first, second[0] if second else None, pace)
         self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
 
 
@@ -104,19 +121,42 @@ def most_of(beta1: float, beta2: float) -> float:
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
+def _listed(optimizers: object) -> list[Optimizer]:
+    """Raises ConfigError."""
+    several = isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module)
+    every: list[Any] = list(optimizers) if several else [optimizers]  # type: ignore[call-overload]
+    for one in every:
+        if not isinstance(one, Optimizer):
+            raise ConfigError(
+                f"companions= has a {type(one).__name__}: give the optimizer of this model, or a list of them, as they "
+                "are made from torch.optim"
+            )
+    return every
+
+
+def _pace(group: dict[str, Any]) -> Pace:
+    """As the group is at present. Raises UnsupportedModel."""
+    if "betas" not in group:
+        return Pace(float(group["momentum"]))
+    beta1, beta2 = map(float, group["betas"])
+    return Pace(beta1, most_of(beta1, beta2))
+
+
 def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
     """What the first moment is called in the optimizer's state, and the second one, if it has one.
 
     Raises UnsupportedModel for an optimizer that is not known.
     """
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if "betas" in group and kinds & {"Adam", "AdamW", "MuonWithAdamW"}:
+    if isinstance(optimizer, ADAM) or (isinstance(optimizer, MuonWithAdamW) and "betas" in group):
         return "exp_avg", "exp_avg_sq"
-    if kinds & {"Muon", "MuonWithAdamW"} or ("SGD" in kinds and group["momentum"] and not group["dampening"]):
+    if isinstance(optimizer, MUON):
+        return ("momentum_buffer",)
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
         return ("momentum_buffer",)
     raise UnsupportedModel(
-        f"companions=: how a {type(optimizer).__name__} keeps its momentum is not known. Known are torch's Adam, "
-        "AdamW, Muon, and SGD with momentum and without dampening: take one of them, or leave the momentum local"
+        f"companions=: how a {type(optimizer).__module__}.{type(optimizer).__name__} keeps its momentum is not known. "
+        "Known are torch's Adam, AdamW, Muon, and SGD with momentum and without dampening: take one of them, or leave "
+        "the momentum local"
     )
 
 

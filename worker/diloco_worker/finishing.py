@@ -73,9 +73,11 @@ class Finishing:
 
     @property
     def _has_contributions(self) -> bool:
-        """Whether work of this learner is on its way into a version."""
+        """Whether work of this learner is on its way into a version of the model. Companions are not waited for."""
         core = self._boundary.core
-        return core is not None and not self._boundary.shards.have_stopped and core.unmerged > 0
+        if core is None or self._boundary.shards.have_stopped:
+            return False
+        return any(fragment.contribution is not None for fragment in core.of_model)
 
     @property
     def _is_being_read(self) -> bool:

@@ -197,6 +197,11 @@ def join(
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
+        if averaged is not None and learner.core is not None and learner.core.policy.push_encoding.startswith("topk"):
+            telemetry.log.warning(
+                "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum "
+                "local", push=learner.core.policy.push_encoding,
+            )  # fmt: skip
     except KeyboardInterrupt:
         learner.close()
         raise as_one_line(f"{name} had not joined yet: {learner.telemetry.readiness[1]}") from None

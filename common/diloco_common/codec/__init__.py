@@ -1,7 +1,7 @@
 """Encodings of fragments: values to payloads and back. docs/wire-format.md specifies the format.
 
 `base.py` defines the interface of an encoding. `plain.py`, `int8.py`, `nibbles.py` and `topk.py` are the encodings, and
-`registry.py` finds one by its name. `change.py` encodes versions as changes, and `anchor.py` holds what came.
+`registry.py` finds one by its name. `change.py` encodes versions as changes, and makes anchors of them.
 `payload.py` cuts a fragment into chunks and describes them, `frames.py` holds each in the message that carries it,
 `checksum.py` names its bytes, and `receiver.py` takes it in. `native.py` runs the inner loops in C. Pure: no sockets,
 and no files but the compiled loops.

@@ -136,9 +136,10 @@ class LearnerFragment:
         """Put a version under the local progress; the work that is in no version goes on. `steps`: the learner's
         total."""
         since = steps - self._base_steps
-        if merged and self.contribution is not None:
-            since -= self.contribution.steps
-        self.tensors.carry(values, merged=merged, difference=difference, steps=since)
+        before = self.contribution.steps if self.contribution is not None else 0
+        if merged:
+            since -= before
+        self.tensors.carry(values, merged=merged, difference=difference, steps=since, before=before)
         self._advance(version, epoch, merged=merged)
 
     def overwrite(self, values: Tensor, version: int, epoch: int, *, merged: bool, tokens: int, steps: int) -> None:

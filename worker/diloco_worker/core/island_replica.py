@@ -76,7 +76,7 @@ class IslandReplica(Replica):
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         self._reshard()
-        super().add(fragment, difference)
+        super().add(fragment, difference, steps)
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         self._reshard()

@@ -53,8 +53,9 @@ class LearnerCore:
 
     @property
     def unmerged(self) -> int:
-        """Contributions to the model under way whose fate is not known."""
-        return sum(f.contribution is not None for f in self.of_model)
+        """Contributions under way whose fate is not known: of all that were taken, those to companions included, what
+        is neither merged nor carried nor forgotten."""
+        return sum(f.contribution is not None for f in self.fragments.values())
 
     @property
     def tokens_unmerged(self) -> float:

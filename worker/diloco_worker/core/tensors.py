@@ -5,6 +5,9 @@
     residual    what encoders lost of contributions that were merged (error feedback): 2 bytes, or 4 with topk64_2bit
     loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way: as the residual
 
+Companions have no residual: an inner step forgets a part of the momentum, so the next contribution holds what was lost
+already, and error feedback would send it twice.
+
 Between contributions only anchor and residual are there. A learner may keep its residuals in host memory
 (`Replica.stow`): a residual is then on the device only while a contribution is encoded.
 
@@ -175,7 +178,7 @@ class FragmentTensors:
         assert self.contribution is None
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.read, self.fragment),
-            error_feedback=self._policy.error_feedback,
+            error_feedback=self._policy.error_feedback and not self.fragment.companion,
             own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
         )  # fmt: skip
         if self._replica.device.type != "cpu":
@@ -199,21 +202,24 @@ class FragmentTensors:
         """theta <- the global values, in place of all local progress."""
         self._replica.write(self.fragment, self.values())
 
-    def carry(self, values: Tensor, *, merged: bool, difference: Difference | None = None, steps: int = 0) -> None:
+    def carry(
+        self, values: Tensor, *, merged: bool, difference: Difference | None = None, steps: int = 0, before: int = 0
+    ) -> None:
         """Put a version under the local progress.
 
         theta <- theta + (new - snapshot) if the contribution is merged in it, else theta + (new - anchor).
         `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
-        steps since the reference was what the model held.
+        steps since the reference was what the model held. `before`: so many of them led to the snapshot of a
+        contribution that is not merged in it.
         """
         contribution = self.contribution
         reference = contribution.reference if contribution is not None and merged else self.anchor
         assert reference is not None
         if difference is None or difference.reference is not reference:
-            difference = Difference(reference, self._minus(values, reference))
+            difference = Difference(reference, _minus(values, reference))
         self._replica.add(self.fragment, difference.values, steps)
         if contribution is not None and not merged:  # of a later round
-            contribution.move(difference.values)
+            contribution.move(self._replica.left(self.fragment, difference.values, before))
         self._settle(values, merged=merged)
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
@@ -224,12 +230,6 @@ class FragmentTensors:
             self._replica.write(self.fragment, values)
         self._settle(values, merged=merged)
 
-    def _minus(self, values: Tensor, reference: Tensor) -> Tensor:
-        """values - reference, float32."""
-        out = memory.empty(values.numel(), device=values.device)
-        subtract(values, reference, out)
-        return out
-
     def _settle(self, values: Tensor, *, merged: bool) -> None:
         """The new anchor; and what was lost of a contribution that is in it."""
         if merged:
@@ -237,3 +237,10 @@ class FragmentTensors:
             self._residual = self.contribution.loss
             self.contribution = None
         self.anchor = values
+
+
+def _minus(values: Tensor, reference: Tensor) -> Tensor:
+    """values - reference, float32."""
+    out = memory.empty(values.numel(), device=values.device)
+    subtract(values, reference, out)
+    return out
