@@ -28,7 +28,7 @@ class RunSettings(Section):
     model: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
     """Digest of the model that shards insist on. Empty: the first learner that joins a new shard brings the model.
     `diloco-worker digest` prints that of the built-in model, `diloco_worker.digest_of(model)` gives that of yours, and
-    a worker says that of its model when it starts."""
+    a worker says that of its model when it starts. Momentum that is averaged counts as part of the model."""
     history: Path | None = None
     """Folder in which every process records its history, as JSON lines; none: nothing is recorded."""
 
