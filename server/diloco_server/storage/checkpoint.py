@@ -118,8 +118,10 @@ class Contents:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The lowest and the highest version in it."""
-        versions = [file.version for file in self.files]
+        """The lowest and the highest version in it: of the model, as companions have numbers of their own."""
+        of_model = {fragment.fragment_id for fragment in self.manifest.model_fragments}
+        versions = [file.version for file in self.files if file.fragment_id in of_model]
+        versions = versions or [file.version for file in self.files]
         return min(versions), max(versions)
 
 
