@@ -158,6 +158,16 @@ def test_momentum_may_leap_by_any_factor_when_a_layer_of_zeros_begins_to_learn()
     assert cluster.shards[0].shard.ledger.rejected == {}
 
 
+def test_ordinary_companions_do_not_thin_out_the_votes_on_quarantine() -> None:
+    cluster = cluster_of()
+    for name in "abc":
+        cluster.join(name, linear(), momentum())
+    for _ in range(5):
+        round_of(cluster, lambda: None)
+    quarantine = cluster.shards[0].shard.quarantine
+    assert [list(quarantine.conduct(name).votes) for name in "abc"] == 3 * [5 * [False]]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
