@@ -261,7 +261,7 @@ class TrainSettings(Section):
     """Norm to which gradients are clipped."""
     average_momentum: bool = False
     """Average the first moments of Muon and AdamW among the workers, as the model is (docs/decisions.md). All workers
-    of a run alike. It doubles the bytes on the wire, divided by `sync.companions_every`."""
+    of a run alike. It adds 1 / `sync.companions_every` of the bytes on the wire."""
 
 
 class DataSettings(Section):
