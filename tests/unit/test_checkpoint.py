@@ -283,6 +283,8 @@ def another_name(body: Any) -> None:
         lambda b: b.update(num_shards="2"),
         lambda b: b.update(tensors=[]),
         lambda b: b.update(tensors=[["a"]]),
+        lambda b: b["tensors"][0].pop(),
+        lambda b: b["tensors"][0].extend([False, False]),
         lambda b: b.update(tensors=[["a", 3, False]]),
         lambda b: b.update(tensors=[["a", [2**62] * 17, False]]),
         lambda b: b.pop("digest"),
