@@ -10,7 +10,7 @@ version was made from which. The lines, in the order in which each process write
               accepted  learner, generation, fragment, round, epoch, base, tokens, steps
               declined  the same, outcome, code
               merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps, counted]
-              announced fragment, epoch, version, checksum, state, tokens_merged
+              announced fragment, epoch, version, checksum, state, tokens_merged; companion, of those alone
               restored  the same, stored_epoch
     learner   born      role="learner", step, tokens
               stepped   step, tokens
@@ -106,16 +106,28 @@ class Histories:
 
     @property
     def num_fragments(self) -> int:
+        """Of the model."""
         return len(self.owners)
 
     @cached_property
     def owners(self) -> dict[int, str]:
-        """Fragment -> name of its shard."""
+        """Fragment of the model -> name of its shard."""
         return {
             line["fragment"]: process.name
             for process in self.shard_processes()
             for line in process.of("announced", "restored")
+            if line["fragment"] not in self.companions
         }
+
+    @cached_property
+    def companions(self) -> frozenset[int]:
+        """The fragments that are not of the model: what is counted by the model leaves them out."""
+        return frozenset(
+            line["fragment"]
+            for process in self.shard_processes()
+            for line in process.of("announced", "restored")
+            if line.get("companion")
+        )
 
     @cached_property
     def pushes(self) -> dict[PushName, Push]:

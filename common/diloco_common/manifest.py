@@ -133,9 +133,13 @@ class _Rows:
 
 
 def model_digest(tensors: Iterable[TensorSpec]) -> str:
-    """32 hex digits over names, shapes and marks of a model, in any order, however it is cut. Without companions."""
-    model = sorted((t.name, t.shape, t.mean_merge) for t in tensors if not t.companion)
-    return hashlib.sha256(json.dumps(model).encode()).hexdigest()[:32]
+    """32 hex digits over names, shapes and marks of a model and its companions, in any order, however it is cut."""
+    return hashlib.sha256(json.dumps(sorted(t.as_json() for t in tensors)).encode()).hexdigest()[:32]
+
+
+def momentum_of(parameter: str) -> str:
+    """What the companion of a parameter is called."""
+    return f"momentum of {parameter}"
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
@@ -151,6 +155,18 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
         raise BadRequest(
             f"the tensors have {elements} elements; at most {bounds.number(bounds.ELEMENTS_MAX)} are taken"
         )
+
+
+def check_companions(tensors: Sequence[TensorSpec]) -> None:
+    """Each companion is the momentum of a parameter of its shape. Raises BadRequest."""
+    companions = [t for t in tensors if t.companion]
+    known = {(momentum_of(t.name), t.shape) for t in tensors if not t.companion} if companions else ()
+    for companion in companions:
+        if (companion.name, companion.shape) not in known:
+            raise BadRequest(
+                f"the companion {companion.name[:64]!r} is the momentum of no parameter of shape "
+                f"{list(companion.shape)}; bring those that join(companions=) makes of the model's optimizers"
+            )
 
 
 def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:

@@ -28,7 +28,7 @@ class RunSettings(Section):
     model: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
     """Digest of the model that shards insist on. Empty: the first learner that joins a new shard brings the model.
     `diloco-worker digest` prints that of the built-in model, `diloco_worker.digest_of(model)` gives that of yours, and
-    a worker says that of its model when it starts."""
+    a worker says that of its model when it starts. Momentum that is averaged counts as part of the model."""
     history: Path | None = None
     """Folder in which every process records its history, as JSON lines; none: nothing is recorded."""
 
@@ -261,7 +261,7 @@ class TrainSettings(Section):
     """Norm to which gradients are clipped."""
     average_momentum: bool = False
     """Average the first moments of Muon and AdamW among the workers, as the model is (docs/decisions.md). All workers
-    of a run alike. It doubles the bytes on the wire, divided by `sync.companions_every`."""
+    of a run alike. It adds 1 / `sync.companions_every` of the bytes on the wire."""
 
 
 class DataSettings(Section):

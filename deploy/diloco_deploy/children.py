@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_common.endpoints import Endpoints, Role, dialable
-from diloco_common.manifest import model_digest
 from diloco_common.settings import Settings
 from diloco_deploy.folder import Files
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates
 from diloco_deploy.supervisor import ChildSpec
-from diloco_worker.builtin.shapes import gpt_tensors
+from diloco_worker.builtin.shapes import declared_digest
 
 EVALUATE = "evaluate"
 
@@ -34,7 +33,7 @@ class Children:
     ) -> None:
         """`certificates`: of these very processes; None: they speak plaintext."""
         self._settings, self._files, self._programs, self._certificates = settings, files, programs, certificates
-        self._model = settings.run.model or model_digest(gpt_tensors(settings.model))
+        self._model = settings.run.model or declared_digest(settings)
         self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
         self.shards = names("shard", settings.cluster.shards)
         self.workers = names("worker", settings.cluster.workers)

@@ -165,7 +165,7 @@ def _cell(column: _Column, text: str) -> Text:
 
 def _shard_row(snapshot: Snapshot, shard: Member) -> dict[str, str]:
     fragments = shard.get("fragments", [])
-    versions = [int(fragment["version"]) for fragment in fragments]
+    versions = [int(fragment["version"]) for fragment in fragments if not fragment.get("companion")]
     alive = sum(learner["state"] == "alive" for learner in shard.get("learners", []))
     return {
         "shard": shard.name,

@@ -18,7 +18,6 @@ from typing import Any
 from diloco_common.endpoints import Role
 from diloco_common.errors import EXIT_INTERRUPTED, CannotConnect, ConfigError, DilocoError
 from diloco_common.identity import subject_of
-from diloco_common.manifest import model_digest
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy.certs.authority import make_authority, open_authority
@@ -34,7 +33,7 @@ from diloco_deploy.status import addresses_in
 from diloco_deploy.status_schema import ClusterRecord, MemberRecord
 from diloco_deploy.supervisor import Action
 from diloco_deploy.up import check_cluster
-from diloco_worker.builtin.shapes import gpt_tensors
+from diloco_worker.builtin.shapes import declared_digest
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 10.0
@@ -153,7 +152,7 @@ class _RayRun:
         settings = self._settings
         return Plan(
             f"{role}-{index}", role, index, self._files.folder, settings.cluster.shards,
-            settings.run.model or model_digest(gpt_tensors(settings.model)),
+            settings.run.model or declared_digest(settings),
             not settings.security.insecure, settings.cluster.restart, settings.run.history,
         )  # fmt: skip
 

@@ -68,5 +68,5 @@ class ShardHistory:
             what, fragment=state.fragment.fragment_id, epoch=state.epoch, version=state.version,
             checksum=fingerprint(decoded.numpy().tobytes()),
             state=fingerprint(*(part.numpy().tobytes() for part in (values.theta, *values.buffers))),
-            tokens_merged=state.tokens_merged, **facts,
+            tokens_merged=state.tokens_merged, **({"companion": True} if state.fragment.companion else {}), **facts,
         )  # fmt: skip

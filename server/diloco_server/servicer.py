@@ -21,6 +21,7 @@ from diloco_common.audit import Audit, NoAudit
 from diloco_common.codec import Chunk
 from diloco_common.errors import BadRequest, Refusal
 from diloco_common.identity import Identity
+from diloco_common.manifest import TensorSpec, check_companions
 from diloco_common.messages import JoinRequest, Outcome, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_common.ports import ShardService
 from diloco_common.rate import Rate
@@ -186,10 +187,11 @@ async def _join_request(requests: Messages) -> JoinRequest:
 async def _parsed_join(data: bytes) -> JoinRequest:
     """Others have their turn while the tensors of a large model are read. Raises BadRequest."""
     message = protobuf.parse(pb.JoinRequest, data)
-    tensors = []
+    tensors: list[TensorSpec] = []
     for some in protobuf.tensors_in_turns(message.tensors):
         tensors += some
         await asyncio.sleep(0)
+    check_companions(tensors)
     return protobuf.join_request_from_pb(message, tensors)
 
 

@@ -311,3 +311,12 @@ def test_a_shard_that_knows_its_model_takes_no_other_from_whoever_comes_first(se
     assert mine in found.words
     assert f"run.model={model_digest(other)}" in found.words
     mallory(shard, "honest").seed()
+
+
+@pytest.mark.parametrize("name", ["momentum of layer.bias", "x"])
+def test_companions_of_no_parameter_are_refused(serve: Serve, clock: Clock, name: str) -> None:
+    """Else whoever comes first may add as many bytes to everyone's rounds as it likes."""
+    shard = serve(settings_with(), clock)
+    stray = TensorSpec(name, (2**20, 2**10), mean_merge=True, companion=True)
+    assert refusal(lambda: shard.caller("mallory").join([*TENSORS, stray])).code == "BAD_REQUEST"
+    mallory(shard, "honest").seed()

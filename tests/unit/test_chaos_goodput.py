@@ -10,6 +10,7 @@ from recorded import EPOCH, accepted, announced, clean, find, histories, merging
 from diloco_common.histories import Histories, gather
 from diloco_common.judge import stood_still
 from diloco_deploy.chaos.goodput import longest_gaps, work_of
+from diloco_deploy.chaos.harm import harm_of
 from diloco_deploy.chaos.losses import LOSSES, losses
 from diloco_deploy.chaos.plan import Fault, FaultKind
 from diloco_deploy.chaos.result import CHECKS, make_baseline, make_result, summary
@@ -72,6 +73,24 @@ def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last
 
     find(lines["shard-0"], "restored").update(version=2)
     assert work_of(histories(lines), ChaosRun(2.0, 6.0)).tokens == 100, "version 3 did not survive"
+
+
+def test_companions_count_neither_as_work_nor_as_progress():
+    """One that has made fewer versions would lower every mean over the fragments."""
+    lines, run = clean(), ChaosRun(0.0, 10.0)
+    of_model = histories(lines)
+    lines["shard-0"][3:3] = [
+        {**announced(0.8, 0), "fragment": 1, "companion": True},
+        {**accepted(0.85, 1, 100), "fragment": 1}, {**merging(0.86, 1, 100), "fragment": 1},
+        {**announced(0.87, 1), "fragment": 1, "companion": True},
+    ]  # fmt: skip
+    both = histories(lines)
+    assert (both.companions, both.num_fragments) == ({1}, 1)
+    assert work_of(both, run) == work_of(of_model, run)
+    assert harm_of(both, "ann")["merged"] == harm_of(of_model, "ann")["merged"]
+    assert harm_of(both, "ann")["versions_share"] == harm_of(of_model, "ann")["versions_share"]
+    calm = {"tokens_per_alive_s": 100.0, "step_s": 1.0}
+    assert losses(both, run, work_of(both, run), calm) == losses(of_model, run, work_of(of_model, run), calm)
 
 
 def test_a_second_without_a_new_version_is_one_without_progress():

@@ -13,12 +13,14 @@ import google_crc32c
 import pytest
 
 from diloco_common.errors import ConfigError
-from diloco_common.manifest import TensorSpec, cut
+from diloco_common.manifest import TensorSpec, cut, momentum_of
+from diloco_deploy.checkpoint import sources
 from diloco_server.storage import linking
 from diloco_server.storage.checkpoint import (
     MANIFEST,
     CheckpointDamaged,
     CheckpointExists,
+    CheckpointFile,
     CheckpointIncomplete,
     CheckpointsDiffer,
     Contents,
@@ -39,6 +41,7 @@ from diloco_server.storage.version_file import VersionDamaged
 from stores import LONG_AGO, assert_equal, make_version
 
 TENSORS = [TensorSpec(f"layer.{i}.weight", (10, 70)) for i in range(6)]
+COMPANIONS = [TensorSpec(momentum_of(t.name), t.shape, mean_merge=True, companion=True) for t in TENSORS]
 NUM_SHARDS = 2
 MODEL = cut(TENSORS, 6, NUM_SHARDS)
 """Six fragments of 700 elements on two shards."""
@@ -280,6 +283,8 @@ def another_name(body: Any) -> None:
         lambda b: b.update(num_shards="2"),
         lambda b: b.update(tensors=[]),
         lambda b: b.update(tensors=[["a"]]),
+        lambda b: b["tensors"][0].pop(),
+        lambda b: b["tensors"][0].extend([False, False]),
         lambda b: b.update(tensors=[["a", 3, False]]),
         lambda b: b.update(tensors=[["a", [2**62] * 17, False]]),
         lambda b: b.pop("digest"),
@@ -372,3 +377,32 @@ def test_a_restore_needs_an_empty_folder_and_fragments_for_every_shard(cluster: 
     with pytest.raises(ConfigError, match="--shards 7"):
         place(contents, 7)
     assert is_checkpoint(cluster / "c")
+
+
+# ------------------------------------------------------------------ companions
+
+
+def part_of(shard: int, version: int, companions_every: int = 4) -> Contents:
+    """A shard's part of a checkpoint at a version; companions have made fewer."""
+    manifest = cut([*TENSORS, *COMPANIONS], 6, NUM_SHARDS)
+    files = [
+        CheckpointFile(
+            "name", 1, "00" * 8, f.fragment_id, shard, 1, version // (companions_every if f.companion else 1), 1
+        )
+        for f in manifest.owned_by(shard)
+    ]
+    return Contents("run", NUM_SHARDS, 6, "nesterov", manifest.tensors, manifest.digest, tuple(files))
+
+
+def test_the_versions_of_a_checkpoint_are_those_of_the_model() -> None:
+    whole = joined([part_of(0, 40), part_of(1, 41)])
+    assert whole.versions == (40, 41)
+    of_model = {f.fragment_id for f in whole.manifest.model_fragments}
+    alone = replace(whole, files=tuple(f for f in whole.files if f.fragment_id not in of_model))
+    assert alone.versions == (10, 10)
+
+
+def test_parts_of_two_checkpoints_are_not_mixed_where_companions_are_behind() -> None:
+    assert len(sources.join([("a/one", part_of(0, 40)), ("b/two", part_of(1, 41))]).files) == 12
+    with pytest.raises(CheckpointsDiffer, match="ends at version 40 and b/two begins at 80"):
+        sources.join([("a/one", part_of(0, 40)), ("b/two", part_of(1, 80))])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco_common.manifest import TensorSpec, cut
+from diloco_common.manifest import TensorSpec, cut, momentum_of
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.settings_loader import save as save_settings
@@ -96,6 +96,19 @@ def test_the_line_to_go_on_with_holds_no_command_of_whoever_made_the_checkpoint(
     assert main(["restore", str(tmp_path / "theirs"), "--shards", "1", "--folder", str(new)]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.endswith(f"diloco up --folder '{new}' --shards 1 --set 'run.id=x; touch y' --set sync.fragments=6")
+
+
+def test_an_export_needs_no_companion_and_a_restore_needs_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    w = TensorSpec("w", (10, 70))
+    manifest = cut([w, TensorSpec(momentum_of("w"), w.shape, mean_merge=True, companion=True)], 1, 1)
+    store = FileStore(Disk(tmp_path / "run"), Origin("trial", 0, 1, 1, "nesterov", "bfloat16"), first_epoch=LONG_AGO)
+    store.save(make_version(3, fragment_id=0), manifest)
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "m.safetensors")]) == 0
+    assert load_file(tmp_path / "m.safetensors").keys() == {"w"}
+    assert main(["restore", str(tmp_path / "run"), "--folder", str(tmp_path / "new"), "--shards", "1"]) != 0
+    assert "1 of 2 fragments are missing" in capsys.readouterr().err
 
 
 def test_an_export_may_be_of_less_precision(run_folder: Path) -> None:

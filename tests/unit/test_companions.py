@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from builders import make_settings
 from diloco_common.errors import ConfigError, ManifestMismatch, ModelChanged, UnsupportedModel
+from diloco_common.history import MemoryHistory
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import Collect, LearnerPolicy
 from diloco_server.core.fragment import FragmentState
+from diloco_server.history import ShardHistory
 from diloco_worker.builtin.gpt import build_gpt
 from diloco_worker.builtin.training import make_optimizer
 from diloco_worker.companions import Companions, most_of
@@ -177,6 +179,24 @@ def test_momentum_may_leap_by_any_factor_when_a_layer_of_zeros_begins_to_learn()
     for exponent in range(-30, 10):
         round_of(cluster, lambda e=exponent: held["weight"].values.fill_(10.0**e if e < -20 else 10.0**9))
     assert cluster.shards[0].shard.ledger.rejected == {}
+
+
+@pytest.mark.parametrize("is_companion", [False, True])
+def test_histories_tell_which_fragments_are_companions(is_companion: bool) -> None:
+    cluster, history = cluster_of(), MemoryHistory(lambda: 0.0)
+    cluster.join("a", linear(), momentum())
+    ShardHistory(history, 1).announcing(states(cluster)[is_companion])
+    assert [line.get("companion", False) for line in history.lines if line["what"] == "announced"] == [is_companion]
+
+
+def test_ordinary_companions_do_not_thin_out_the_votes_on_quarantine() -> None:
+    cluster = cluster_of()
+    for name in "abc":
+        cluster.join(name, linear(), momentum())
+    for _ in range(5):
+        round_of(cluster, lambda: None)
+    quarantine = cluster.shards[0].shard.quarantine
+    assert [list(quarantine.conduct(name).votes) for name in "abc"] == 3 * [5 * [False]]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def test_sums_are_taken_over_shards_and_workers() -> None:
     assert (totals.bytes_pushed, totals.bytes_pulled, totals.done) == (3_000_000, 6_000_000, False)
 
 
+def test_the_versions_of_a_shard_are_those_of_the_model() -> None:
+    fragments = [{"id": 0, "version": 40}, {"id": 1, "version": 10, "companion": True}]
+    found = Snapshot((Member("shard-0", "shard", "up", shard(0, fragments=fragments)),))
+    assert "40-40" in " ".join(drawn(tables(found, 100), 100))
+
+
 def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
     three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
     one = shard(1, tokens_merged=800, fragments=[{"id": 3, "version": 1}])

@@ -192,6 +192,25 @@ def test_there_is_room_for_what_is_kept(free: float, used: float, checkpoints: i
     assert disk.enough_room(Path("x"), free, used, shard).code == expected
 
 
+def test_companions_take_their_share_of_the_disk() -> None:
+    averaging = SHARD._replace(companions_every=1)
+    assert disk.enough_room(Path("x"), 2e9, 0.0, averaging).code == "DISK_SMALL", "4 bytes beside 8: 2.5 GB"
+    assert disk.enough_room(Path("x"), 3e9, 0.0, averaging).code == "OK"
+    written = Written(0.15, 8 << 20)  # 0.6 s for 33 MB, 24 times in 24 s; half of that for companions
+    busy = [disk.fast_enough(Path("x"), written, SHARD._replace(companions_every=n)).what for n in (None, 3, 1)]
+    assert [re.findall(r"(\d+)%", words) for words in busy] == [["60"], ["70"], ["89"]]
+
+
+@pytest.mark.parametrize(("average", "every"), [(False, None), (True, 3)])
+def test_the_shard_of_the_settings_holds_companions_where_momentum_is_averaged(
+    average: bool, every: int | None
+) -> None:
+    settings = Settings.model_validate({"sync": {"companions_every": 3}, "train": {"average_momentum": average}})
+    shard = command._shard(command.Patient(settings, is_shard=True, params=1e8))
+    assert shard is not None
+    assert shard.companions_every == every
+
+
 # ---------------------------------------------------------------- the machine
 
 
@@ -206,6 +225,8 @@ def test_few_files_are_named(hard: int, expected: tuple[str, str]) -> None:
 def test_little_memory_is_named() -> None:
     assert verdict(machine.enough_memory(1e9, SHARD)) == ("failure", "MEMORY_SHORT")
     assert verdict(machine.enough_memory(8e9, SHARD)) == ("ok", "OK")
+    assert verdict(machine.enough_memory(3e9, SHARD)) == ("ok", "OK")
+    assert verdict(machine.enough_memory(3e9, SHARD._replace(companions_every=4))) == ("failure", "MEMORY_SHORT")
 
 
 def test_a_cgroup_is_less_than_its_machine(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_common.bounds import FRAGMENTS_MAX
-from diloco_common.manifest import Manifest, TensorSpec, cut, differences, model_digest
+from diloco_common.errors import BadRequest
+from diloco_common.manifest import Manifest, TensorSpec, check_companions, cut, differences, model_digest
 
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
 MODELS = (
@@ -237,13 +239,14 @@ def test_companions_change_nothing_of_the_model_and_are_never_mixed_with_it(
     assert [both.place(f) for f in both.fragments] == 2 * [(i, len(companions)) for i in range(len(companions))]
 
 
-def test_companions_are_in_the_digest_of_the_manifest_but_not_in_that_of_the_model() -> None:
+def test_companions_are_in_both_digests() -> None:
     model = [TensorSpec("w", (4, 2)), TensorSpec("v", (3,), mean_merge=True)]
     tensors = with_companions(model)
     assert cut(model, 2, 1).digest != cut(tensors, 2, 1).digest
-    assert model_digest(model) == model_digest(tensors)
+    assert model_digest(model) != model_digest(tensors) == model_digest(tensors[::-1])
     as_parameters = [t._replace(companion=False) for t in tensors]
     assert cut(as_parameters, 4, 1).digest != cut(tensors, 2, 1).digest
+    assert model_digest(as_parameters) != model_digest(tensors)
     # What earlier releases have computed, and runs have in their settings and files.
     assert model_digest(model) == "c8a371447666cde779169300d5d22104"
     assert cut(model, 2, 1).digest == "471f31a794562dba4db6ce189fa60d37"
@@ -254,6 +257,22 @@ def test_model_and_companions_share_the_ids_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"8192 fragments together; .* set sync\.fragments to half"):
         cut(tensors, FRAGMENTS_MAX, 1)
     assert len(cut(tensors, FRAGMENTS_MAX // 2, 1).fragments) == FRAGMENTS_MAX
+
+
+@pytest.mark.parametrize(
+    ("companion", "is_taken"),
+    [
+        (TensorSpec("momentum of w", (4, 2), True, True), True),
+        (TensorSpec("momentum of w", (2, 4), True, True), False),
+        (TensorSpec("momentum of v", (4, 2), True, True), False),
+        (TensorSpec("w", (4, 2), True, True), False),
+        (TensorSpec("momentum of momentum of w", (4, 2), True, True), False),
+    ],
+)
+def test_a_companion_is_the_momentum_of_a_parameter_of_its_shape(companion: TensorSpec, is_taken: bool) -> None:
+    tensors = [TensorSpec("w", (4, 2)), TensorSpec("momentum of w", (4, 2), True, True), companion]
+    with nullcontext() if is_taken else pytest.raises(BadRequest, match="the momentum of no parameter of shape"):
+        check_companions(tensors)
 
 
 def test_companions_alone_are_no_model() -> None:

@@ -7,10 +7,12 @@ import re
 import pytest
 
 from diloco_common.manifest import TensorSpec, model_digest
-from diloco_common.settings import ModelSettings
+from diloco_common.settings import ModelSettings, Settings
 from diloco_worker import cli, digest_of
 from diloco_worker.builtin.gpt import build_gpt
 from diloco_worker.builtin.shapes import gpt_tensors
+from diloco_worker.builtin.training import make_optimizer
+from parts import Parts
 
 A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,), mean_merge=True)
 
@@ -37,6 +39,29 @@ def test_whatever_differs_gives_another_digest(other: list[TensorSpec]) -> None:
 )
 def test_the_digest_of_the_built_in_model_needs_no_model(model: ModelSettings) -> None:
     assert model_digest(gpt_tensors(model)) == digest_of(build_gpt(model, seed=0))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("average", [False, True])
+def test_a_worker_prints_the_digest_of_what_it_will_declare(
+    capsys: pytest.CaptureFixture[str], optimizer: str, average: bool
+) -> None:
+    changed = [f"--set=train.optimizer={optimizer}", f"--set=train.average_momentum={str(average).lower()}"]
+    assert cli.main(["digest", "--set", "model.layers=1", *changed]) == 0
+    settings = Settings.model_validate(
+        {"model": {"layers": 1}, "train": {"optimizer": optimizer, "average_momentum": average}}
+    )
+    model = build_gpt(settings.model, seed=0)
+    made = make_optimizer(model, settings.train)
+    assert capsys.readouterr().out.strip() == digest_of(model, companions=made if average else None)
+
+
+def test_a_worker_says_the_digest_of_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = [A, B, TensorSpec("momentum of a", A.shape, mean_merge=True, companion=True)]
+    telemetry, said = Parts().telemetry, list[str]()
+    monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts["digest"]))
+    telemetry.model(declared, 0)
+    assert said == [model_digest(declared)]
 
 
 def test_a_worker_prints_the_digest_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,4 +175,8 @@ def test_averaged_momentum_takes_its_share_of_links_disks_and_memory(capsys: pyt
 
     assert choose(replace(asked(1e8, 100), companions_every=1)).encodings.push == "int4", "a thin link asks for less"
     assert main(["plan", "--params", "125M", "--companions-every", "4"]) == 0
-    assert "companions_every = 4" in capsys.readouterr().out
+    words = capsys.readouterr().out.partition("settings (run.toml):")[2]
+    settings = Settings.model_validate(tomllib.loads(words))
+    assert (settings.train.average_momentum, settings.sync.companions_every) == (True, 4)
+    assert main(["plan", "--params", "125M"]) == 0
+    assert "average_momentum" not in capsys.readouterr().out

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diloco_common.manifest import Manifest, TensorSpec, cut, momentum_of
 from diloco_server.storage.checkpoint import find_damage, read_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.regular import RegularCheckpoints
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import VersionDamaged
-from stores import MANIFEST, make_version, open_store
+from stores import MANIFEST, ORIGIN, make_version, open_store
 
 
 class Shard:
     """A store of two fragments, and the checkpoints that are made of it."""
 
-    def __init__(self, folder: Path, every: int = 2, keep: int = 2) -> None:
-        self.folder = folder
-        self.store: FileStore = open_store(Disk(folder))
+    def __init__(self, folder: Path, every: int = 2, keep: int = 2, manifest: Manifest = MANIFEST) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.store: FileStore = open_store(Disk(folder), replace(ORIGIN, num_fragments=len(manifest.model_fragments)))
         self.regular = RegularCheckpoints(folder, every, keep)
         found = self.store.recover().versions
         recovered = {f.stored.record.fragment_id: f.stored.record.version for f in found}
-        self.finished = self.regular.begin(recovered, MANIFEST, 0)
+        self.finished = self.regular.begin(recovered, manifest, 0)
 
     def save(self, fragment_id: int, *versions: int) -> None:
         for version in versions:
-            self.store.save(make_version(version, fragment_id=fragment_id), MANIFEST)
+            self.store.save(make_version(version, fragment_id=fragment_id), self.manifest)
 
     def write(self, fragment_id: int, *versions: int) -> list[int]:
         """Save versions, and tell; returns the checkpoints that became whole."""
         finished = []
         for version in versions:
             self.save(fragment_id, version)
-            finished += self.regular.written(fragment_id, version, MANIFEST, 0)
+            finished += self.regular.written(fragment_id, version, self.manifest, 0)
         return finished
 
     @property
@@ -182,3 +184,63 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
     assert shard.checkpoints == {}
     assert shard.write(1, 3) == [2]
     assert shard.checkpoints == {2: [2, 2]}
+
+
+# ------------------------------------------------------------------ companions
+
+W = TensorSpec("w", (10, 70))
+WITH_COMPANION = cut([W, TensorSpec(momentum_of("w"), W.shape, mean_merge=True, companion=True)], 1, 1)
+"""Fragment 0 is the model, and fragment 1 its companion."""
+
+
+def test_a_companion_that_makes_fewer_versions_does_not_hold_checkpoints_back(tmp_path: Path) -> None:
+    shard, finished = Shard(tmp_path, every=10, keep=3, manifest=WITH_COMPANION), list[int]()
+    for version in range(101):
+        finished += shard.write(0, version)
+        if version % 4 == 0:
+            finished += shard.write(1, version // 4)
+    assert finished == [10 * n for n in range(1, 11)]
+    assert shard.checkpoints == {80: [80, 19], 90: [90, 22], 100: [100, 24]}
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+def test_a_checkpoint_waits_for_the_first_version_of_a_companion(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, manifest=WITH_COMPANION)
+    assert shard.write(0, 1, 2, 3) == []
+    assert shard.write(1, 0) == [2]
+    assert shard.checkpoints == {2: [2, 0]}
+
+
+def test_a_companion_whose_version_has_gone_already_is_taken_at_its_next(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, manifest=WITH_COMPANION)
+    shard.write(1, 0)
+    shard.save(1, 1, 2)
+    assert shard.write(0, 2) == []
+    assert shard.regular.written(1, 2, WITH_COMPANION, 0) == [2]
+    assert shard.checkpoints == {2: [2, 2]}
+
+
+def test_the_next_life_takes_the_newest_version_of_a_companion(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, manifest=WITH_COMPANION)
+    shard.write(1, 4, 5)
+    shard.save(0, 1, 2)
+    again = Shard(tmp_path, manifest=WITH_COMPANION)
+    assert again.finished == [2]
+    assert again.checkpoints == {2: [2, 5]}
+
+
+def test_a_checkpoint_that_the_disk_refused_has_one_version_of_a_companion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = Shard(tmp_path, manifest=WITH_COMPANION)
+    shard.write(1, 0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("diloco_server.storage.regular.write_manifest", full)
+        with pytest.raises(OSError, match="No space"):
+            shard.write(0, 2)
+    assert shard.write(1, 1) == [2]
+    assert shard.checkpoints == {2: [2, 0]}

@@ -28,7 +28,7 @@ from diloco_common.errors import (
     Superseded,
     UnknownFragment,
 )
-from diloco_common.manifest import TensorSpec, model_digest
+from diloco_common.manifest import TensorSpec, model_digest, momentum_of
 from diloco_common.messages import (
     Collect,
     Committed,
@@ -294,6 +294,20 @@ def test_a_shard_that_was_told_the_model_takes_no_other() -> None:
     assert rig.shard.manifest is None
     rig.join("a")
     assert rig.seed("a").outcome is ACCEPTED
+
+
+def test_a_shard_that_was_told_the_model_takes_no_companions_beyond_it() -> None:
+    """And whoever wants them hears the digest that has them."""
+    companion = TensorSpec(momentum_of(MODEL[0].name), MODEL[0].shape, True, True)
+    rig = Rig(run={"model": model_digest(MODEL)})
+    wanted = model_digest([*MODEL, companion])
+    with pytest.raises(ManifestMismatch, match=rf"without the momentum.*run\.model={wanted}.*diloco-worker digest"):
+        rig.shard.join("mallory", "process", [*MODEL, companion], 0.0)
+    assert rig.shard.manifest is None
+    told = Rig(run={"model": wanted})
+    with pytest.raises(ManifestMismatch, match="average its momentum"):
+        told.shard.join("a", "process", MODEL, 0.0)
+    told.shard.join("b", "process", [*MODEL, companion], 0.0)
 
 
 # ------------------------------------------------------------------ rounds and versions

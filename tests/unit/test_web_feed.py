@@ -114,6 +114,14 @@ def test_a_learner_that_is_expected_and_was_never_seen_is_on_the_page():
     assert "1 learner not here yet" in here["words"]
 
 
+def test_the_versions_of_a_shard_are_those_of_the_model():
+    feed = feed_of("shard-0")
+    companion = {"id": 1, "version": 1, "round_open": False, "companion": True}
+    feed.heard("shard-0", shard(fragments=[{"id": 0, "version": 40, "round_open": False}, companion]), None, NOW)
+    row = feed.since(0, NOW)["shards"][0]
+    assert (row["version_min"], row["version_max"], row["fragments"]) == (40, 40, [0, 1])
+
+
 def test_a_shard_that_dies_stays_with_the_time_and_what_it_said_last():
     feed = feed_of()
     feed.heard("shard-0", shard(0), None, NOW)

@@ -15,10 +15,10 @@ from cyclopts import Parameter
 from diloco_common.allocator import tune_allocator
 from diloco_common.command import end_on_sigterm, new_app, run_app
 from diloco_common.errors import ConfigError
-from diloco_common.manifest import TensorSpec, differences, model_digest
+from diloco_common.manifest import TensorSpec, differences
 from diloco_common.options import NO_SETTINGS, SettingsOptions, setting, settings_from
 from diloco_common.settings import Settings
-from diloco_worker.builtin.shapes import gpt_tensors
+from diloco_worker.builtin.shapes import declared_digest, gpt_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ def work(
     }  # fmt: skip
     settings = settings_from(options, flags)
     if command == "digest":
-        print(model_digest(gpt_tensors(settings.model)))
+        print(declared_digest(settings))
         return
     if not settings.worker.shards:
         raise ConfigError("no shards given: use --shards HOST:PORT,... or worker.shards")

@@ -211,12 +211,16 @@ def join(
     return learner
 
 
-def digest_of(model: nn.Module, mean_merge: Collection[str] | None = None) -> str:
-    """The digest of a model, as shards ask for it (`run.model`); `mean_merge` as in `join`.
+def digest_of(
+    model: nn.Module, mean_merge: Collection[str] | None = None,
+    companions: Optimizer | Sequence[Optimizer] | None = None,
+) -> str:  # fmt: skip
+    """The digest of a model, as shards ask for it (`run.model`); the arguments as in `join`.
 
-    Raises UnsupportedModel.
+    Raises UnsupportedModel, and ConfigError where `companions` are no optimizers of this model.
     """
-    return model_digest(Replica(model, mean_merge).specs)
+    averaged = NONE if companions is None else Companions(companions, model).tensors
+    return model_digest(Replica(model, mean_merge, averaged).specs)
 
 
 def real_world() -> World:

@@ -106,7 +106,7 @@ class LearnerTelemetry:
         trained = [t for t in tensors if not t.companion]
         averaged = " ".join(t.name for t in trained if t.mean_merge)
         self.log.event(
-            "model", digest=model_digest(trained), trained=sum(t.num_elements for t in trained), frozen=num_frozen,
+            "model", digest=model_digest(tensors), trained=sum(t.num_elements for t in trained), frozen=num_frozen,
             plain_mean=averaged or "nothing",
             **({"companions": len(tensors) - len(trained)} if len(tensors) > len(trained) else {}),
         )  # fmt: skip

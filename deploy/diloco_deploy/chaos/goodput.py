@@ -1,9 +1,10 @@
 """How much work got through, from the histories and the faults of a run.
 
 alive      from a worker's request to join until its kill, without the time during which it is frozen
-tokens     of merged contributions, per fragment; one that is accepted twice (fenced off, then sent again) counts once
+tokens     of merged contributions, per fragment of the model; one that is accepted twice (fenced off, then sent again)
+           counts once
 goodput    tokens per alive worker-second, or per second, divided by the same of a fault-free run of equal length
-progress   share of the seconds in which a version was announced, so the job as a whole moved on
+progress   share of the seconds in which a version of the model was announced, so the job as a whole moved on
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def work_of(histories: Histories, run: ChaosRun) -> Work:
         line["tokens"]
         for process in histories.shard_processes()
         for line in process.of("accepted")
-        if run.began <= line["t"] <= run.ended and line["learner"] in histories.learners
+        if run.began <= line["t"] <= run.ended
+        and line["learner"] in histories.learners
+        and line["fragment"] not in histories.companions
     )
     merged = tokens_merged(histories, run).total()
     alive_s = sum(end - begin for process in histories.learner_processes() for begin, end in alive_times(process, run))
@@ -64,14 +67,14 @@ def work_of(histories: Histories, run: ChaosRun) -> Work:
 
 
 def tokens_merged(histories: Histories, run: ChaosRun) -> Counter[tuple[str, int, int]]:
-    """Worker, number of its process, fragment -> merged tokens that the process trained in the measured time."""
+    """Worker, number of its process, fragment of the model -> merged tokens that it trained in the measured time."""
     trained = {
         (process.name, process.number): (tokens_at(process, run.began), tokens_at(process, run.ended))
         for process in histories.learner_processes()
     }
     merged = Counter[tuple[str, int, int]]()
     for merge in histories.merges():
-        if (push := merge.push) is not None:
+        if (push := merge.push) is not None and merge.fragment not in histories.companions:
             name = push.process.name, push.process.number
             low, high = trained[name]
             merged[*name, merge.fragment] += max(0, min(push.end, high) - max(push.since, low))
@@ -139,5 +142,10 @@ def _step_times(process: Process) -> Iterator[float]:
 
 def _progress(histories: Histories, run: ChaosRun) -> float:
     seconds = max(1, int(run.ended - run.began))
-    times = (line["t"] - run.began for process in histories.shard_processes() for line in process.of("announced"))
+    times = (
+        line["t"] - run.began
+        for process in histories.shard_processes()
+        for line in process.of("announced")
+        if line["fragment"] not in histories.companions
+    )
     return len({int(t) for t in times if 0.0 <= t < seconds}) / seconds

@@ -12,8 +12,8 @@ from diloco_common.histories import Histories, Line
 def harm_of(histories: Histories, name: str) -> dict[str, Any]:
     """One hostile process, for the result."""
     declined = Counter(line["code"] or line["outcome"] for line in lines_of(histories, name, "declined"))
-    merged = [merge for merge in histories.merges() if merge.learner == name]
-    versions = sum(version.survives for version in histories.lineage.versions)
+    merged = [m for m in histories.merges() if m.learner == name and m.fragment not in histories.companions]
+    versions = sum(v.survives for v in histories.lineage.versions if v.fragment not in histories.companions)
     return {
         "name": name,
         "joined": sum(1 for _ in lines_of(histories, name, "joined")),

@@ -204,7 +204,9 @@ def _pace(axes: Any, histories: Histories, run: ChaosRun, result: dict[str, Any]
     width = seconds / bins
     merged, alive = [0.0] * bins, [0.0] * bins
     for merge in histories.merges():
-        if merge.push is not None and run.began <= merge.at < run.ended:  # not what hostile processes claim
+        if merge.push is None or merge.fragment in histories.companions:  # not what hostile processes claim
+            continue
+        if run.began <= merge.at < run.ended:
             merged[int((merge.at - run.began) / width)] += merge.tokens / histories.num_fragments / width
     for process in histories.learner_processes():
         for begin, end in alive_times(process, run):

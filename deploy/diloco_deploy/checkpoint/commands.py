@@ -113,7 +113,7 @@ def restore_into(folder: Path, sources: Sequence[str], shards: int) -> int:
 @_disk_errors()
 def export(sources: Sequence[str], out: Path, dtype: str) -> int:
     began = time.perf_counter()
-    whole = open_whole(sources)
+    whole = open_whole(sources, model_only=True)
     export_model(whole, out, dtype)
     took_s = time.perf_counter() - began
     size = units.size(out.stat().st_size)

@@ -50,13 +50,17 @@ class Whole:
                 yield read_listed(source.files, file, source.contents)
 
 
-def open_whole(names: Sequence[str]) -> Whole:
-    """Open the named sources. Raises NoCheckpoint, CheckpointsDiffer, CheckpointIncomplete (fragments missing), ..."""
+def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
+    """Open the named sources. `model_only`: companions may be missing.
+
+    Raises NoCheckpoint, CheckpointsDiffer, CheckpointIncomplete (fragments missing), ...
+    """
     named = [(name, open_sources(name)) for name in names]
     sources = tuple(source for _, found in named for source in found)
     contents = join([(name, joined([source.contents for source in found])) for name, found in named])
-    if missing := contents.missing:
-        homes = {f.fragment_id: f.shard_index for f in contents.manifest.fragments}
+    manifest = contents.manifest
+    homes = {f.fragment_id: f.shard_index for f in (manifest.model_fragments if model_only else manifest.fragments)}
+    if missing := [i for i in contents.missing if i in homes]:
         shards = sorted({homes[i] for i in missing})
         raise CheckpointIncomplete(
             f"{len(missing)} of {len(homes)} fragments are missing in {', '.join(names)}: those of shards "

@@ -50,10 +50,18 @@ class Shard(NamedTuple):
     every: int
     step_s: float
     checkpoints: int
+    companions_every: int | None = None
+    """`sync.companions_every` of a run that averages momentum; None: it does not."""
 
     @property
     def version_bytes(self) -> int:
+        """Per parameter, of the model."""
         return formulas.version_bytes(self.outer, self.pull)
+
+    @property
+    def companion_bytes(self) -> int:
+        """Per parameter, of its companions."""
+        return formulas.companion_bytes(self.pull) if self.companions_every else 0
 
 
 def write(files: FileSystem, clock: Callable[[], float], num_bytes: int = PROBE_BYTES) -> Written:
@@ -102,10 +110,13 @@ def fast_enough(folder: Path, written: Written, shard: Shard | None) -> Finding:
         if written.seconds > SYNC_SLOW_S:
             return warning("DISK_SLOW", what, **figures)
         return ok(what, **figures)
-    each = shard.version_bytes
-    save_s = written.version_s(each * shard.params / shard.fragments)
+    elements = shard.params / shard.fragments
+    save_s = written.version_s(shard.version_bytes * elements)
+    turn_s = save_s  # of a fragment, and what its companion adds
+    if shard.companions_every:
+        turn_s += written.version_s(shard.companion_bytes * elements) / shard.companions_every
     # Versions are written by two threads, one file each: what counts is how long the disk is busy with all of them.
-    busy = shard.fragments * save_s / (shard.every * shard.step_s)
+    busy = shard.fragments * turn_s / (shard.every * shard.step_s)
     what += f"; a version takes {save_s:.2g} s, and all of them {busy:.0%} of the time of H steps"
     if busy > 1:
         return failure("DISK_SLOW", what, **figures)
@@ -131,7 +142,8 @@ def room(folder: Path, shard: Shard | None) -> Finding:
 
 def enough_room(folder: Path, free: float, used: float, shard: Shard) -> Finding:
     """`used`: by the shard's own files, which count as room."""
-    needed = formulas.shard_disk(shard.params, shard.params / shard.fragments, shard.version_bytes, shard.checkpoints)
+    each = shard.version_bytes + shard.companion_bytes
+    needed = formulas.shard_disk(shard.params, shard.params / shard.fragments, each, shard.checkpoints)
     what = (
         f"{folder}: {units.size(free)} free, {units.size(used)} used; versions"
         f"{' and checkpoints' * bool(shard.checkpoints)} take {units.size(needed)}"

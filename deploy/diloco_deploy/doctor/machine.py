@@ -44,8 +44,9 @@ def enough_memory(available: float, shard: Shard | None) -> Finding:
     if shard is None:
         return ok(f"{what} (--params says whether that is enough)", available_bytes=available)
     needed = formulas.shard_memory(
-        shard.params, shard.fragments, shard.learners, BITS.get(shard.push, 32.0), shard.outer, shard.pull
-    )
+        shard.params, shard.fragments, shard.learners, BITS.get(shard.push, 32.0), shard.outer, shard.pull,
+        companions=shard.companions_every is not None,
+    )  # fmt: skip
     what += f"; {units.count(shard.params)} parameters and {shard.learners} learners take {units.size(needed)}"
     if needed > available:
         return failure("MEMORY_SHORT", what, available_bytes=available, needed_bytes=needed)

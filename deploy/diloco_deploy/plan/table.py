@@ -167,7 +167,9 @@ def process_figures(
 def settings_of(asked: Asked, choice: Choice) -> dict[str, dict[str, str | int]]:
     """Section -> key -> value: what a run.toml holds."""
     rarely = {"companions_every": asked.companions_every} if asked.companions_every else {}
+    averaged: dict[str, dict[str, str | int]] = {"train": {"average_momentum": True}} if rarely else {}
     return {
+        **averaged,
         "sync": {
             **rarely,
             "fragments": choice.fragments,
@@ -186,7 +188,7 @@ def toml(settings: dict[str, dict[str, str | int]]) -> str:
     for section, values in settings.items():
         lines += [
             f"[{section}]",
-            *(f"{k} = {v if isinstance(v, int) else f'{chr(34)}{v}{chr(34)}'}" for k, v in values.items()),
+            *(f"{k} = {str(v).lower() if isinstance(v, int) else f'{chr(34)}{v}{chr(34)}'}" for k, v in values.items()),
         ]
         lines.append("")
     return "\n".join(lines)

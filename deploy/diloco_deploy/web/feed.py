@@ -322,7 +322,7 @@ class Feed:
     def _shard_row(self, shard: Shard) -> dict[str, Any]:
         said = shard.status
         fragments = said.get("fragments") or ()
-        versions = [int(one["version"]) for one in fragments]
+        versions = [int(one["version"]) for one in fragments if not one.get("companion")]
         return {
             "name": shard.label,
             "answers": shard.answers,

@@ -43,11 +43,19 @@ def _what_is_averaged(here: bool, there: bool) -> str:
 
 def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
     """The caller's model is the one that the shard insists on, if it does. Raises ManifestMismatch."""
-    if expected and (found := model_digest(theirs)) != expected:
+    if not expected or (found := model_digest(theirs)) == expected:
+        return
+    if model_digest(t for t in theirs if not t.companion) == expected:
         raise ManifestMismatch(
-            f"this shard insists on the model {expected} (run.model), but the caller brings {found}: train the same "
-            f"model, or start all shards with run.model={found}"
+            f"this shard insists on the model {expected} (run.model), which the caller brings, but that is its digest "
+            f"without the momentum that the caller wants averaged: start all shards with run.model={found} (printed by "
+            "`diloco-worker digest` with train.average_momentum = true, given by digest_of(model, companions=...)), or "
+            "leave the momentum local"
         )
+    raise ManifestMismatch(
+        f"this shard insists on the model {expected} (run.model), but the caller brings {found}: train the same "
+        f"model, average its momentum or do not, as the others do, or start all shards with run.model={found}"
+    )
 
 
 def check_origin(header: PushHeader, manifest: Manifest) -> None:

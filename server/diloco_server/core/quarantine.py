@@ -1,8 +1,9 @@
 """Learners whose contributions are outliers again and again: for a while nobody asks them, and nobody waits for them.
 
 The last contributions of a learner are its votes, one per round that waited for it: an outlier was refused because of
-its values, or was far longer than the others of its round. Everything is relative to the other learners, so at most
-half of them can be left out: beyond that nobody can say who is the outlier.
+its values, or was far longer than the others of its round. Those to companions vote only where they are refused.
+Everything is relative to the other learners, so at most half of them can be left out: beyond that nobody can say who is
+the outlier.
 
 All of it goes by the learner's id. A learner that leaves, joins again, or starts as another process is the same one.
 After each time the learner is on probation: fewer outliers suffice, and it is left out for longer. As many ordinary

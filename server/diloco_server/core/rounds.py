@@ -429,5 +429,7 @@ class Rounds:
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, contributions))
+        if state.fragment.companion:
+            return  # their norms tell nothing, so such a vote would only thin out those that do
         for learner_id, evidence in far_off(closed.contributions, state.typical_norm()).items():
             self._vote(learner_id, evidence)

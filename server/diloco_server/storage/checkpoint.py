@@ -118,8 +118,10 @@ class Contents:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The lowest and the highest version in it."""
-        versions = [file.version for file in self.files]
+        """The lowest and the highest version in it: of the model, as companions have numbers of their own."""
+        of_model = {fragment.fragment_id for fragment in self.manifest.model_fragments}
+        versions = [file.version for file in self.files if file.fragment_id in of_model]
+        versions = versions or [file.version for file in self.files]
         return min(versions), max(versions)
 
 
@@ -226,13 +228,20 @@ def decode_manifest(text: bytes, where: str) -> Contents:
             raise DataError(
                 f"{where} has format {found!r}, but this release reads {FORMAT!r}: use the release that made it"
             )
-        tensors = [dict(zip(TensorSpec._fields, tensor, strict=False)) for tensor in body["tensors"]]
+        tensors = [_fields_of(tensor) for tensor in body["tensors"]]
         contents = _CONTENTS.validate_json(_dump(body | {"tensors": tensors}), strict=True)
         _check_files(contents)
         return contents
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = str(error).splitlines()[0]
         raise CheckpointDamaged(f"{where} is damaged: it is not the manifest of a checkpoint ({why})") from None
+
+
+def _fields_of(tensor: Sequence[Any]) -> dict[str, Any]:
+    """A tensor as `TensorSpec.as_json` gives it, with names. Raises ValueError."""
+    if len(tensor) not in (3, 4):  # a parameter has no fourth
+        raise ValueError(f"a tensor has {len(tensor)} entries, not 3 or 4")
+    return dict(zip(TensorSpec._fields, tensor, strict=False))
 
 
 def _check_files(contents: Contents) -> None:

@@ -1,17 +1,18 @@
 """The regular checkpoints of a shard, one every `checkpoint.every` versions: `checkpoints/version-NNN` in its folder.
 
 Checkpoint N takes the first version of each fragment, from N on, that reaches the disk. That is N itself, unless
-versions are written by interval. So all shards agree on names and contents without talking. Not thread-safe.
+versions are written by interval. So all shards agree on names and contents without talking. Companions number their
+versions more slowly: the newest of each is taken once those of the model are there. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from diloco_common.manifest import Manifest
+from diloco_common.manifest import Fragment, Manifest
 from diloco_server.storage.checkpoint import contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.linking import fragments_in, hard_link, is_checkpoint, remove_checkpoint
@@ -30,6 +31,7 @@ class RegularCheckpoints:
         self._folder = data_dir / FOLDER
         self._done: list[int] = []  # ascending
         self._open: dict[int, set[int]] = {}  # checkpoint -> fragments that are in it
+        self._newest: dict[int, int] = {}  # companion -> its newest version on disk
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest, shard_index: int) -> list[int]:
         """Go on after earlier epochs. `recovered`: fragment -> the version it came back with. Raises OSError."""
@@ -37,8 +39,15 @@ class RegularCheckpoints:
         self._done = sorted(number for number, path in found.items() if is_checkpoint(path))
         for number in found.keys() - self._done:  # begin unfinished ones anew: they may hold a version that is lost now
             shutil.rmtree(found[number])
+        self._newest = {
+            f.fragment_id: recovered[f.fragment_id]
+            for f in manifest.owned_by(shard_index)
+            if f.companion and f.fragment_id in recovered
+        }
         finished: list[int] = []
         for fragment_id, newest in recovered.items():
+            if fragment_id in self._newest:
+                continue
             names = version_names(fragment_id, [path.name for path in self._data_dir.iterdir()])
             versions = sorted(int(name.rpartition("-")[2].partition(".")[0]) for name in names)
             for version in versions:
@@ -51,16 +60,18 @@ class RegularCheckpoints:
 
         Raises OSError. Then the fragment's next version takes its place.
         """
-        due = version // self._every * self._every
-        if due > max([0, *self._done[-1:], *self._open]):
-            Disk(self._folder / _name(due))  # makes the folder, and makes it survive a crash
-            self._open[due] = set(fragments_in(self._folder / _name(due)))
-        owned = {fragment.fragment_id for fragment in manifest.owned_by(shard_index)}
+        owned = manifest.owned_by(shard_index)
+        of_model = {fragment.fragment_id for fragment in owned if not fragment.companion}
+        is_of_model = fragment_id in of_model
+        if is_of_model:
+            self._open_if_due(version)
+        else:
+            self._newest[fragment_id] = version
         finished: list[int] = []
         for number, there in sorted(self._open.items()):
-            if number > version:
+            if is_of_model and number > version:
                 continue
-            if fragment_id not in there:
+            if is_of_model and fragment_id not in there:
                 name = version_name(fragment_id, version)
                 try:
                     hard_link(self._data_dir / name, self._folder / _name(number) / name)
@@ -70,13 +81,21 @@ class RegularCheckpoints:
                         continue
                     return finished  # the fragment has later versions already
                 there.add(fragment_id)
-            if there == owned and self._finish(number, owned):
+            if of_model <= there and self._finish(number, owned):
                 finished.append(number)
         return finished
 
-    def _finish(self, number: int, owned: set[int]) -> bool:
+    def _open_if_due(self, version: int) -> None:
+        due = version // self._every * self._every
+        if due > max([0, *self._done[-1:], *self._open]):
+            Disk(self._folder / _name(due))  # makes the folder, and makes it survive a crash
+            self._open[due] = set(fragments_in(self._folder / _name(due)))
+
+    def _finish(self, number: int, owned: Sequence[Fragment]) -> bool:
         folder = self._folder / _name(number)
-        if not folder.is_dir() or set(fragments_in(folder)) != owned:
+        if folder.is_dir() and not self._link_companions(folder, owned):
+            return False
+        if not folder.is_dir() or set(fragments_in(folder)) != {fragment.fragment_id for fragment in owned}:
             del self._open[number]  # somebody has deleted files of it
             return False
         disk = Disk(folder)
@@ -94,6 +113,19 @@ class RegularCheckpoints:
         while len(self._done) > self._keep:
             remove_checkpoint(self._folder / _name(self._done[0]))
             del self._done[0]
+        return True
+
+    def _link_companions(self, folder: Path, owned: Sequence[Fragment]) -> bool:
+        """The newest version of each companion. False if one is not on disk, or has gone already: a newer one comes."""
+        there = fragments_in(folder)
+        for companion in (f.fragment_id for f in owned if f.companion and f.fragment_id not in there):
+            if companion not in self._newest:
+                return False
+            name = version_name(companion, self._newest[companion])
+            try:
+                hard_link(self._data_dir / name, folder / name)
+            except FileNotFoundError:
+                return False
         return True
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from diloco_common.manifest import TensorSpec
-from diloco_common.settings import ModelSettings
+from diloco_common.manifest import TensorSpec, model_digest, momentum_of
+from diloco_common.settings import ModelSettings, Settings
 
 BYTES = 256
 """Size of the vocabulary."""
@@ -20,7 +20,7 @@ def swiglu_width(width: int) -> int:
 
 
 def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
-    """What a learner of the built-in model brings to Join."""
+    """Its parameters."""
     width, hidden = settings.width, swiglu_width(settings.width)
     shapes = {"embedding": (BYTES, width), "lm_head": (BYTES, width)}
     for i in range(settings.layers):
@@ -31,3 +31,11 @@ def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
             f"layers.{i}.down": (width, hidden),
         }
     return [TensorSpec(f"{name}.weight", shape, name in ("embedding", "lm_head")) for name, shape in shapes.items()]
+
+
+def declared_digest(settings: Settings) -> str:
+    """The digest (`run.model`) of what workers with these settings bring to Join: the model, and its momentum if that
+    is averaged."""
+    model = gpt_tensors(settings.model)
+    averaged = model if settings.train.average_momentum else []
+    return model_digest([*model, *(TensorSpec(momentum_of(t.name), t.shape, True, companion=True) for t in averaged)])

@@ -61,11 +61,6 @@ def ties(tensors: Mapping[str, T]) -> dict[str, str]:
     return {name: smallest[id(t)] for name, t in sorted(tensors.items()) if smallest[id(t)] != name}
 
 
-def momentum_of(parameter: str) -> str:
-    """What the companion of a parameter is called."""
-    return f"momentum of {parameter}"
-
-
 def join(path: str, leaf: str) -> str:
     """A dotted path, one part longer."""
     return f"{path}.{leaf}" if path else leaf

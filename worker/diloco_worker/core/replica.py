@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diloco_common.bounds import TIES_MAX
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import Fragment, Piece, TensorSpec
+from diloco_common.manifest import Fragment, Piece, TensorSpec, momentum_of
 from diloco_common.messages import Tie
 from diloco_worker.core import names
 from diloco_worker.core.heads import embeddings_and_heads
@@ -76,7 +76,7 @@ class Replica:
         for name, companion in companions.items():
             _check_companion(name, companion.values, parameters)
         self._tensors: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
-        self._companions = {names.momentum_of(name): companion for name, companion in companions.items()}
+        self._companions = {momentum_of(name): companion for name, companion in companions.items()}
         self._tensors |= {name: companion.values for name, companion in self._companions.items()}
         self.specs = [TensorSpec(name, tuple(p.shape), id(p) in averaged) for name, p in parameters.items()]
         self.specs += [
@@ -232,7 +232,7 @@ def _check(name: str, parameter: Tensor) -> None:
 
 
 def _check_companion(name: str, companion: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    what = names.momentum_of(name)
+    what = momentum_of(name)
     if what in parameters:
         raise UnsupportedModel(f"the model has a parameter that is called {what!r}, as its averaged momentum would be")
     if companion.dtype != torch.float32:
