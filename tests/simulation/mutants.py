@@ -176,11 +176,11 @@ def never_give_back(original: Any) -> Any:
 def count_the_snapshot_twice(original: Any) -> Any:
     """A version that holds the contribution is put under all local progress, the contribution's included."""
 
-    def carry(self: FragmentTensors, values: Any, *, merged: bool, difference: Any = None, steps: int = 0) -> None:
+    def carry(self: FragmentTensors, values: Any, *, merged: bool, difference: Any = None, **steps: int) -> None:
         if merged:
             assert self.contribution is not None
             self.contribution._moved = self.anchor
-        original(self, values, merged=merged, difference=None, steps=steps)
+        original(self, values, merged=merged, difference=None, **steps)
 
     return carry
 
