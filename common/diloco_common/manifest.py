@@ -189,10 +189,6 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
     model = _cut([t for t in specs if not t.companion], num_fragments, num_shards)
     if not model:
         raise ValueError("the model has no trainable elements")
-    if len(model) < num_shards:
-        raise ValueError(
-            f"{num_shards} shards are too many for {len(model)} fragments: every shard must own at least one"
-        )
     companions = _cut([t for t in specs if t.companion], num_fragments, num_shards, first=len(model), companion=True)
     if len(model) + len(companions) > bounds.FRAGMENTS_MAX:
         raise ValueError(
@@ -241,11 +237,15 @@ def _describe(spec: TensorSpec | None) -> str:
 def _cut(
     specs: Sequence[TensorSpec], num_fragments: int, num_shards: int, *, first: int = 0, companion: bool = False
 ) -> tuple[Fragment, ...]:
-    """The fragments of these tensors, with ids from `first` on. None, if they have no elements."""
+    """The fragments of these tensors, with ids from `first` on. None, if they have no elements. Raises ValueError."""
     target = math.ceil(sum(t.num_elements for t in specs) / num_fragments)
     pieces = [rows for t in specs if t.num_elements for rows in _split(t, target)]
     pieces.sort(key=lambda r: (-r.num_elements, r.tensor.name, r.tensor_offset))
     bins = _pack([r.num_elements for r in pieces], min(num_fragments, len(pieces)))
+    if pieces and len(bins) < num_shards and not companion:  # before shards are made: a file may claim any number
+        raise ValueError(
+            f"{num_shards} shards are too many for {len(bins)} fragments: every shard must own at least one"
+        )
     homes = _pack_index([sum(pieces[i].num_elements for i in members) for members in bins], num_shards)
     return tuple(
         Fragment(first + number, homes[number], _lay_out([pieces[i] for i in members]), companion=companion)
