@@ -119,10 +119,14 @@ class Contents:
     @property
     def versions(self) -> tuple[int, int]:
         """The lowest and the highest version in it: of the model, as companions have numbers of their own."""
-        of_model = {fragment.fragment_id for fragment in self.manifest.model_fragments}
-        versions = [file.version for file in self.files if file.fragment_id in of_model]
-        versions = versions or [file.version for file in self.files]
+        versions = [file.version for file in self.model_files or self.files]
         return min(versions), max(versions)
+
+    @property
+    def model_files(self) -> list[CheckpointFile]:
+        """Without those of companions."""
+        of_model = {fragment.fragment_id for fragment in self.manifest.model_fragments}
+        return [file for file in self.files if file.fragment_id in of_model]
 
 
 # ------------------------------------------------------------------ making
@@ -321,5 +325,4 @@ def _dump(value: Any) -> bytes:
 
 def total_tokens(contents: Contents) -> int:
     """Tokens that are merged into every fragment of the model."""
-    model = {fragment.fragment_id for fragment in contents.manifest.model_fragments}
-    return min((file.tokens_merged for file in contents.files if file.fragment_id in model), default=0)
+    return min((file.tokens_merged for file in contents.model_files), default=0)
