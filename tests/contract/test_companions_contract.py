@@ -1,4 +1,4 @@
-"""Momentum that is averaged along with the model: real learners with real optimizers, and real shards."""
+"""Learners average their momentum: real learners with real optimizers, and real shards."""
 
 from __future__ import annotations
 

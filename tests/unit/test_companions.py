@@ -355,7 +355,7 @@ def elsewhere(_: nn.Module) -> torch.optim.Optimizer:
 
 REFUSED = [
     (bfloat16, UnsupportedModel, "the momentum of weight is torch.bfloat16; only float32"),
-    (elsewhere, ConfigError, "no optimizer of the model's trainable parameters"),
+    (elsewhere, ConfigError, "steps the model's trainable parameters"),
     (
         lambda m: torch.optim.RMSprop(m.parameters()),
         UnsupportedModel,
