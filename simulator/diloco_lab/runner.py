@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from diloco_common.allocator import tune_allocator
+from diloco_common.child import end_with_parent
 from diloco_lab.arms import Arm, key_today
 from diloco_lab.lockstep import LockstepRun
 from diloco_lab.references import classic_diloco, data_parallel
@@ -90,11 +92,12 @@ def run(arm: Arm, seed: int) -> Line:
 
 
 def _results(pairs: Sequence[tuple[Arm, int]], jobs: int) -> Iterator[Line]:
-    """As they come: here, or in so many processes of their own."""
+    """As they come: here, or in so many processes of their own, which end with this one."""
     if jobs == 1:
         yield from (run(*pair) for pair in pairs)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
         try:
             for future in as_completed([pool.submit(run, *pair) for pair in pairs]):
                 yield future.result()
