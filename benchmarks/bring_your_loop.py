@@ -15,6 +15,7 @@ held-out tenth, in fixed windows, in nats per character.
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -64,9 +65,29 @@ LINES = [
         "torch.save(checkpoint, os.path.join(out_dir, 'ckpt.pt'))\n",
     ),
 ]  # fmt: skip
+MUON = [
+    # of all processes alike; query, key and value are one matrix in nanoGPT
+    (
+        "optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device_type)\n",
+        "from diloco_worker.builtin.muon import MuonWithAdamW\n"
+        "hidden = {n: p for n, p in model.named_parameters() if n.startswith('transformer.h.') and p.ndim == 2}\n"
+        "rest = [p for n, p in model.named_parameters() if n not in hidden]\n"
+        "optimizer = MuonWithAdamW(\n"
+        "    [(p, 3 if n.endswith('c_attn.weight') else 1) for n, p in hidden.items()],\n"
+        "    [{'params': [p for p in rest if p.ndim >= 2], 'weight_decay': weight_decay},\n"
+        "     {'params': [p for p in rest if p.ndim < 2], 'weight_decay': 0.0}],\n"
+        "    lr=learning_rate, momentum=0.95, weight_decay=weight_decay, betas=(beta1, beta2))\n",
+    ),
+    (
+        "param_group['lr'] = lr\n",
+        "param_group['lr'] = lr * (float(os.environ['MUON']) if 'parts' in param_group else 1)\n",
+    ),
+]  # fmt: skip
+REFERENCES = ["large", "small", "third"]
+AVERAGED = [("model, run='nano',", "model, run='nano', companions=optimizer,")]
 
 
-def prepare(nano: Path) -> None:
+def prepare(nano: Path, *, muon: bool, averaged: bool) -> None:
     """Data and scripts, in the checkout."""
     folder = nano / "data/topics"
     folder.mkdir(exist_ok=True)
@@ -75,9 +96,9 @@ def prepare(nano: Path) -> None:
     data[:held_out].tofile(folder / "train.bin")
     data[held_out:].tofile(folder / "val.bin")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": int(data.max()) + 1}))
-    script = changed((nano / "train.py").read_text(), [SEED])
+    script = changed((nano / "train.py").read_text(), [SEED, *(MUON if muon else [])])
     (nano / "train_seeded.py").write_text(script)
-    (nano / "train_learner.py").write_text(changed(script, LINES))
+    (nano / "train_learner.py").write_text(changed(changed(script, LINES), AVERAGED if averaged else []))
 
 
 def train(
@@ -130,16 +151,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the shards")
+    parser.add_argument("--muon", type=float, metavar="TIMES", help="Muon, at so many times the rate of AdamW")
+    parser.add_argument("--averaged", action="store_true", help="learners average their momentum")
+    parser.add_argument("--against", nargs="*", choices=REFERENCES, default=REFERENCES, help="what else is run")
     args = parser.parse_args()
     nano, steps = args.nano.resolve(), args.steps
     model = [f"--n_layer={args.layers}", f"--n_embd={args.width}"]
-    prepare(nano)
+    prepare(nano, muon=args.muon is not None, averaged=args.averaged)
+    os.environ["MUON"] = str(args.muon)
+    sizes = {"large": (steps, 3 * BATCH), "small": (3 * steps, BATCH), "third": (steps, BATCH)}
     for seed in args.seeds:
         with_learners(nano, seed, steps, model, args.set)
-        for name, count, batch in (("large", steps, 3 * BATCH), ("small", 3 * steps, BATCH), ("third", steps, BATCH)):
-            train(nano, "train_seeded.py", f"{name}-{seed}", seed, count, batch, model).ended()
-        names = [f"learner-{seed}-{i}" for i in range(3)]
-        found = {name: loss(nano, name) for name in (*names, f"large-{seed}", f"small-{seed}", f"third-{seed}")}
+        for name in args.against:
+            train(nano, "train_seeded.py", f"{name}-{seed}", seed, *sizes[name], model).ended()
+        names = [*(f"learner-{seed}-{i}" for i in range(3)), *(f"{name}-{seed}" for name in args.against)]
+        found = {name: loss(nano, name) for name in names}
         print(" ".join(f"{name}={value:.4f}" for name, value in found.items()), flush=True)
 
 
