@@ -4,8 +4,9 @@
     tune_versions = 40            # horizon of the trials; without it, every horizon is tuned for itself
     tune_seeds = 1                # counted from 1000 on
     report_seeds = 10             # counted from 0 on
-    learners = [4, 8]
-    versions = [40, 160]          # horizons
+    [versions]                    # horizons, by the number of learners
+    4 = [40, 160]
+    8 = [160]
     [base.train]                  # settings of all arms
     batch = 4
     [arms.ours.axes]              # what is tuned, and the values; the search begins in the middle
@@ -65,8 +66,8 @@ class Protocol(Section):
     tune_versions: int | None = Field(default=None, ge=1)
     tune_seeds: int = Field(default=1, ge=1)
     report_seeds: int = Field(ge=1)
-    learners: tuple[int, ...] = (4,)
-    versions: tuple[int, ...] = (160,)
+    versions: dict[int, tuple[int, ...]] = Field(default={4: (160,)}, min_length=1)
+    """Horizons, by the number of learners."""
     base: Tables = Field(default_factory=dict)
     arms: dict[str, ProtocolArm] = Field(min_length=2)
 
@@ -122,8 +123,8 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
     """Tune, then report seed by seed. Gives what there is after every seed: a run of hours may be stopped at any."""
     cells: list[Cell] = []
     lines: dict[str, Line] = {}
-    for learners in protocol.learners:
-        for versions in protocol.versions:
+    for learners, horizons in protocol.versions.items():
+        for versions in horizons:
             tuned = _tune(protocol, learners, protocol.tune_versions or versions, run_all)
             arms = {name: protocol.arm(name, learners, versions, found.values) for name, found in tuned.items()}
             cells.append(Cell(learners, versions, tuned, arms))
@@ -152,8 +153,8 @@ def trials_there(protocol: Protocol, lines: Mapping[str, Line]) -> list[Line]:
         found.update(some)
         return some
 
-    for learners in protocol.learners:
-        for versions in protocol.versions:
+    for learners, horizons in protocol.versions.items():
+        for versions in horizons:
             for name, arm in protocol.arms.items():
                 alone = protocol.model_copy(update={"arms": {name: arm}})
                 with suppress(_NotRunError):

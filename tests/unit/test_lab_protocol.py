@@ -56,7 +56,7 @@ def test_an_edge_and_a_spent_budget_are_no_optimum(losses: Any, trials: int, dou
 
 
 PROTOCOL = Protocol.model_validate({
-    "trials": 4, "tune_seeds": 2, "report_seeds": 3, "learners": [2], "versions": [10, 40],
+    "trials": 4, "tune_seeds": 2, "report_seeds": 3, "versions": {"2": [10, 40]},
     "arms": {
         "ours": {"axes": {"train.lr": [1e-3, 2e-3, 4e-3]}},
         "parallel": {"axes": {"train.lr": [1e-3, 2e-3, 4e-3]}, "settings": {"lab": {"method": "data-parallel"}}},
@@ -101,6 +101,12 @@ def test_arms_are_tuned_alike_and_reported_on_other_seeds_in_pairs() -> None:
 def test_a_report_may_stop_after_any_seed() -> None:
     cells, lines = next(carry_out(PROTOCOL, FakeRuns()))
     assert "+2.00 % | 1 |" in page(cells, lines)
+
+
+def test_every_number_of_learners_has_horizons_of_its_own() -> None:
+    protocol = PROTOCOL.model_copy(update={"versions": {2: (10, 40), 3: (20,)}})
+    *_, (cells, _) = carry_out(protocol, FakeRuns())
+    assert [(cell.learners, cell.versions) for cell in cells] == [(2, 10), (2, 40), (3, 20)]
 
 
 def test_both_arms_get_the_tokens_of_the_horizon() -> None:
