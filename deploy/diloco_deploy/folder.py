@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from diloco_common.errors import ConfigError, InUse
+from diloco_common.outputs import check_outputs
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load_saved
 
@@ -62,8 +63,9 @@ class Files:
     def owned(self) -> Iterator[None]:
         """Make the folders, and lock them against a second `diloco up`."""
         try:
-            for folder in (self.run, self.logs, self.report.parent, self.model.parent):
+            for folder in (self.run, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
+            check_outputs(self.report, self.model)
             lock = (self.run / "lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None

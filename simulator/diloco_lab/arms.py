@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from diloco_common.errors import ConfigError
 from diloco_common.extensions import find, is_extension
 from diloco_common.settings import Section, Settings
+from diloco_lab.given import read_toml, validated
 from diloco_server.rules import find_rules
 
 LEARNT_FROM = ("run", "sync", "outer", "guard", "model", "train", "data")
@@ -123,11 +123,8 @@ def _digest(facts: Mapping[str, Any]) -> str:
 def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
     """From the tables of a file. Raises ConfigError."""
     rest = dict(content)
-    try:
-        conditions = Conditions.model_validate(rest.pop("lab", {}))
-        settings = Settings.model_validate(rest)
-    except ValidationError as error:
-        raise ConfigError(f"{name}: {error}") from error
+    conditions = validated(Conditions, rest.pop("lab", {}), name, "lab")
+    settings = validated(Settings, rest, name)
     if conditions.speeds and len(conditions.speeds) != conditions.learners:
         raise ConfigError(f"{name}: lab.speeds has {len(conditions.speeds)} entries for {conditions.learners} learners")
     if model and not settings.run.tokens:
@@ -137,8 +134,4 @@ def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
 
 def load_arm(path: Path, model: str = "") -> Arm:
     """Of a TOML file; it is called like the file. Raises ConfigError."""
-    try:
-        content = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return make_arm(path.stem, content, model)
+    return make_arm(path.stem, read_toml(path), model)

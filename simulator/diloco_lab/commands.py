@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import EXIT_OK, ConfigError
+from diloco_common.outputs import check_outputs
 from diloco_lab.arms import load_arm
 from diloco_lab.cli import LabOptions
 from diloco_lab.report import comparison, draw, ranking, write_csv
@@ -19,6 +20,7 @@ def compare(paths: Sequence[Path], options: LabOptions, plot: Path | None) -> in
     """Run `diloco lab compare`. Raises ConfigError."""
     seeds = _seeds(options)
     arms = [load_arm(path, options.model) for path in paths]
+    check_outputs(options.out, options.csv, plot)
     lines = run_all(arms, seeds, options.out, options.jobs, tell, options.track)
     print("\n" + comparison(arms, seeds, lines))
     if options.csv is not None:
@@ -38,6 +40,7 @@ def sweep(path: Path, axes: Sequence[str], options: LabOptions) -> int:
         for name, value in point.items():
             arm = arm.with_value(name, value)
         arms.append(arm)
+    check_outputs(options.out, options.csv)
     lines = run_all(arms, seeds, options.out, options.jobs, tell, options.track)
     print("\n" + ranking(arms, values, seeds, lines))
     if options.csv is not None:

@@ -19,7 +19,6 @@ Selects by one half of the held-out text, and reports the other. The arms after 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,11 +27,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from diloco_common.errors import ConfigError
 from diloco_common.settings import Section
 from diloco_lab.arms import Arm, make_arm
+from diloco_lab.given import read_toml, validated
 from diloco_lab.report import selecting
 from diloco_lab.runner import Line
 from diloco_lab.search import Point, doubts, proposals
@@ -113,10 +112,7 @@ class Cell:
 
 def load_protocol(path: Path) -> Protocol:
     """Raises ConfigError."""
-    try:
-        return Protocol.model_validate(tomllib.loads(path.read_text()))
-    except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return validated(Protocol, read_toml(path), str(path))
 
 
 def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell], dict[str, Line]]]:

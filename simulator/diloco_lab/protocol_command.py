@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco_common.errors import EXIT_OK, ConfigError
+from diloco_common.outputs import check_outputs
 from diloco_lab.arms import Arm
 from diloco_lab.protocol import carry_out, load_protocol
 from diloco_lab.protocol_page import page
@@ -20,11 +21,11 @@ def protocol(path: Path, out: Path, jobs: int, page_file: Path | None, track: st
     def run_missing(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
         return run_all(arms, seeds, out, jobs, say, track)
 
+    check_outputs(out, page_file)
     text = ""
     for cells, lines in carry_out(load_protocol(path), run_missing):
         text = page(cells, lines)
         if page_file is not None:
-            page_file.parent.mkdir(parents=True, exist_ok=True)
             page_file.write_text(text)
     say("\n" + text)
     return EXIT_OK

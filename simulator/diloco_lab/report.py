@@ -59,7 +59,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def write_csv(path: Path, lines: Mapping[str, Line]) -> None:
     """One row per run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore")
         writer.writeheader()
@@ -87,7 +86,6 @@ def draw(path: Path, arms: Sequence[Arm], seeds: Sequence[int], lines: Mapping[s
     right.axvline(0, color="grey", linewidth=1)
     right.set(xlabel=f"above {arms[0].name}, %", yticks=range(1, len(arms)), yticklabels=[a.name for a in arms[1:]])
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -33,6 +33,16 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_
         bring_up(settings_for(tmp_path / "file" / "run"), Outputs(), NO_PROGRAMS)
 
 
+@pytest.mark.parametrize("outputs", [Outputs(report=Path("folder")), Outputs(model=Path("folder"))])
+def test_an_output_that_is_a_folder_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: Outputs
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="folder: cannot be written: it is a folder"):
+        bring_up(settings_for(tmp_path / "run"), outputs, NO_PROGRAMS)
+
+
 @pytest.mark.parametrize(("quorum", "fits"), [("2", True), ("all", True), ("3", False)])
 def test_a_quorum_above_the_number_of_workers_is_refused(tmp_path: Path, quorum: str, fits: bool) -> None:
     settings = settings_for(tmp_path, f"sync.quorum={quorum}")

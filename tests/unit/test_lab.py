@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
-from diloco_lab import runner
+from diloco_deploy import cli as diloco
+from diloco_lab import commands, runner
 from diloco_lab.arms import Arm, load_arm, make_arm
 from diloco_lab.report import comparison, ranking
 from diloco_lab.statistics import paired_gap
@@ -257,16 +258,42 @@ def test_the_best_at_the_edge_of_its_grid_is_no_optimum() -> None:
     ("text", "says"),
     [
         ("[lab]\nlearners = 3\nspeeds = [1.0]", "speeds has 1 entries for 3"),
-        ("[lab]\nmethod = 'magic'", "lab|method"),
-        ("[train]\nrate = 1", "rate"),
-        ("[train", "Expected|expected"),
+        ("[lab]\nmethod = 'magic'", "arm: lab.method = magic: must be 'decoupled', 'data-parallel'"),
+        ("[lab]\nlearner = 3", "arm: there is no setting lab.learner; did you mean lab.learners?"),
+        ("[lab]\nlearners = 'two'", "arm: lab.learners = two: must be a valid integer"),
+        ("[train]\nrate = 1", "arm: there is no setting train.rate"),
+        ("[trian]\nlr = 1", "arm: there is no setting trian; did you mean train?"),
+        (
+            "[train]\nlr = 'x'\nrate = 1",
+            "arm: train.lr = x: must be a valid number.*\narm: there is no setting train.rate",
+        ),
+        ("[train", "arm.toml: TOML error: "),
     ],
 )
 def test_an_arm_that_cannot_be_is_refused_by_its_file(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "arm.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says.replace("?", "[?]")) as refused:
         load_arm(path)
+    assert "pydantic" not in str(refused.value)
+
+
+def test_an_arm_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: no such file$"):
+        load_arm(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("option", ["--out", "--csv", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arm.toml").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(commands, "run_all", None)  # never called
+    assert diloco.main(["lab", "compare", "arm.toml", option, "folder"]) == 2
+    said = capsys.readouterr().err
+    assert said == "diloco: folder: cannot be written: it is a folder; name a file [BAD_CONFIG]\n"
 
 
 def test_a_tracker_that_cannot_be_is_refused_before_the_first_run(tmp_path: Path) -> None:
