@@ -33,6 +33,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "outer": ("optimizer",),
     "shard": ("data_dir",),
     "model": (),
+    "train": ("average_momentum",),
     "data": (),
     "cluster": ("shards",),
 }

@@ -50,6 +50,7 @@ def test_the_same_command_goes_on_with_the_run_and_may_change_how_it_is_run(file
         ("sync.fragments=5", "sync.fragments: 24 <-> 5"),
         ("cluster.shards=3", "cluster.shards: 2 <-> 3"),
         ("data.held_out=0.2", "data.held_out: 0.05 <-> 0.2"),
+        ("train.average_momentum=true", "train.average_momentum: False <-> True"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused_with_the_differences(files: Files, change: str, words: str) -> None:
