@@ -78,7 +78,8 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
     ]
     facts += [(name, shown(path)) for name, path in files.items() if path is not None]
     if folder is not None:
-        budget = 2 * int(report["settings"]["run"]["tokens"])
+        budget, merged = int(report["settings"]["run"]["tokens"]), int(report["tokens_merged"])
+        budget = 2 * (budget if merged < 2 * budget else merged)  # a resumed run can be far above its budget
         facts.append(
             ("what next", f"diloco resume {shown(folder)} --tokens {units.count(budget)} trains on; docs/index.md")
         )
@@ -96,8 +97,8 @@ def _learned(report: Report) -> str:
 
 
 def _lost(report: Report) -> str:
-    """Of accepted work nothing ever is; the rest is what came after the last version."""
-    rest = report["tokens_dropped"]
+    """Of accepted work nothing ever is; the rest is what workers had at the end, after the last version."""
+    rest = report["tokens_dropped"] - _dropped_on_the_way(report)
     if report["tokens"] < report["tokens_merged"]:
         return "nothing that was merged; workers that began anew do not know how much they had trained before"
     if not rest:
@@ -105,6 +106,13 @@ def _lost(report: Report) -> str:
     share = rest / report["tokens"] if report["tokens"] else 0.0
     said = f"nothing that was merged; the last {units.count(rest)} tokens ({share:.1%}) came after the last version"
     return f"{said}{_by_worker(report['tokens_unmerged'])}"
+
+
+def _dropped_on_the_way(report: Report) -> int:
+    """Tokens that are in no version, and that no worker had at the end either. Below a percent it is how counts of
+    several processes differ."""
+    dropped = report["tokens_dropped"] - sum(report["tokens_unmerged"].values())
+    return int(dropped) if dropped > 0.01 * report["tokens"] else 0
 
 
 def _by_worker(tokens: Mapping[str, int]) -> str:
@@ -116,7 +124,12 @@ def _by_worker(tokens: Mapping[str, int]) -> str:
 
 
 def _unusual(report: Report) -> Iterator[str]:
-    """What reads like a loss, and is none."""
+    """What reads like a loss, and is none; and what workers dropped that ended early."""
+    if dropped := _dropped_on_the_way(report):
+        yield (
+            f"{units.count(dropped)} tokens more are in no version: a worker that is interrupted or dies drops what it "
+            "has not sent"
+        )
     if report["late"]:
         yield f"{report['late']} contributions came after their round had closed; their work went into the next ones"
     if report["evictions"]:

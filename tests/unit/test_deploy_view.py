@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,6 +282,25 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     ):
         assert said in text
     assert "model" not in text
+
+
+def test_the_summary_tells_the_last_tokens_from_those_that_workers_dropped_on_the_way() -> None:
+    workers = tuple(Member(f"worker-{i}", "worker", "up", worker(i, tokens_unmerged=10_000)) for i in range(2))
+    said = summary(make_report(Snapshot(workers), Settings(), wall_s=1.0, evaluation=None), {})
+    assert "the last 20.0k tokens (3.3%) came after the last version: worker-0 10.0k, worker-1 10.0k\n" in said
+    assert (
+        "580k tokens more are in no version: a worker that is interrupted or dies drops what it has not sent\n" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "merged", "proposed"),
+    [(200_000, 201_000, "400k"), (200_000, 30_000, "400k"), (5, 31_000, "62.0k")],
+)
+def test_the_budget_that_is_proposed_next_is_above_what_is_merged(budget: int, merged: int, proposed: str) -> None:
+    report = make_report(cluster(), Settings.model_validate({"run": {"tokens": budget}}), wall_s=1.0, evaluation=None)
+    said = summary(report | {"tokens_merged": merged}, {}, Path("run"))
+    assert f"diloco resume run --tokens {proposed} trains on" in said
 
 
 def test_the_summary_names_at_most_eight_workers_whose_last_tokens_were_not_merged() -> None:
