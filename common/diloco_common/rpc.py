@@ -111,7 +111,8 @@ def identify(
     run = values.get("diloco-run", "")
     if run != run_id:
         raise errors.WrongRun(
-            f"this shard belongs to run {run_id!r}, the caller to {run[:64]!r}; check run.id (run= of join)"
+            f"this shard belongs to run {run_id!r}, the caller to {run[:64]!r}; "
+            "check run.id (run= of join, --run of diloco pull and doctor)"
         )
     learner = values.get("diloco-learner", "")
     if learner:
