@@ -38,6 +38,7 @@ class Watch:
         self._losses: list[float] = []
         self._pace = Pace()
         self._seen: list[_Seen] = []
+        self._disks: dict[str, str] = {}  # shard -> why its disk refuses versions
 
     def expect(self, name: str, role: Role) -> None:
         """A member exists from now on. A known member has started a new process."""
@@ -61,7 +62,7 @@ class Watch:
         self._heard_at[name] = now
         if status.get("role") == "shard":
             self._pace.heard(now, self.snapshot(now).totals().tokens_merged)
-        return self._new_events(name, status, now)
+        return self._disk_refuses(name, status) + self._new_events(name, status, now)
 
     def sample_loss(self) -> None:
         """Add the present training loss to its course. Call this at a steady pace."""
@@ -80,6 +81,17 @@ class Watch:
         )
         snapshot = Snapshot(members, now - self._started_at, tuple(self._losses), None, self.doing)
         return replace(snapshot, eta_s=self._pace.left_s(snapshot.totals().tokens_budget))
+
+    def _disk_refuses(self, name: str, status: Status) -> list[str]:
+        """Said once for each reason: until the disk takes versions again, the run stands still."""
+        reason = str(status.get("reason") or "")
+        why = reason.removeprefix("storage: ") if reason.startswith("storage: ") else ""
+        if why == self._disks.get(name, ""):
+            return []
+        self._disks[name] = why
+        if not why:
+            return [f"{name}: the disk takes versions again"]
+        return [f"{name}: the disk takes no versions, and the run waits for it: {why} (STORAGE)"]
 
     def _new_events(self, name: str, status: Status, now: float) -> list[str]:
         lines = []

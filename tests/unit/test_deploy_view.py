@@ -169,6 +169,18 @@ def test_an_event_is_told_once_however_often_it_is_polled() -> None:
     ]
 
 
+def test_a_disk_that_takes_no_versions_is_told_once_and_so_is_its_end() -> None:
+    full = shard(0, ready=False, reason="storage: [Errno 28] No space left on device")
+    watch = Watch(0.0)
+    watch.expect("shard-0", "shard")
+    assert watch.heard("shard-0", shard(0, reason="serving"), 1.0) == []
+    assert watch.heard("shard-0", full, 2.0) == [
+        "shard-0: the disk takes no versions, and the run waits for it: [Errno 28] No space left on device (STORAGE)"
+    ]
+    assert watch.heard("shard-0", full, 3.0) == []
+    assert watch.heard("shard-0", shard(0, reason="serving"), 4.0) == ["shard-0: the disk takes versions again"]
+
+
 def test_an_answer_that_comes_late_tells_nothing_again_and_the_next_process_tells_anew() -> None:
     def says(uptime_s: float, ago_s: float) -> dict[str, Any]:
         return shard(0, uptime_s=uptime_s, events=[{"ago_s": ago_s, "event": "joined", "learner": "worker-1"}])
