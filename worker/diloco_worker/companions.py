@@ -75,7 +75,8 @@ class Companions:
         self._tensors = [held.tensor for held in self._held]
         if not self.tensors:
             raise ConfigError(
-                "no optimizer in companions= steps the model's trainable parameters: give the one that trains this model"
+                "no optimizer in companions= steps the model's trainable parameters: "
+                "give the one that trains this model"
             )
 
     def check(self) -> None:
