@@ -60,6 +60,16 @@ class Piece:
     """First element, in the flat fragment."""
     mean_merge: bool
 
+    @property
+    def tensor_bounds(self) -> slice:
+        """Its elements, in the flattened tensor."""
+        return slice(self.tensor_offset, self.tensor_offset + self.num_elements)
+
+    @property
+    def bounds(self) -> slice:
+        """Its elements, in the flat fragment."""
+        return slice(self.offset, self.offset + self.num_elements)
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:

@@ -309,7 +309,7 @@ class Rank:
         out = torch.zeros(local.num_elements)
         for piece in local.pieces:
             start = self.model.offsets[piece.tensor] + self.holdings[piece.tensor].start + piece.tensor_offset
-            out[piece.offset : piece.offset + piece.num_elements] = flat[start : start + piece.num_elements]
+            out[piece.bounds] = flat[start : start + piece.num_elements]
         return out
 
     def _fragments(self) -> list[LearnerFragment]:

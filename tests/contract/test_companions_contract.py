@@ -69,10 +69,8 @@ def averaged(shard: InProcessShard, model: torch.nn.Module) -> Tensor:
     for state in shard.loop.look(lambda: list(shard.core.fragments.values())):
         if state.fragment.companion:
             for piece in state.fragment.pieces:
-                part = slice(piece.tensor_offset, piece.tensor_offset + piece.num_elements)
-                flat[piece.tensor.removeprefix("momentum of ")][part] = state.values.theta[
-                    piece.offset : piece.offset + piece.num_elements
-                ]
+                of = flat[piece.tensor.removeprefix("momentum of ")]
+                of[piece.tensor_bounds] = state.values.theta[piece.bounds]
     return torch.cat(list(flat.values()))
 
 

@@ -16,10 +16,7 @@ from diloco_common.manifest import Fragment
 def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
     """Copy a fragment's values [num_elements] into the tensors of its pieces, in the dtype of the tensors."""
     for piece in fragment.pieces:
-        flat = tensors[piece.tensor].view(-1)
-        flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements] = values[
-            piece.offset : piece.offset + piece.num_elements
-        ]
+        tensors[piece.tensor].view(-1)[piece.tensor_bounds] = values[piece.bounds]
 
 
 def write_model(path: Path, tensors: dict[str, Tensor]) -> None:

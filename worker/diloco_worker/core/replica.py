@@ -97,8 +97,7 @@ class Replica:
     def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece of a fragment with the flat part of the model that it names, in place."""
         for piece in fragment.pieces:
-            flat = self._tensors[piece.tensor].view(-1)
-            yield piece, flat[piece.tensor_offset : piece.tensor_offset + piece.num_elements]
+            yield piece, self._tensors[piece.tensor].view(-1)[piece.tensor_bounds]
 
     def held(self, fragment: Fragment) -> Fragment:
         """What of a fragment this process holds: all of it."""
@@ -107,7 +106,7 @@ class Replica:
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """out <- theta, in float32. `out`: [num_elements] on the model's device."""
         for piece, theta in self.views(fragment):
-            out[piece.offset : piece.offset + piece.num_elements].copy_(theta)
+            out[piece.bounds].copy_(theta)
 
     def write(self, fragment: Fragment, values: Tensor) -> None:
         """theta <- values, rounded to the parameter's dtype."""
@@ -127,7 +126,7 @@ class Replica:
         own = self._norms(fragment)
         for piece, theta in self.views(fragment):
             kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
-            theta.add_(difference[piece.offset : piece.offset + piece.num_elements], alpha=kept)
+            theta.add_(difference[piece.bounds], alpha=kept)
         self._bound(fragment, own)
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
@@ -136,8 +135,8 @@ class Replica:
             return difference
         left = torch.empty_like(difference)
         for piece, _ in self.views(fragment):
-            part = slice(piece.offset, piece.offset + piece.num_elements)
-            torch.mul(difference[part], self._companions[piece.tensor].pace().keeps ** steps, out=left[part])
+            kept = self._companions[piece.tensor].pace().keeps ** steps
+            torch.mul(difference[piece.bounds], kept, out=left[piece.bounds])
         return left
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
@@ -172,7 +171,7 @@ class Replica:
         for (piece, values), norm in zip(self.views(fragment), own, strict=True):
             companion = self._companions[piece.tensor]
             if companion.second is not None:
-                second = companion.second.view(-1)[piece.tensor_offset : piece.tensor_offset + piece.num_elements]
+                second = companion.second.view(-1)[piece.tensor_bounds]
                 most = second.sqrt().mul_(companion.pace().most)
                 torch.clamp(values, -most, most, out=values)
             elif norm is not None:
@@ -182,7 +181,7 @@ class Replica:
     def _beside(self, fragment: Fragment, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The parts of theta, each with its values."""
         for piece, theta in self.views(fragment):
-            yield theta, values[piece.offset : piece.offset + piece.num_elements]
+            yield theta, values[piece.bounds]
 
 
 def wait_for_device(device: torch.device) -> None:
