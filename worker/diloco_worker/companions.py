@@ -124,8 +124,8 @@ def most_of(beta1: float, beta2: float) -> float:
 
 def _listed(optimizers: object) -> list[Optimizer]:
     """Raises ConfigError."""
-    several = isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module)
-    every: list[Any] = list(optimizers) if several else [optimizers]  # type: ignore[call-overload]
+    given = optimizers if isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module) else [optimizers]
+    every: list[Any] = list(given)
     for one in every:
         if not isinstance(one, Optimizer):
             raise ConfigError(
