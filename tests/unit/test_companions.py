@@ -52,7 +52,7 @@ def states(cluster: Lockstep) -> tuple[FragmentState, FragmentState]:
     return model, companion
 
 
-def round_of(cluster: Lockstep, change: Callable[[], None]) -> None:
+def round_of(cluster: Lockstep, change: Callable[[], object]) -> None:
     change()
     for learner_id in cluster.learners:
         cluster.stepped(learner_id, tokens=8)
@@ -223,12 +223,12 @@ def test_learners_that_do_not_average_the_same_momentum_hear_what_to_do(
 def test_a_newcomer_adopts_the_mean_and_later_keeps_what_it_has_added_since() -> None:
     cluster, old, new = cluster_of(sync={"quorum": 1}), momentum(), momentum()
     cluster.join("a", linear(), old)
-    round_of(cluster, lambda: old["weight"].values.fill_(2.0))  # type: ignore[arg-type, return-value]
+    round_of(cluster, lambda: old["weight"].values.fill_(2.0))
     late = cluster.join("b", linear(), new)
     assert new["weight"].values.tolist() == [[2.0] * 4]
     late.held = True  # what it contributes is in no version
     new["weight"].values.add_(0.5)
-    round_of(cluster, lambda: old["weight"].values.fill_(3.0))  # type: ignore[arg-type, return-value]
+    round_of(cluster, lambda: old["weight"].values.fill_(3.0))
     assert new["weight"].values.tolist() == [[3.5] * 4]
 
 
@@ -295,7 +295,7 @@ def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> Non
     cluster = cluster_of()
     others = momentum()
     cluster.join("a", linear(), others)
-    round_of(cluster, lambda: others["weight"].values.copy_(torch.tensor([[5.0, -5.0, 5.0, -5.0]])))  # type: ignore[arg-type, return-value]
+    round_of(cluster, lambda: others["weight"].values.copy_(torch.tensor([[5.0, -5.0, 5.0, -5.0]])))
     cluster.join("b", linear(), held)
     assert held["weight"].values.tolist() == [[0.0, -2.0, 4.0, -5.0]]
     assert second.tolist() == [[0.0, 1.0, 4.0, 100.0]]
@@ -336,7 +336,7 @@ def test_one_liar_alone_in_a_round_does_not_drive_the_models_of_others() -> None
     cluster = cluster_of(sync={"quorum": 1, "push": "float32", "pull": "float32"})
     models, held = [linear(), linear()], [momentum(), momentum()]
     learners = [cluster.join(i, m, of) for i, m, of in zip("ab", models, held, strict=True)]
-    round_of(cluster, lambda: [of["weight"].values.fill_(1.0) for of in held])  # type: ignore[arg-type, return-value]
+    round_of(cluster, lambda: [of["weight"].values.fill_(1.0) for of in held])
     held[1]["weight"].values.fill_(1e15)
     learners[0].held = True
     cluster.stepped("b", tokens=8)
@@ -353,6 +353,12 @@ def elsewhere(_: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(linear().parameters())
 
 
+def foreign(model: nn.Module) -> torch.optim.Optimizer:
+    """As other packages have one: of the same name, with other groups and another state."""
+    kind: type[torch.optim.Optimizer] = type("AdamW", (torch.optim.Optimizer,), {})
+    return kind(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999)})
+
+
 REFUSED = [
     (bfloat16, UnsupportedModel, "the momentum of weight is torch.bfloat16; only float32"),
     (elsewhere, ConfigError, "steps the model's trainable parameters"),
@@ -364,16 +370,11 @@ REFUSED = [
     (lambda m: torch.optim.SGD(m.parameters()), UnsupportedModel, "SGD with momentum and without dampening"),
     (lambda m: torch.optim.AdamW(m.parameters(), betas=(0.95, 0.9)), UnsupportedModel, "has no bound"),
     (lambda m: m, ConfigError, "give the optimizer of this model"),
+    (foreign, UnsupportedModel, "AdamW keeps its"),
 ]
 
 
-def foreign(model: nn.Module) -> torch.optim.Optimizer:
-    """As other packages have one: of the same name, with other groups and another state."""
-    kind = type("AdamW", (torch.optim.Optimizer,), {})
-    return kind(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999)})  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("make", "kind", "words"), [*REFUSED, (foreign, UnsupportedModel, "AdamW keeps its")])
+@pytest.mark.parametrize(("make", "kind", "words"), REFUSED)
 def test_what_cannot_be_averaged_is_refused_in_words(
     make: Callable[[nn.Module], Any], kind: type[Exception], words: str
 ) -> None:
