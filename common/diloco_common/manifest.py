@@ -152,6 +152,11 @@ def momentum_of(parameter: str) -> str:
     return f"momentum of {parameter}"
 
 
+def companion_of(parameter: TensorSpec) -> TensorSpec:
+    """Its momentum, as learners declare it."""
+    return TensorSpec(momentum_of(parameter.name), parameter.shape, mean_merge=True, companion=True)
+
+
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
     """The model is one that could be sent. Raises BadRequest."""
     bounds.check("JoinRequest", "tensors", tensors)

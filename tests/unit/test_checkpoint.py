@@ -13,7 +13,7 @@ import google_crc32c
 import pytest
 
 from diloco_common.errors import ConfigError
-from diloco_common.manifest import TensorSpec, cut, momentum_of
+from diloco_common.manifest import TensorSpec, companion_of, cut
 from diloco_deploy.checkpoint import sources
 from diloco_server.storage import linking
 from diloco_server.storage.checkpoint import (
@@ -41,7 +41,6 @@ from diloco_server.storage.version_file import VersionDamaged
 from stores import LONG_AGO, assert_equal, make_version
 
 TENSORS = [TensorSpec(f"layer.{i}.weight", (10, 70)) for i in range(6)]
-COMPANIONS = [TensorSpec(momentum_of(t.name), t.shape, mean_merge=True, companion=True) for t in TENSORS]
 NUM_SHARDS = 2
 MODEL = cut(TENSORS, 6, NUM_SHARDS)
 """Six fragments of 700 elements on two shards."""
@@ -384,7 +383,7 @@ def test_a_restore_needs_an_empty_folder_and_fragments_for_every_shard(cluster: 
 
 def part_of(shard: int, version: int, companions_every: int = 4) -> Contents:
     """A shard's part of a checkpoint at a version; companions have made fewer."""
-    manifest = cut([*TENSORS, *COMPANIONS], 6, NUM_SHARDS)
+    manifest = cut([*TENSORS, *map(companion_of, TENSORS)], 6, NUM_SHARDS)
     files = [
         CheckpointFile(
             "name", 1, "00" * 8, f.fragment_id, shard, 1, version // (companions_every if f.companion else 1), 1

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from diloco_common.manifest import TensorSpec, model_digest
+from diloco_common.manifest import TensorSpec, companion_of, model_digest
 from diloco_common.settings import ModelSettings, Settings
 from diloco_worker import cli, digest_of
 from diloco_worker.builtin.gpt import build_gpt
@@ -57,7 +57,7 @@ def test_a_worker_prints_the_digest_of_what_it_will_declare(
 
 
 def test_a_worker_says_the_digest_of_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = [A, B, TensorSpec("momentum of a", A.shape, mean_merge=True, companion=True)]
+    declared = [A, B, companion_of(A)]
     telemetry, said = Parts().telemetry, list[str]()
     monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts["digest"]))
     telemetry.model(declared, 0)

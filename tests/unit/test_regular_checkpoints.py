@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.manifest import Manifest, TensorSpec, cut, momentum_of
+from diloco_common.manifest import Manifest, TensorSpec, companion_of, cut
 from diloco_server.storage.checkpoint import find_damage, read_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.regular import RegularCheckpoints
@@ -189,7 +189,7 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
 # ------------------------------------------------------------------ companions
 
 W = TensorSpec("w", (10, 70))
-WITH_COMPANION = cut([W, TensorSpec(momentum_of("w"), W.shape, mean_merge=True, companion=True)], 1, 1)
+WITH_COMPANION = cut([W, companion_of(W)], 1, 1)
 """Fragment 0 is the model, and fragment 1 its companion."""
 
 

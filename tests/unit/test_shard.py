@@ -28,7 +28,7 @@ from diloco_common.errors import (
     Superseded,
     UnknownFragment,
 )
-from diloco_common.manifest import TensorSpec, model_digest, momentum_of
+from diloco_common.manifest import TensorSpec, companion_of, model_digest
 from diloco_common.messages import (
     Collect,
     Committed,
@@ -298,7 +298,7 @@ def test_a_shard_that_was_told_the_model_takes_no_other() -> None:
 
 def test_a_shard_that_was_told_the_model_takes_no_companions_beyond_it() -> None:
     """And whoever wants them hears the digest that has them."""
-    companion = TensorSpec(momentum_of(MODEL[0].name), MODEL[0].shape, True, True)
+    companion = companion_of(MODEL[0])
     rig = Rig(run={"model": model_digest(MODEL)})
     wanted = model_digest([*MODEL, companion])
     with pytest.raises(ManifestMismatch, match=rf"without the momentum.*run\.model={wanted}.*diloco-worker digest"):

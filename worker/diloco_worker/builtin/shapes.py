@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from diloco_common.manifest import TensorSpec, model_digest, momentum_of
+from diloco_common.manifest import TensorSpec, companion_of, model_digest
 from diloco_common.settings import ModelSettings, Settings
 
 BYTES = 256
@@ -38,4 +38,4 @@ def declared_digest(settings: Settings) -> str:
     is averaged."""
     model = gpt_tensors(settings.model)
     averaged = model if settings.train.average_momentum else []
-    return model_digest([*model, *(TensorSpec(momentum_of(t.name), t.shape, True, companion=True) for t in averaged)])
+    return model_digest([*model, *map(companion_of, averaged)])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diloco_common.bounds import TIES_MAX
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import Fragment, Piece, TensorSpec, momentum_of
+from diloco_common.manifest import Fragment, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
 from diloco_worker.core import names
 from diloco_worker.core.heads import embeddings_and_heads
@@ -79,10 +79,7 @@ class Replica:
         self._companions = {momentum_of(name): companion for name, companion in companions.items()}
         self._tensors |= {name: companion.values for name, companion in self._companions.items()}
         self.specs = [TensorSpec(name, tuple(p.shape), id(p) in averaged) for name, p in parameters.items()]
-        self.specs += [
-            TensorSpec(name, tuple(companion.values.shape), mean_merge=True, companion=True)
-            for name, companion in self._companions.items()
-        ]
+        self.specs += [companion_of(spec) for spec in self.specs if spec.name in companions]
         self.ties = tuple(Tie(name, of) for name, of in names.ties(by_name).items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
