@@ -8,7 +8,8 @@ place, are read and written as parameters are. Buffers (BatchNorm statistics, fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -108,10 +109,9 @@ class Replica:
     def write(self, fragment: Fragment, values: Tensor) -> None:
         """theta <- values, rounded to the parameter's dtype."""
         _used_here(values)
-        own = self._norms(fragment)
-        for theta, new in self._beside(fragment, values):
-            theta.copy_(new)
-        self._bound(fragment, own)
+        with self._bounded(fragment):
+            for theta, new in self._beside(fragment, values):
+                theta.copy_(new)
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         """theta <- theta + difference, computed in float32.
@@ -120,18 +120,17 @@ class Replica:
         then: it has forgotten the rest.
         """
         _used_here(difference)
-        own = self._norms(fragment)
-        for piece, theta in self.views(fragment):
-            kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
-            theta.add_(difference[piece.bounds], alpha=kept)
-        self._bound(fragment, own)
+        with self._bounded(fragment):
+            for piece, theta in self.views(fragment):
+                kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
+                theta.add_(difference[piece.bounds], alpha=kept)
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
         """Of a difference, as `add` counts it after so many inner steps: float32 [num_elements]."""
         if not fragment.companion:
             return difference
         left = torch.empty_like(difference)
-        for piece, _ in self.views(fragment):
+        for piece in fragment.pieces:
             kept = self._companions[piece.tensor].pace().keeps ** steps
             torch.mul(difference[piece.bounds], kept, out=left[piece.bounds])
         return left
@@ -139,37 +138,30 @@ class Replica:
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
         _used_here(values)
-        own = self._norms(fragment)
-        for theta, new in self._beside(fragment, values):
-            if theta.dtype == torch.float32:
-                theta.lerp_(new.float(), 1 - alpha)
-            else:
-                theta.copy_(theta.float().lerp_(new.float(), 1 - alpha))
-        self._bound(fragment, own)
+        with self._bounded(fragment):
+            for theta, new in self._beside(fragment, values):
+                if theta.dtype == torch.float32:
+                    theta.lerp_(new.float(), 1 - alpha)
+                else:
+                    theta.copy_(theta.float().lerp_(new.float(), 1 - alpha))
 
-    def _norms(self, fragment: Fragment) -> list[Tensor | None]:
-        """What `_bound` compares with, of each piece; None where the second moment bounds it, or nothing has to."""
-        return [
-            torch.linalg.vector_norm(values)
-            if fragment.companion and self._companions[piece.tensor].second is None
-            else None
-            for piece, values in self.views(fragment)
-        ]
-
-    def _bound(self, fragment: Fragment, own: Sequence[Tensor | None]) -> None:
-        """Cut what others have put into a companion to what this learner can bear. `own`: norms before that.
+    @contextmanager
+    def _bounded(self, fragment: Fragment) -> Iterator[None]:
+        """Cut what others put into a companion meanwhile to what this learner can bear.
 
         Where this learner has met no gradient yet (a row of an embedding), the second moment is zero, and the optimizer
         would divide the momentum of others by its eps. Without a second moment, a single liar could make the momentum
         so long that it is forgotten only after hundreds of steps: so it is scaled. Zeros take over everything.
         """
         if not fragment.companion:
+            yield
             return
-        for (piece, values), norm in zip(self.views(fragment), own, strict=True):
-            companion = self._companions[piece.tensor]
+        found = [(self._companions[piece.tensor], piece, values) for piece, values in self.views(fragment)]
+        own = [torch.linalg.vector_norm(values) if c.second is None else None for c, _, values in found]
+        yield
+        for (companion, piece, values), norm in zip(found, own, strict=True):
             if companion.second is not None:
-                second = companion.second.view(-1)[piece.tensor_bounds]
-                most = second.sqrt().mul_(companion.pace().most)
+                most = companion.second.view(-1)[piece.tensor_bounds].sqrt().mul_(companion.pace().most)
                 torch.clamp(values, -most, most, out=values)
             elif norm is not None:
                 share = (MOST_OF_OWN * norm / torch.linalg.vector_norm(values)).clamp_(max=1.0)
