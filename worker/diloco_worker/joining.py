@@ -35,7 +35,7 @@ from diloco_worker.connections import Connections
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.ranks import Island, Rank
-from diloco_worker.core.replica import NONE, Replica, in_pinned_memory
+from diloco_worker.core.replica import Replica, in_pinned_memory
 from diloco_worker.credentials import Credentials
 from diloco_worker.frozen_tensors import FrozenRule
 from diloco_worker.grpc_transport import GrpcTransport
@@ -135,15 +135,12 @@ def join(
         group, name = form_island(island, name, saved)
     if frozen not in ("same", "any"):
         raise ConfigError(f'frozen={frozen!r} is neither "same" nor "any"')
-    averaged = None
-    if companions is not None:
-        if group is not None:
-            raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
-        averaged = Companions(companions, model)
-    if group is not None:
-        replica: Replica = make_replica(model, mean_merge, group)
+    if group is None:
+        replica, averaged = _synchronised(model, mean_merge, companions)
+    elif companions is not None:
+        raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
     else:
-        replica = Replica(model, mean_merge, NONE if averaged is None else averaged.tensors)
+        replica, averaged = make_replica(model, mean_merge, group), None
     if residuals not in ("device", "host"):
         raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
     world = real_world()
@@ -219,13 +216,23 @@ def digest_of(
 
     Raises UnsupportedModel, and ConfigError where `companions` are no optimizers of this model.
     """
-    averaged = NONE if companions is None else Companions(companions, model).tensors
-    return model_digest(Replica(model, mean_merge, averaged).specs)
+    replica, _ = _synchronised(model, mean_merge, companions)
+    return model_digest(replica.specs)
 
 
 def real_world() -> World:
     """Real time, chance and threads."""
     return World(time.monotonic, time.thread_time, random.SystemRandom(), _threads, memory.give_back)
+
+
+def _synchronised(
+    model: nn.Module, mean_merge: Collection[str] | None, companions: Optimizer | Sequence[Optimizer] | None
+) -> tuple[Replica, Companions | None]:
+    """All of a model, and what is averaged beside it. Raises UnsupportedModel and ConfigError."""
+    if companions is None:
+        return Replica(model, mean_merge), None
+    averaged = Companions(companions, model)
+    return Replica(model, mean_merge, averaged.tensors), averaged
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:
