@@ -152,16 +152,9 @@ def join(
     if credentials.tls() is not None:
         telemetry.metrics.certificates.follow(credentials.files)
     if replica.device.type == "cpu":
-        if isinstance(why := native.find(), str):
-            telemetry.log.warning("no native kernels: encoding takes several times as long", why=why)
-        else:
-            telemetry.log.event("kernels", origin=native.origin())
-    if residuals == "host" and replica.device.type == "cuda":
-        replica.stow = in_pinned_memory
-    elif residuals == "host":
-        telemetry.log.warning(
-            'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
-        )
+        _say_kernels(telemetry.log)
+    if residuals == "host":
+        _stow_residuals(replica, telemetry.log)
     telemetry.model(replica.specs, sum(p.numel() for p in frozen_tensors.frozen_parameters(model).values()))
     start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
     declared = frozen_tensors.declare(model, resumed=start.resumed) if frozen == "same" else ()
@@ -170,18 +163,9 @@ def join(
     watch = None if replica.is_spread else ModelWatch(model, averaged)
     if group is None:
         learner = make_learner(
-            replica,
-            addresses,
-            caller,
-            dial,
-            world,
-            network,
-            telemetry,
-            start,
-            index=index,
-            frozen=declared,
+            replica, addresses, caller, dial, world, network, telemetry, start, index=index, frozen=declared,
             watch=watch,
-        )
+        )  # fmt: skip
     else:
         learner = make_island_learner(
             replica, addresses, caller, dial, world, network, telemetry, start, group.exchange(), group.size,
@@ -194,11 +178,8 @@ def join(
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
-        if averaged is not None and learner.core is not None and learner.core.policy.push_encoding.startswith("topk"):
-            telemetry.log.warning(
-                "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum "
-                "local", push=learner.core.policy.push_encoding,
-            )  # fmt: skip
+        if averaged is not None and learner.core is not None:
+            _warn_of_noise(learner.core.policy.push_encoding, telemetry.log)
     except KeyboardInterrupt:
         learner.close()
         raise as_one_line(f"{name} had not joined yet: {learner.telemetry.readiness[1]}") from None
@@ -273,6 +254,32 @@ def _threads(count: int, name: str) -> Executor:
     executor.submit(int).result()
     torch.set_num_threads(threads)
     return executor
+
+
+def _say_kernels(log: Log) -> None:
+    if isinstance(why := native.find(), str):
+        log.warning("no native kernels: encoding takes several times as long", why=why)
+    else:
+        log.event("kernels", origin=native.origin())
+
+
+def _stow_residuals(replica: Replica, log: Log) -> None:
+    """Keep them in host memory, where the device can."""
+    if replica.device.type == "cuda":
+        replica.stow = in_pinned_memory
+    else:
+        log.warning(
+            'residuals="host" changes nothing: memory can be pinned for CUDA devices only', device=replica.device.type
+        )
+
+
+def _warn_of_noise(push: str, log: Log) -> None:
+    """`push`: the encoding of contributions, those to companions included."""
+    if push.startswith("topk"):
+        log.warning(
+            "averaged momentum is mostly noise with this encoding: take another sync.push, or leave the momentum local",
+            push=push,
+        )
 
 
 def _http_server(
