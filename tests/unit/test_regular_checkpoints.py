@@ -16,6 +16,10 @@ from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import VersionDamaged
 from stores import MANIFEST, ORIGIN, make_version, open_store
 
+W = TensorSpec("w", (10, 70))
+WITH_COMPANION = cut([W, companion_of(W)], 1, 1)
+"""Fragment 0 is the model, and fragment 1 its companion."""
+
 
 class Shard:
     """A store of two fragments, and the checkpoints that are made of it."""
@@ -168,11 +172,17 @@ def test_one_with_a_damaged_file_gives_way_to_the_next(tmp_path: Path) -> None:
     assert shard.checkpoints == {2: [3, 3], 4: [4, 4]}
 
 
+@pytest.mark.parametrize(
+    ("manifest", "before", "refused", "later", "found"),
+    [(MANIFEST, (0, 2), (1, 2), (1, 3), [2, 2]), (WITH_COMPANION, (1, 0), (0, 2), (1, 1), [2, 0])],
+    ids=["two fragments", "a companion is not taken twice"],
+)
 def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shard = Shard(tmp_path)
-    shard.write(0, 2)
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: Manifest, before: tuple[int, int],
+    refused: tuple[int, int], later: tuple[int, int], found: list[int],
+) -> None:  # fmt: skip
+    shard = Shard(tmp_path, manifest=manifest)
+    shard.write(*before)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -180,17 +190,13 @@ def test_a_disk_that_refuses_is_tried_again_with_the_next_version(
     with monkeypatch.context() as patch:
         patch.setattr("diloco_server.storage.regular.write_manifest", full)
         with pytest.raises(OSError, match="No space"):
-            shard.write(1, 2)
+            shard.write(*refused)
     assert shard.checkpoints == {}
-    assert shard.write(1, 3) == [2]
-    assert shard.checkpoints == {2: [2, 2]}
+    assert shard.write(*later) == [2]
+    assert shard.checkpoints == {2: found}
 
 
 # ------------------------------------------------------------------ companions
-
-W = TensorSpec("w", (10, 70))
-WITH_COMPANION = cut([W, companion_of(W)], 1, 1)
-"""Fragment 0 is the model, and fragment 1 its companion."""
 
 
 def test_a_companion_that_makes_fewer_versions_does_not_hold_checkpoints_back(tmp_path: Path) -> None:
@@ -227,20 +233,3 @@ def test_the_next_life_takes_the_newest_version_of_a_companion(tmp_path: Path) -
     again = Shard(tmp_path, manifest=WITH_COMPANION)
     assert again.finished == [2]
     assert again.checkpoints == {2: [2, 5]}
-
-
-def test_a_checkpoint_that_the_disk_refused_has_one_version_of_a_companion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shard = Shard(tmp_path, manifest=WITH_COMPANION)
-    shard.write(1, 0)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("diloco_server.storage.regular.write_manifest", full)
-        with pytest.raises(OSError, match="No space"):
-            shard.write(0, 2)
-    assert shard.write(1, 1) == [2]
-    assert shard.checkpoints == {2: [2, 0]}
