@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -79,14 +78,14 @@ class Stack:
 
     def companions(self, row: int) -> dict[str, Companion]:
         """The first moments of one learner's optimizer, by name of the parameter: views into the stack."""
-        train, found = self._train, {}
-        for name, first in self._first.items():
-            if name in self._second:
-                pace = Pace(train.beta1, most_of(train.beta1, train.beta2))
-                found[name] = Companion(first[row], self._second[name][row], partial(Pace, *pace))
-            else:
-                found[name] = Companion(first[row], pace=partial(Pace, train.muon_momentum))
-        return found
+        train = self._train
+        muon, adamw = Pace(train.muon_momentum), Pace(train.beta1, most_of(train.beta1, train.beta2))
+        return {
+            name: Companion(first[row], self._second[name][row], lambda: adamw)
+            if name in self._second
+            else Companion(first[row], pace=lambda: muon)
+            for name, first in self._first.items()
+        }
 
     def _losses(self, theta: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         """Of each learner, in nats per byte: [R]."""
