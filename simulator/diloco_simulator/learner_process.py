@@ -243,8 +243,8 @@ class LearnerProcess:
         fragment_id, tensors, taken = header.fragment_id, contribution.tensors, self._taken[contribution]
         assert tensors.snapshot is not None
         meant = tensors.anchor.float() - tensors.snapshot
+        fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]
         if self._options.on_commit == "carry":
-            fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]
             high = self._unmerged(fragment) if fragment.contribution is contribution else None
             if high is not None:
                 invariants.contribution_is_what_was_trained(
@@ -258,8 +258,8 @@ class LearnerProcess:
                 invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before, account.largest)
                 decoded = torch.empty_like(meant)
                 decode_payload(payload, decoded)
-                is_companion = self.learner.core.fragments[fragment_id].fragment.companion  # type: ignore[union-attr]
-                taken.lost = torch.zeros_like(meant) if is_companion else meant + residual - decoded
+                has_feedback = not fragment.fragment.companion
+                taken.lost = meant + residual - decoded if has_feedback else torch.zeros_like(meant)
 
     def _push_answered(self, header: PushHeader, code: str) -> None:
         now, of = self._cluster.timeline.now, (header.fragment_id, header.round)
