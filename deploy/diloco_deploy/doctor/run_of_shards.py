@@ -29,7 +29,7 @@ def describe(door: Door, known: Known, protocol: int) -> Sequence[Finding]:
     except NotSeeded:
         return [ok(f"a shard of run {door.run_id} that waits for its first learner; protocol {protocol}")]
     known.answers[door.address] = answer
-    params = sum(tensor.num_elements for tensor in answer.tensors if not tensor.companion)
+    params = _params(answer)
     model = f"{units.count(params)} parameters" if params else "no model yet"
     return [
         ok(
@@ -99,7 +99,7 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Findi
         return warning("LINK_UNMEASURED", f"{_rates(up, None)}; the run has no model yet, so nothing comes down")
     seeded = next((fragment for fragment in answer.fragments if fragment.seeded), None)
     down = None if seeded is None else calls.pull_rate(door, seeded.fragment_id)
-    params = params or float(sum(tensor.num_elements for tensor in answer.tensors if not tensor.companion))
+    params = params or float(_params(answer))
     if up is None and down is None:
         return warning("LINK_UNMEASURED", f"the bandwidth to {door.address} was not measured: too few bytes arrived")
     found = Link(up or down or 0.0, down or up or 0.0, known.round_trip_s.get(door.address, 0.0))
@@ -136,6 +136,11 @@ def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measur
     if max(needs) > LINK_SHARE:
         return warning("LINK_THIN", asks, do, **figures)
     return ok(f"{asks}. It allows {proposal}", **figures)
+
+
+def _params(answer: JoinAnswer) -> int:
+    """Of the model, without its companions."""
+    return sum(tensor.num_elements for tensor in answer.tensors if not tensor.companion)
 
 
 def _rates(up: float | None, down: float | None) -> str:
