@@ -119,6 +119,11 @@ def calls_of(asked: Asked, fragments: int, every: int) -> float:
     return formulas.calls_rate(asked.learners, fragments, every, asked.step_s) * (1 + asked.companions_share)
 
 
+def written_of(asked: Asked, pull: str) -> float:
+    """Bytes per parameter of the model that a shard writes in H steps, those of companions included."""
+    return formulas.version_bytes(asked.outer, pull) + formulas.companion_bytes(pull) * asked.companions_share
+
+
 def needed_every(params: float, encodings: Encodings, link: Link, step_s: float) -> int:
     """The smallest H with which half of the link is enough in both directions."""
     up = formulas.every_for_rate(params, BITS[encodings.push], link.up, step_s, LINK_SHARE)
@@ -181,9 +186,7 @@ def _shards(asked: Asked, encodings: Encodings, every: int, fragments: int) -> t
             busier / asked.shard_link
         )
     if asked.disk is not None:
-        of_companion = formulas.companion_bytes(encodings.pull) * asked.companions_share
-        each = formulas.version_bytes(asked.outer, encodings.pull) + of_companion
-        written = formulas.disk_rate(asked.params, each, every, asked.step_s)
+        written = formulas.disk_rate(asked.params, written_of(asked, encodings.pull), every, asked.step_s)
         needs[f"{units.size(written)}/s of versions, and a disk writes {units.size(asked.disk)}/s"] = (
             written / asked.disk
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
-from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of
+from diloco_deploy.plan.choice import OVERLAP, Asked, Choice, Encodings, bit_rate, calls_of, written_of
 from diloco_deploy.plan.formulas import BITS
 
 
@@ -43,7 +43,7 @@ def figures(asked: Asked, choice: Choice) -> list[Figure]:
 def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
     push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
     n, every, link = asked.params_moved, choice.every, asked.link
-    wan, moves = "docs/wan.md", _moves(asked)
+    wan, moves = "docs/wan.md", f"N{_more(asked)}"
     fragment_s = formulas.round_trip_of_fragment(
         asked.params, choice.fragments, push, pull, link.up, link.down, link.round_trip_s
     )
@@ -51,18 +51,14 @@ def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
         "a learner sends", formulas.rate(n, push, every, asked.step_s), "bit/s", f"{moves} x {push:g} bits / (H t)", wan
     )
     yield Figure(
-        "a learner receives",
-        formulas.rate(n, pull, every, asked.step_s),
-        "bit/s",
-        f"{moves} x {pull:g} bits / (H t)",
-        wan,
-    )
+        "a learner receives", formulas.rate(n, pull, every, asked.step_s), "bit/s",
+        f"{moves} x {pull:g} bits / (H t)", wan,
+    )  # fmt: skip
     yield Figure(
         "a fragment, there and back", fragment_s, "s", "N/P x push / up + N/P x pull / down + 2 round trips", wan
     )
-    whole = asked.params * (2 if asked.companions_every else 1)
-    words = "2 N x 16 bits / down" if asked.companions_every else "N x 16 bits / down"
-    yield Figure("a start: the whole model", whole * 16 / link.down, "s", words, wan)
+    whole, words = (2 * asked.params, "2 N") if asked.companions_every else (asked.params, "N")
+    yield Figure("a start: the whole model", whole * 16 / link.down, "s", f"{words} x 16 bits / down", wan)
     moved = formulas.bytes_rate(n, push, pull, asked.learners, every, asked.step_s) / choice.shards
     yield Figure(
         "a shard's link, both ways together", 8 * moved, "bit/s", f"L {moves} (push + pull) bits / (H t S)", wan
@@ -72,15 +68,14 @@ def _link(asked: Asked, choice: Choice) -> Iterator[Figure]:
 def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
     page = "docs/performance.md"
     owned, held = asked.params / choice.shards, -(-choice.fragments // choice.shards)
-    each = formulas.version_bytes(asked.outer, choice.encodings.pull)
     memory = formulas.shard_memory(
         owned, held, asked.learners, BITS[choice.encodings.push], asked.outer, choice.encodings.pull,
         companions=asked.companions_every is not None,
     )  # fmt: skip
-    kept, written = each, float(each)
+    kept = formulas.version_bytes(asked.outer, choice.encodings.pull)
     if asked.companions_every:
         kept += formulas.companion_bytes(choice.encodings.pull)
-        written += formulas.companion_bytes(choice.encodings.pull) * asked.companions_share
+    written = written_of(asked, choice.encodings.pull)
     yield Figure(
         "memory of a shard, at most", memory, "bytes",
         "260 MB + 8 MB + n x (12; 16 with Adam; 2 more for changes) + 8.5 n/P' + 0.62 MB L + L n push / 8"
@@ -98,13 +93,13 @@ def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
         f"{written:g} n / (H t)", page,
     )  # fmt: skip
     per_s = calls_of(asked, choice.fragments, choice.every) / choice.shards
-    parts = "L P" if not asked.companions_every else f"L P (1 + 1/{asked.companions_every})"
-    yield Figure("contributions to a shard, each second", per_s, "", f"{parts} / (H t S); a core serves 640", page)
+    calls = f"L P{_more(asked)} / (H t S); a core serves 640"
+    yield Figure("contributions to a shard, each second", per_s, "", calls, page)
 
 
-def _moves(asked: Asked) -> str:
-    """Parameters that cross a link in H steps, in words."""
-    return f"N (1 + 1/{asked.companions_every})" if asked.companions_every else "N"
+def _more(asked: Asked) -> str:
+    """The factor by which companions add to what the model moves, in words."""
+    return f" (1 + 1/{asked.companions_every})" if asked.companions_every else ""
 
 
 def learner_figures(asked: Asked, choice: Choice) -> list[Figure]:
