@@ -5,7 +5,8 @@ leases.py       who may speak
 membership.py   leases and generations themselves
 rounds.py       when rounds open and close, and what becomes of a push
 round.py        what one round has collected, and whether it may close
-cadence.py      when a fragment is due
+due.py          which fragments are due
+cadence.py      how many inner steps lie between two rounds of a fragment
 pace.py         how far the reports of learners count
 grace.py        how long a round stays open after its quorum
 admission.py    the answer to a push, from its header

@@ -1,7 +1,7 @@
 """Rounds: when one opens, whom it asks, what becomes of a push, and when it closes.
 
 Makes no versions: a round that closes is handed to the shell as `MergeRound`. `round.py` holds what one round has
-collected, `admission.py` and `guards.py` the rules for one push.
+collected, `due.py` which fragments are due, `admission.py` and `guards.py` the rules for one push.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
-from diloco_server.core.cadence import CadenceRule, Rest, every_h_steps, interval, is_due
+from diloco_server.core.cadence import CadenceRule, every_h_steps
+from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import (
     LearnerQuarantined,
     LearnerReleased,
@@ -29,7 +30,7 @@ from diloco_server.core.effects import (
     SeedFragment,
     VersionCommitted,
 )
-from diloco_server.core.fragment import FragmentState, HalfSeed, Phase
+from diloco_server.core.fragment import FragmentState, HalfSeed
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership
@@ -51,14 +52,13 @@ class Rounds:
         self.ledger = Ledger()
         self.quarantine = Quarantine(settings.guard.quarantine_s)
         self._sync = settings.sync
-        self._cadence = cadence
+        self._due = DueFragments(settings.sync, cadence, versions)
         self._lease_s = settings.lease.lease_s
         self._norm_factor = settings.guard.norm_factor
         self._membership = membership
         self._versions = versions
         self._outbox = outbox
         self._now = 0.0  # of the last event that had a time
-        self._found: object = None  # what `_open_due` last decided by
 
     # ------------------------------------------------------------ pushes
 
@@ -346,19 +346,12 @@ class Rounds:
             m for m in self._membership.live()
             if m.first_step is not None and not self.quarantine.holds(m.learner_id)
         ]  # fmt: skip
-        fragments = self._versions.fragments.values()
-        # Whether a fragment is due follows from these, not from the time. Most ticks find all as the last one did.
-        found = (
-            [(m.generation, m.first_step, m.counted) for m in live],
-            [(s.phase, s.version, s.rounds_opened) for s in fragments],
-        )
-        is_new = found != self._found
-        for state in fragments:
-            if is_new and self._is_due(state, live):
+        due = self._due.among(live)
+        for fragment_id, state in self._versions.fragments.items():
+            if fragment_id in due:
                 self._open(state, live, now)
             elif state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask(state, state.ask_again(live, now))
-        self._found = found
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """All that counted when the round asked is merged with this: its next contribution is what came since."""
@@ -367,23 +360,6 @@ class Rounds:
         is_this_process = contribution.generation >= member.first_generation
         if member.trail is not None and is_this_process and steps is not None and tokens is not None:
             member.trail.merged_until[contribution.fragment_id] = Progress(steps, tokens)
-
-    def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
-        versions, fragment = self._versions, state.fragment
-        if state.phase is not Phase.RESTING or versions.is_final(state):
-            return False
-        assert versions.manifest is not None
-        number, total = versions.manifest.place(fragment)
-        rest = Rest(number, total, state.version, versions.budget.fraction(state), self._sync.sync_every)
-        never = state.rounds_opened == 0 and state.version == 0
-        steps = interval(self._cadence, rest, never=never, times=self._times(fragment))
-        if not fragment.companion and versions.budget.rest_is_trained(state, live):
-            return True
-        return is_due(live, state.base_steps, steps, self._sync.quorum)
-
-    def _times(self, fragment: Fragment) -> int:
-        """H of a fragment, in those of the settings."""
-        return self._sync.companions_every if fragment.companion else 1
 
     def _open(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         opened = state.open_round(live, now)
@@ -422,8 +398,7 @@ class Rounds:
             member = self._membership.get(learner_id)
             if member is not None:
                 member.missed_round()
-        usual_steps = self._sync.sync_every * self._times(state.fragment)
-        closed = state.close_round(self._membership, usual_steps, now)
+        closed = state.close_round(self._membership, self._due.usual_steps(state.fragment), now)
         fragment_id = state.fragment.fragment_id
         contributions = tuple(closed.contributions[i] for i in sorted(closed.contributions))
         open_s, asked = now - closed.opened_at, len(closed.asked)

@@ -1,0 +1,57 @@
+"""Which fragments of a shard are due: those of the model by the cadence rule, those of companions more rarely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco_common.manifest import Fragment
+from diloco_common.settings import SyncSettings
+from diloco_server.core.cadence import CadenceRule, Rest, interval, is_due
+from diloco_server.core.fragment import FragmentState, Phase
+from diloco_server.core.membership import Member
+from diloco_server.core.versions import Versions
+
+
+class DueFragments:
+    """Decided anew only where something has changed: most ticks find all as the last one did."""
+
+    def __init__(self, sync: SyncSettings, rule: CadenceRule, versions: Versions) -> None:
+        self._sync = sync
+        self._rule = rule
+        self._versions = versions
+        self._found: object = None  # what `among` last decided by
+
+    def among(self, live: Sequence[Member]) -> set[int]:
+        """The fragments that have become due for these learners."""
+        fragments = self._versions.fragments
+        # Whether a fragment is due follows from these, not from the time.
+        found = (
+            [(m.generation, m.first_step, m.counted) for m in live],
+            [(s.phase, s.version, s.rounds_opened) for s in fragments.values()],
+        )
+        if found == self._found:
+            return set()
+        due = {fragment_id for fragment_id, state in fragments.items() if self._is_due(state, live)}
+        self._found = found
+        return due
+
+    def usual_steps(self, fragment: Fragment) -> int:
+        """Inner steps between two rounds of a fragment, as the settings have it."""
+        return self._sync.sync_every * self._times(fragment)
+
+    def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
+        versions, fragment = self._versions, state.fragment
+        if state.phase is not Phase.RESTING or versions.is_final(state):
+            return False
+        assert versions.manifest is not None
+        number, total = versions.manifest.place(fragment)
+        rest = Rest(number, total, state.version, versions.budget.fraction(state), self._sync.sync_every)
+        never = state.rounds_opened == 0 and state.version == 0
+        steps = interval(self._rule, rest, never=never, times=self._times(fragment))
+        if not fragment.companion and versions.budget.rest_is_trained(state, live):
+            return True
+        return is_due(live, state.base_steps, steps, self._sync.quorum)
+
+    def _times(self, fragment: Fragment) -> int:
+        """H of a fragment, in those of the settings."""
+        return self._sync.companions_every if fragment.companion else 1
