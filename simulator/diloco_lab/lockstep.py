@@ -33,7 +33,6 @@ from diloco_lab.inner import InnerSteps
 from diloco_lab.shard import LockstepShard
 from diloco_lab.tasks import Task
 from diloco_server.core.effects import Tell
-from diloco_server.core.fragment import FragmentState
 from diloco_worker.builtin.schedule import share_at
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
@@ -102,10 +101,6 @@ class ShardRig(LockstepShard):
         settings = run.settings.model_copy(update={"shard": ShardSettings(index=index, count=count)})
         super().__init__(settings, EPOCH, lambda: run.clock.now)
         self._run = run
-
-    def of_model(self) -> list[FragmentState]:
-        """Its fragments, without those of companions."""
-        return [state for state in self.shard.fragments.values() if not state.fragment.companion]
 
     def tell(self, tell: Tell) -> None:
         self._run.learners[tell.learner_id].told(self, tell.directive)
@@ -312,7 +307,7 @@ class LockstepRun:
         model = self.task.model()
         replica = Replica(model)
         for rig in self.shards:
-            for state in rig.of_model():
+            for state in rig.shard.of_model:
                 assert state.values is not None
                 replica.write(state.fragment, state.values.theta)
         return model
@@ -339,7 +334,7 @@ class LockstepRun:
 
     def _versions(self) -> int:
         """Of the fragment that has the fewest."""
-        return min(state.version for rig in self.shards for state in rig.of_model())
+        return min(state.version for rig in self.shards for state in rig.shard.of_model)
 
     def _finish(self) -> Outcome:
         out = self.outcome

@@ -202,6 +202,11 @@ class Shard:
         return self._versions.fragments
 
     @property
+    def of_model(self) -> list[FragmentState]:
+        """The same, without those of companions."""
+        return self._versions.of_model
+
+    @property
     def done(self) -> bool:
         """The token budget is reached; no round opens any more."""
         return self._versions.done

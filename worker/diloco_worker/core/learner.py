@@ -47,7 +47,6 @@ class LearnerCore:
             f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
             for f in manifest.fragments
         }
-
         self.of_model = [f for f in self.fragments.values() if not f.fragment.companion]
         """Without companions."""
 
