@@ -55,7 +55,7 @@ class InnerSteps:
             return {}
         if self._stack is not None:
             return self._stack.companions(index)
-        return Companions(self._optimizers[index], self.models[index]).tensors
+        return Companions(self._optimizers[index], self.models[index]).by_name
 
     def leave(self, index: int) -> None:
         """A learner is gone, and with it the step that was calculated ahead."""

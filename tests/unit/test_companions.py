@@ -380,7 +380,7 @@ def test_what_cannot_be_averaged_is_refused_in_words(
 ) -> None:
     model = linear()
     with pytest.raises(kind, match=words):
-        Replica(model, companions=Companions([make(model)], model).tensors)
+        Replica(model, companions=Companions([make(model)], model).by_name)
 
 
 @pytest.mark.parametrize("model", [linear(), nn.Sequential(linear())])
@@ -393,7 +393,7 @@ def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    companion = Companions(optimizer, model).tensors["weight"]
+    companion = Companions(optimizer, model).by_name["weight"]
     assert companion.pace() == Pace(0.95, most_of(0.95, 0.999))
     for _ in range(5):
         train(model, optimizer, 1)
@@ -446,7 +446,7 @@ def test_state_that_was_made_before_the_first_step_is_that_which_the_optimizer_w
     (state,), (own,) = plain.state.values(), optimizer.state.values()
     assert state.keys() == own.keys()
     first = "exp_avg" if "exp_avg" in own else "momentum_buffer"
-    assert own[first] is companions.tensors["weight"].values
+    assert own[first] is companions.by_name["weight"].values
     assert own[first].any()
     assert {k: (v.dtype, v.device, v.shape) for k, v in state.items()} == {
         k: (v.dtype, v.device, v.shape) for k, v in own.items()
@@ -483,7 +483,7 @@ def test_the_built_in_optimizer_of_both_kinds_is_known_and_frozen_parameters_hav
     settings = make_settings(model={"layers": 1, "heads": 1, "width": 8, "context": 8})
     model = build_gpt(settings.model, 0)
     model.lm_head.weight.requires_grad_(False)
-    found = Companions(make_optimizer(model, settings.train), model).tensors
+    found = Companions(make_optimizer(model, settings.train), model).by_name
     assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     divided = {name for name, companion in found.items() if companion.second is not None}
     assert divided == {"embedding.weight"}, "the matrices are Muon's"

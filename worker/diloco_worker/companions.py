@@ -61,7 +61,7 @@ class Companions:
         every = _listed(optimizers)
         parameters = {n: p for n, p in names.parameters(model).items() if p.requires_grad}
         name_of = {id(p): name for name, p in names.once(parameters).items()}
-        self.tensors: dict[str, Companion] = {}
+        self.by_name: dict[str, Companion] = {}
         """Name of a parameter -> its first moment."""
         self._held: list[_Held] = []
         for optimizer in every:
@@ -73,7 +73,7 @@ class Companions:
         self._owners = [held.optimizer.state[held.parameter] for held in self._held]
         self._keys = [held.key for held in self._held]
         self._tensors = [held.tensor for held in self._held]
-        if not self.tensors:
+        if not self.by_name:
             raise ConfigError(
                 "no optimizer in companions= steps the model's trainable parameters: "
                 "give the one that trains this model"
@@ -108,7 +108,7 @@ class Companions:
         first, *second = (state[key] for key in keys)
         pace = partial(_pace, group)
         pace()  # raises, if it must
-        self.tensors[of] = Companion(first, second[0] if second else None, pace)
+        self.by_name[of] = Companion(first, second[0] if second else None, pace)
         self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
 
 

@@ -213,7 +213,7 @@ def _synchronised(
     if companions is None:
         return Replica(model, mean_merge), None
     averaged = Companions(companions, model)
-    return Replica(model, mean_merge, averaged.tensors), averaged
+    return Replica(model, mean_merge, averaged.by_name), averaged
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:
