@@ -23,16 +23,17 @@ SEED_ENCODINGS = ("float32", "bfloat16")
 def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
     """Model and companions of the caller are the shard's. Raises ManifestMismatch with the first differences."""
     different = differences(mine.tensors, theirs)
-    if different and not differences(mine.model_tensors, [t for t in theirs if not t.companion]):
+    if not different:
+        return
+    table = "; ".join(different)
+    if not differences(mine.model_tensors, [t for t in theirs if not t.companion]):
         here, there = (any(t.companion for t in tensors) for tensors in (mine.tensors, theirs))
         raise ManifestMismatch(
             "the models are the same, but the momentum that learners average is not: "
             f"{_what_is_averaged(here, there)}. All learners of a run give the same optimizers to join(companions=), "
-            f"or none; workers the same train.average_momentum (shard <-> caller): {'; '.join(different)}"
+            f"or none; workers the same train.average_momentum (shard <-> caller): {table}"
         )
-    if different:
-        table = "; ".join(different)
-        raise ManifestMismatch(f"the model differs from the shard's (shard <-> caller): {table}")
+    raise ManifestMismatch(f"the model differs from the shard's (shard <-> caller): {table}")
 
 
 def _what_is_averaged(here: bool, there: bool) -> str:
