@@ -145,7 +145,7 @@ def process_figures(
             f"{found.kept / found.elements:.3g} bytes per parameter held ({held})", sizes,
         ),
         Figure(
-            f"for {under_way} fragment{'s' * (under_way > 1)} under way{', as many companions' * companions}",
+            f"for {under_way} fragment{'s' * (under_way > 1)}{' and as many companions' * companions} under way",
             found.under_way, "bytes",
             f"snapshot 4 + loss {loss} + encoded + version + difference 4, of each", sizes,
         ),
