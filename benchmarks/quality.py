@@ -65,9 +65,8 @@ class Shown:
 REFERENCES = [("ours", "data_parallel_muon"), ("ours", "data_parallel_adamw")]
 FOLDERS = [
     Shown("disturbed", "disturbed", base="undisturbed"),
-    Shown("momentum", "disturbed", base="as_it_is"),
+    Shown("momentum", "protocol", base="as_it_is"),
     Shown("asynchronous", "async", base="carry_and_grace"),
-    Shown("eight_learners", "eight_learners", pairs=REFERENCES),
     Shown("longer", "longer", pairs=REFERENCES),
 ]
 
