@@ -21,10 +21,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from diloco_common import bounds
 from diloco_common.errors import BadRequest
+
+Momentum = Literal["Adam", "Muon", "SGD"]
+"""Whose momentum a companion is. Averaged are only values of one kind: Adam (and AdamW) and Muon keep a mean of
+gradients, over different times; SGD keeps their sum, which with mu = 0.9 is ten times as long."""
 
 
 class TensorSpec(NamedTuple):
@@ -147,14 +151,20 @@ def model_digest(tensors: Iterable[TensorSpec]) -> str:
     return hashlib.sha256(json.dumps(sorted(t.as_json() for t in tensors)).encode()).hexdigest()[:32]
 
 
-def momentum_of(parameter: str) -> str:
-    """What the companion of a parameter is called."""
-    return f"momentum of {parameter}"
+def momentum_of(parameter: str, kind: Momentum) -> str:
+    """What the companion of a parameter is called. The kind comes last, so the cut does not depend on it."""
+    return f"momentum of {parameter} ({kind})"
 
 
-def companion_of(parameter: TensorSpec) -> TensorSpec:
+def kinds_of(tensors: Iterable[TensorSpec]) -> list[str]:
+    """Whose momentum the companions among these tensors are, by their names."""
+    kinds = (kind for kind in get_args(Momentum) for t in tensors if t.companion and t.name.endswith(f" ({kind})"))
+    return sorted(set(kinds))
+
+
+def companion_of(parameter: TensorSpec, kind: Momentum) -> TensorSpec:
     """Its momentum, as learners declare it."""
-    return TensorSpec(momentum_of(parameter.name), parameter.shape, mean_merge=True, companion=True)
+    return TensorSpec(momentum_of(parameter.name, kind), parameter.shape, mean_merge=True, companion=True)
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
@@ -173,14 +183,21 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
 
 
 def check_companions(tensors: Sequence[TensorSpec]) -> None:
-    """Each companion is the momentum of a parameter of its shape. Raises BadRequest."""
+    """Each companion is the momentum of a parameter of its shape, and the only one. Raises BadRequest."""
     companions = [t for t in tensors if t.companion]
-    known = {(momentum_of(t.name), t.shape) for t in tensors if not t.companion} if companions else ()
+    parameters = [t for t in tensors if not t.companion] if companions else []
+    known = {(momentum_of(t.name, kind), t.shape): t.name for t in parameters for kind in get_args(Momentum)}
+    taken: dict[str, TensorSpec] = {}
     for companion in companions:
-        if (companion.name, companion.shape) not in known:
+        of = known.get((companion.name, companion.shape))
+        if of is None:
             raise BadRequest(
                 f"the companion {companion.name[:64]!r} is the momentum of no parameter of shape "
                 f"{list(companion.shape)}; bring those that join(companions=) makes of the model's optimizers"
+            )
+        if taken.setdefault(of, companion).name != companion.name:
+            raise BadRequest(
+                f"{taken[of].name[:64]!r} and {companion.name[:64]!r} are of one parameter; bring one for each"
             )
 
 

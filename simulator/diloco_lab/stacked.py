@@ -81,9 +81,9 @@ class Stack:
         train = self._train
         muon, adamw = Pace(train.muon_momentum), Pace(train.beta1, most_of(train.beta1, train.beta2))
         return {
-            name: Companion(first[row], self._second[name][row], lambda: adamw)
+            name: Companion("Adam", first[row], self._second[name][row], lambda: adamw)
             if name in self._second
-            else Companion(first[row], pace=lambda: muon)
+            else Companion("Muon", first[row], pace=lambda: muon)
             for name, first in self._first.items()
         }
 

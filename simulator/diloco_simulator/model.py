@@ -54,7 +54,7 @@ class TornReplica(Replica):
         if has_companion:
             self.specs = [spec._replace(companion=spec.name == COMPANION) for spec in self.specs]
             values = self._tensors[COMPANION]
-            self._companions = {COMPANION: Companion(values, torch.full_like(values, torch.inf))}
+            self._companions = {COMPANION: Companion("Adam", values, torch.full_like(values, torch.inf))}
         self._meanwhile = meanwhile
 
     def read(self, fragment: Fragment, out: Tensor) -> None:

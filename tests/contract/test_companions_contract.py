@@ -20,6 +20,7 @@ from diloco_deploy.checkpoint.commands import restore_into
 from diloco_deploy.checkpoint.export import export_model
 from diloco_deploy.checkpoint.sources import open_whole
 from diloco_server.storage.checkpoint import decode_manifest, encode_manifest, total_tokens
+from diloco_worker.builtin.muon import MuonWithAdamW
 from diloco_worker.core.replica import Companion, Replica
 from diloco_worker.global_model import pull_global_model
 from waiting import until
@@ -69,9 +70,15 @@ def averaged(shard: InProcessShard, model: torch.nn.Module) -> Tensor:
     for state in shard.loop.look(lambda: list(shard.core.fragments.values())):
         if state.fragment.companion:
             for piece in state.fragment.pieces:
-                of = flat[piece.tensor.removeprefix("momentum of ")]
+                of = flat[piece.tensor.removeprefix("momentum of ").removesuffix(" (Adam)")]
                 of[piece.tensor_bounds] = state.values.theta[piece.bounds]
     return torch.cat(list(flat.values()))
+
+
+def muon_for_the_matrices(model: torch.nn.Module) -> torch.optim.Optimizer:
+    matrices = [(p, 1) for p in model.parameters() if p.ndim == 2]
+    others = [{"params": [p for p in model.parameters() if p.ndim != 2]}]
+    return MuonWithAdamW(matrices, others, lr=0.01, momentum=0.9, weight_decay=0.0, betas=(0.9, 0.999))
 
 
 def until_all_have(version: int, *learners: Averaging) -> None:
@@ -151,7 +158,7 @@ def _check_files(folder: Path, model: torch.nn.Module, tokens: int) -> None:
     whole = open_whole([str(folder)])
     manifest = whole.contents.manifest
     assert whole.contents.tensors == tuple(
-        sorted(Replica(model, companions={n: Companion(p.detach()) for n, p in model.named_parameters()}).specs)
+        sorted(Replica(model, companions={n: Companion("Adam", p.detach()) for n, p in model.named_parameters()}).specs)
     )
     behind = tuple(
         replace(file, tokens_merged=0) if manifest.fragments[file.fragment_id].companion else file
@@ -194,6 +201,32 @@ def test_a_learner_without_companions_is_told_what_the_others_do(serve, averagin
     averaging(shard.address, "a")
     with pytest.raises(ManifestMismatch, match=r"this run averages momentum, and the caller none.*companions="):
         averaging(shard.address, "b", companions=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), "SGD"),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True), "SGD"),
+        (muon_for_the_matrices, "Adam and Muon"),
+    ],
+)
+def test_a_learner_whose_optimizer_keeps_another_kind_of_momentum_is_told_so(serve, averaging, make, kind):
+    """Else exp_avg would be averaged with momentum_buffer, and no value would look wrong."""
+    shard = serve(settings_with(sync=SYNC))
+    averaging(shard.address, "a")
+    model = tiny_model()
+    words = rf"averages that of Adam, and the caller has that of {kind}, .*the same kind of optimizer.*companions="
+    with pytest.raises(ManifestMismatch, match=words):
+        diloco_worker.join(shard.address, model, learner_id="b", wait_s=20.0, companions=make(model))
+
+
+def test_adam_and_adamw_keep_the_same(serve, averaging):
+    shard = serve(settings_with(sync=SYNC))
+    averaging(shard.address, "a")
+    model = tiny_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    diloco_worker.join(shard.address, model, learner_id="b", wait_s=20.0, companions=optimizer).close()
 
 
 def test_a_learner_whose_optimizer_was_loaded_anew_ends(serve, averaging):

@@ -313,7 +313,7 @@ def test_a_shard_that_knows_its_model_takes_no_other_from_whoever_comes_first(se
     mallory(shard, "honest").seed()
 
 
-@pytest.mark.parametrize("name", ["momentum of layer.bias", "x"])
+@pytest.mark.parametrize("name", ["momentum of layer.bias (Adam)", "x"])
 def test_companions_of_no_parameter_are_refused(serve: Serve, clock: Clock, name: str) -> None:
     """Else whoever comes first may add as many bytes to everyone's rounds as it likes."""
     shard = serve(settings_with(), clock)

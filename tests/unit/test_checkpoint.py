@@ -383,7 +383,7 @@ def test_a_restore_needs_an_empty_folder_and_fragments_for_every_shard(cluster: 
 
 def part_of(shard: int, version: int, companions_every: int = 4) -> Contents:
     """A shard's part of a checkpoint at a version; companions have made fewer."""
-    manifest = cut([*TENSORS, *map(companion_of, TENSORS)], 6, NUM_SHARDS)
+    manifest = cut([*TENSORS, *(companion_of(t, "Adam") for t in TENSORS)], 6, NUM_SHARDS)
     files = [
         CheckpointFile(
             "name", 1, "00" * 8, f.fragment_id, shard, 1, version // (companions_every if f.companion else 1), 1

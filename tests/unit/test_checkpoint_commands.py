@@ -102,7 +102,7 @@ def test_an_export_needs_no_companion_and_a_restore_needs_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     w = TensorSpec("w", (10, 70))
-    manifest = cut([w, companion_of(w)], 1, 1)
+    manifest = cut([w, companion_of(w, "Adam")], 1, 1)
     store = FileStore(Disk(tmp_path / "run"), Origin("trial", 0, 1, 1, "nesterov", "bfloat16"), first_epoch=LONG_AGO)
     store.save(make_version(3, fragment_id=0), manifest)
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "m.safetensors")]) == 0

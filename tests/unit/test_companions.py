@@ -38,7 +38,7 @@ def linear(value: float = 0.0) -> nn.Linear:
 
 
 def momentum() -> dict[str, Companion]:
-    return {"weight": Companion(torch.zeros(1, 4))}
+    return {"weight": Companion("SGD", torch.zeros(1, 4))}
 
 
 def cluster_of(**sections: dict[str, Any]) -> Lockstep:
@@ -236,7 +236,7 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
     """d steps after its snapshot a learner holds keeps^d of that, and it gets as much of the mean."""
     keeps, steps = 0.5, 3
     cluster = cluster_of()
-    held = [{"weight": Companion(torch.zeros(1, 4), pace=partial(Pace, keeps))} for _ in range(2)]
+    held = [{"weight": Companion("SGD", torch.zeros(1, 4), pace=partial(Pace, keeps))} for _ in range(2)]
     learners = [cluster.join(i, linear(), of) for i, of in zip("ab", held, strict=True)]
     held[0]["weight"].values.fill_(4.0)
     held[1]["weight"].values.fill_(-4.0)
@@ -259,7 +259,7 @@ def test_a_mean_that_comes_late_counts_for_what_is_left_of_the_momentum_that_it_
 def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_it_at_the_snapshot(later: int) -> None:
     """After the next version, the learner holds what is left of that, and nothing of its own."""
     keeps = 0.5
-    held = Companion(torch.zeros(1, 4), pace=partial(Pace, keeps))
+    held = Companion("SGD", torch.zeros(1, 4), pace=partial(Pace, keeps))
     replica = Replica(linear(), companions={"weight": held})
     core = LearnerCore(replica, cut(replica.specs, 1, 1), LearnerPolicy(4, "float32", "float32", "carry", 0.5, False))
 
@@ -289,9 +289,9 @@ def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_i
 
 def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> None:
     second = torch.tensor([[0.0, 1.0, 4.0, 100.0]])
-    held = {"weight": Companion(torch.zeros(1, 4), second, partial(Pace, most=2.0))}
+    held = {"weight": Companion("SGD", torch.zeros(1, 4), second, partial(Pace, most=2.0))}
     replica = Replica(linear(), companions=held)
-    assert replica.specs[1] == TensorSpec("momentum of weight", (1, 4), mean_merge=True, companion=True)
+    assert replica.specs[1] == TensorSpec("momentum of weight (SGD)", (1, 4), mean_merge=True, companion=True)
     cluster = cluster_of()
     others = momentum()
     cluster.join("a", linear(), others)
@@ -318,7 +318,7 @@ def test_no_gradients_of_ones_own_are_cut(betas: tuple[float, float]) -> None:
 @pytest.mark.parametrize("way", ["write", "add", "blend"])
 def test_momentum_without_a_second_moment_grows_only_so_far_by_one_version(way: str, lie: float, left: float) -> None:
     """What is too long for float32 to say how long it is counts for nothing."""
-    held = Companion(torch.ones(1, 4))
+    held = Companion("SGD", torch.ones(1, 4))
     replica = Replica(linear(), companions={"weight": held})
     fragment = cut(replica.specs, 1, 1).fragments[1]
     values = torch.full((4,), lie)
@@ -360,7 +360,7 @@ def foreign(model: nn.Module) -> torch.optim.Optimizer:
 
 
 REFUSED = [
-    (bfloat16, UnsupportedModel, "the momentum of weight is torch.bfloat16; only float32"),
+    (bfloat16, UnsupportedModel, r"the momentum of weight \(Adam\) is torch.bfloat16; only float32"),
     (elsewhere, ConfigError, "steps the model's trainable parameters"),
     (
         lambda m: torch.optim.RMSprop(m.parameters()),
@@ -405,8 +405,8 @@ def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
 
 def test_a_name_that_is_a_parameters_own_is_refused() -> None:
     model = linear()
-    model.register_parameter("momentum of weight", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(UnsupportedModel, match="a parameter that is called 'momentum of weight'"):
+    model.register_parameter("momentum of weight (SGD)", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(UnsupportedModel, match=r"a parameter that is called 'momentum of weight \(SGD\)'"):
         Replica(model, companions=momentum())
 
 
@@ -487,3 +487,5 @@ def test_the_built_in_optimizer_of_both_kinds_is_known_and_frozen_parameters_hav
     assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     divided = {name for name, companion in found.items() if companion.second is not None}
     assert divided == {"embedding.weight"}, "the matrices are Muon's"
+    assert {companion.kind for name, companion in found.items() if name in divided} == {"Adam"}
+    assert {companion.kind for name, companion in found.items() if name not in divided} == {"Muon"}

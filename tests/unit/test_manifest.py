@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from diloco_common.bounds import FRAGMENTS_MAX
 from diloco_common.errors import BadRequest
-from diloco_common.manifest import Manifest, TensorSpec, check_companions, cut, differences, model_digest
+from diloco_common.manifest import (
+    Manifest,
+    TensorSpec,
+    check_companions,
+    companion_of,
+    cut,
+    differences,
+    model_digest,
+)
 
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
 MODELS = (
@@ -262,17 +270,38 @@ def test_model_and_companions_share_the_ids_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("companion", "is_taken"),
     [
-        (TensorSpec("momentum of w", (4, 2), True, True), True),
-        (TensorSpec("momentum of w", (2, 4), True, True), False),
-        (TensorSpec("momentum of v", (4, 2), True, True), False),
+        (TensorSpec("momentum of w (Adam)", (4, 2), True, True), True),
+        (TensorSpec("momentum of w (Adam)", (2, 4), True, True), False),
+        (TensorSpec("momentum of v (Adam)", (4, 2), True, True), False),
+        (TensorSpec("momentum of w", (4, 2), True, True), False),
+        (TensorSpec("momentum of w (Lion)", (4, 2), True, True), False),
         (TensorSpec("w", (4, 2), True, True), False),
-        (TensorSpec("momentum of momentum of w", (4, 2), True, True), False),
+        (TensorSpec("momentum of momentum of w (Adam) (Adam)", (4, 2), True, True), False),
     ],
 )
 def test_a_companion_is_the_momentum_of_a_parameter_of_its_shape(companion: TensorSpec, is_taken: bool) -> None:
-    tensors = [TensorSpec("w", (4, 2)), TensorSpec("momentum of w", (4, 2), True, True), companion]
+    tensors = [TensorSpec("w", (4, 2)), TensorSpec("momentum of w (Adam)", (4, 2), True, True), companion]
     with nullcontext() if is_taken else pytest.raises(BadRequest, match="the momentum of no parameter of shape"):
         check_companions(tensors)
+
+
+def test_a_parameter_has_one_companion() -> None:
+    """Else whoever comes first may make everyone's rounds larger."""
+    w = TensorSpec("w", (4, 2))
+    with pytest.raises(BadRequest, match="are of one parameter"):
+        check_companions([w, companion_of(w, "Adam"), companion_of(w, "SGD")])
+
+
+def test_the_kind_of_momentum_does_not_change_the_cut() -> None:
+    """So runs with one optimizer and another move the same bytes at the same times."""
+    model = [TensorSpec(name, (4, 2)) for name in ("w", "w.a", "w a", "wa", "w(")]
+    mixed = [companion_of(t, kind) for t, kind in zip(model, ("SGD", "Adam", "Muon", "SGD", "Adam"), strict=True)]
+    alike = [companion_of(t, "Muon") for t in model]
+    ids = [
+        [[(p.tensor.rpartition(" (")[0], p.offset) for p in f.pieces] for f in cut([*model, *of], 3, 2).fragments]
+        for of in (mixed, alike)
+    ]
+    assert ids[0] == ids[1]
 
 
 def test_companions_alone_are_no_model() -> None:

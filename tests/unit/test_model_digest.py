@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
+import torch
+from torch import nn
 
-from diloco_common.manifest import TensorSpec, companion_of, model_digest
-from diloco_common.settings import ModelSettings, Settings
+from diloco_common.manifest import Momentum, TensorSpec, companion_of, model_digest
+from diloco_common.settings import ModelSettings, Settings, TrainSettings
 from diloco_worker import cli, digest_of
 from diloco_worker.builtin.gpt import build_gpt
-from diloco_worker.builtin.shapes import gpt_tensors
+from diloco_worker.builtin.shapes import declared_digest, gpt_tensors
 from diloco_worker.builtin.training import make_optimizer
 from parts import Parts
 
@@ -56,8 +59,30 @@ def test_a_worker_prints_the_digest_of_what_it_will_declare(
     assert capsys.readouterr().out.strip() == digest_of(model, companions=made if average else None)
 
 
+def adamw_for_the_layers(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """Embedding and output head are not trained, and have no companion."""
+    return torch.optim.AdamW([p for name, p in model.named_parameters() if name.startswith("layers.")], lr=settings.lr)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_the_digest_is_of_what_an_optimizer_of_others_keeps(average: bool) -> None:
+    settings = Settings.model_validate(
+        {
+            "model": {"layers": 1},
+            "train": {"optimizer": f"{__name__}:adamw_for_the_layers", "average_momentum": average},
+        }
+    )
+    model = build_gpt(settings.model, seed=0)
+    made = make_optimizer(model, settings.train) if average else None
+    assert declared_digest(settings) == digest_of(model, companions=made)
+
+
+def test_the_digest_tells_kinds_of_momentum_apart() -> None:
+    assert len({model_digest([A, companion_of(A, kind)]) for kind in get_args(Momentum)}) == 3
+
+
 def test_a_worker_says_the_digest_of_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = [A, B, companion_of(A)]
+    declared = [A, B, companion_of(A, "Adam")]
     telemetry, said = Parts().telemetry, list[str]()
     monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts["digest"]))
     telemetry.model(declared, 0)

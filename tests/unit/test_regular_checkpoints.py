@@ -17,7 +17,7 @@ from diloco_server.storage.version_file import VersionDamaged
 from stores import MANIFEST, ORIGIN, make_version, open_store
 
 W = TensorSpec("w", (10, 70))
-WITH_COMPANION = cut([W, companion_of(W)], 1, 1)
+WITH_COMPANION = cut([W, companion_of(W, "Adam")], 1, 1)
 """Fragment 0 is the model, and fragment 1 its companion."""
 
 

@@ -298,14 +298,14 @@ def test_a_shard_that_was_told_the_model_takes_no_other() -> None:
 
 def test_a_shard_that_was_told_the_model_takes_no_companions_beyond_it() -> None:
     """And whoever wants them hears the digest that has them."""
-    companion = companion_of(MODEL[0])
+    companion = companion_of(MODEL[0], "Adam")
     rig = Rig(run={"model": model_digest(MODEL)})
     wanted = model_digest([*MODEL, companion])
     with pytest.raises(ManifestMismatch, match=rf"without the momentum.*run\.model={wanted}.*diloco-worker digest"):
         rig.shard.join("mallory", "process", [*MODEL, companion], 0.0)
     assert rig.shard.manifest is None
     told = Rig(run={"model": wanted})
-    with pytest.raises(ManifestMismatch, match="average its momentum"):
+    with pytest.raises(ManifestMismatch, match="average the momentum of the same kind"):
         told.shard.join("a", "process", MODEL, 0.0)
     told.shard.join("b", "process", [*MODEL, companion], 0.0)
 

@@ -133,7 +133,7 @@ def test_companions_are_kept_and_moved_as_the_model_is_but_without_residuals_and
 
 def test_a_companion_has_no_residual() -> None:
     model = torch.nn.Linear(300, 700, bias=False)
-    replica = Replica(model, companions={"weight": Companion(torch.randn(700, 300))})
+    replica = Replica(model, companions={"weight": Companion("SGD", torch.randn(700, 300))})
     policy = LearnerPolicy(5, "int8", "bfloat16", "carry", 0.5, error_feedback=True)
     kept = []
     for fragment in cut(replica.specs, 1, 1).fragments:

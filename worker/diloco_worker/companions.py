@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
+from diloco_common.manifest import Momentum
 from diloco_worker.builtin.muon import MuonWithAdamW
 from diloco_worker.core import names
 from diloco_worker.core.replica import Companion, Pace
@@ -102,13 +103,13 @@ class Companions:
 
     def _add(self, of: str, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         state = optimizer.state[parameter]
-        keys = _keys(optimizer, group)
+        kind, keys = _kept(optimizer, group)
         if keys[0] not in state:
             state.update(_first_state(group, parameter, keys))
         first, *second = (state[key] for key in keys)
         pace = partial(_pace, group)
         pace()  # raises, if it must
-        self.by_name[of] = Companion(first, second[0] if second else None, pace)
+        self.by_name[of] = Companion(kind, first, second[0] if second else None, pace)
         self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
 
 
@@ -143,17 +144,19 @@ def _pace(group: dict[str, Any]) -> Pace:
     return Pace(beta1, most_of(beta1, beta2))
 
 
-def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """What the first moment is called in the optimizer's state, and the second one, if it has one.
+def _kept(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Momentum, tuple[str, ...]]:
+    """Of what kind a group's momentum is; what it is called in the optimizer's state, and the second moment, if any.
+
+    With nesterov, Muon and SGD step another way, but keep the same.
 
     Raises UnsupportedModel for an optimizer that is not known.
     """
     if isinstance(optimizer, ADAM) or (isinstance(optimizer, MuonWithAdamW) and "betas" in group):
-        return "exp_avg", "exp_avg_sq"
+        return "Adam", ("exp_avg", "exp_avg_sq")
     if isinstance(optimizer, MUON):
-        return ("momentum_buffer",)
+        return "Muon", ("momentum_buffer",)
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-        return ("momentum_buffer",)
+        return "SGD", ("momentum_buffer",)
     raise UnsupportedModel(
         f"companions=: how a {type(optimizer).__module__}.{type(optimizer).__name__} keeps its momentum is not known. "
         "Known are torch's Adam, AdamW, Muon, and SGD with momentum and without dampening: take one of them, or leave "

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from diloco_common.codec import check_header
 from diloco_common.errors import ManifestMismatch, NormTooLarge, NotFinite, TooStale, WrongEpoch, WrongRound
-from diloco_common.manifest import Manifest, TensorSpec, differences, model_digest
+from diloco_common.manifest import Manifest, TensorSpec, differences, kinds_of, model_digest
 from diloco_common.messages import PushHeader
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import check_ranges, is_part
@@ -27,17 +27,24 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
         return
     table = "; ".join(different)
     if not differences(mine.model_tensors, [t for t in theirs if not t.companion]):
-        here, there = (any(t.companion for t in tensors) for tensors in (mine.tensors, theirs))
+        here, there = ([t for t in tensors if t.companion] for tensors in (mine.tensors, theirs))
         raise ManifestMismatch(
             "the models are the same, but the momentum that learners average is not: "
-            f"{_what_is_averaged(here, there)}. All learners of a run give the same optimizers to join(companions=), "
-            f"or none; workers the same train.average_momentum (shard <-> caller): {table}"
+            f"{_what_is_averaged(here, there)}. All learners of a run give the same kind of optimizer for each "
+            "parameter to join(companions=), or none; workers have the same train.average_momentum and train.optimizer "
+            f"(shard <-> caller): {table}"
         )
     raise ManifestMismatch(f"the model differs from the shard's (shard <-> caller): {table}")
 
 
-def _what_is_averaged(here: bool, there: bool) -> str:
+def _what_is_averaged(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str:
+    """Of the companions of both sides, which differ."""
     if here and there:
+        kinds = [" and ".join(kinds_of(tensors)) or "another optimizer" for tensors in (here, there)]
+        if kinds[0] != kinds[1]:
+            return (
+                f"this run averages that of {kinds[0]}, and the caller has that of {kinds[1]}, which means other values"
+            )
         return "this run averages other tensors than the caller"
     return f"this run averages {'momentum' if here else 'none'}, and the caller {'some' if there else 'none'}"
 
@@ -55,7 +62,8 @@ def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
         )
     raise ManifestMismatch(
         f"this shard insists on the model {expected} (run.model), but the caller brings {found}: train the same "
-        f"model, average its momentum or do not, as the others do, or start all shards with run.model={found}"
+        "model, average the momentum of the same kind of optimizer as the others, or none, or start all shards with "
+        f"run.model={found}"
     )
 
 

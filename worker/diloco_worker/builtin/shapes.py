@@ -1,14 +1,16 @@
 """The tensors of the built-in model, from its settings alone: `diloco up` tells shards which model to insist on.
 
-Needs no torch, which takes seconds to import. A test compares it with the model itself.
+Needs no torch, which takes seconds to import, unless the momentum of an optimizer of others is averaged. A test
+compares it with the model itself.
 """
 
 from __future__ import annotations
 
 import math
 
-from diloco_common.manifest import TensorSpec, companion_of, model_digest
-from diloco_common.settings import ModelSettings, Settings
+from diloco_common.extensions import is_extension
+from diloco_common.manifest import Momentum, TensorSpec, companion_of, model_digest
+from diloco_common.settings import ModelSettings, Settings, TrainSettings
 
 BYTES = 256
 """Size of the vocabulary."""
@@ -35,7 +37,24 @@ def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
 
 def declared_digest(settings: Settings) -> str:
     """The digest (`run.model`) of what workers with these settings bring to Join: the model, and its momentum if that
-    is averaged."""
-    model = gpt_tensors(settings.model)
-    averaged = model if settings.train.average_momentum else []
-    return model_digest([*model, *map(companion_of, averaged)])
+    is averaged.
+
+    Where an optimizer of others is averaged, only that says what it keeps: it is made. Raises ConfigError and
+    UnsupportedModel.
+    """
+    model, train = gpt_tensors(settings.model), settings.train
+    if not train.average_momentum:
+        return model_digest(model)
+    if is_extension(train.optimizer):
+        from diloco_worker.builtin.gpt import build_gpt
+        from diloco_worker.builtin.training import make_optimizer
+        from diloco_worker.joining import digest_of
+
+        made = build_gpt(settings.model, settings.run.seed)
+        return digest_of(made, companions=make_optimizer(made, train))
+    return model_digest([*model, *(companion_of(spec, _kind(spec, train)) for spec in model)])
+
+
+def _kind(parameter: TensorSpec, train: TrainSettings) -> Momentum:
+    """Muon has the matrices of the layers, if any."""
+    return "Muon" if train.optimizer == "muon" and parameter.name.startswith("layers.") else "Adam"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diloco_common.bounds import TIES_MAX
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import Fragment, Piece, TensorSpec, companion_of, momentum_of
+from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
 from diloco_worker.core import names
 from diloco_worker.core.heads import embeddings_and_heads
@@ -43,6 +43,7 @@ class Pace(NamedTuple):
 class Companion(NamedTuple):
     """What an optimizer keeps for a parameter and changes in place. Tensors are float32, of the parameter's shape."""
 
+    kind: Momentum
     values: Tensor
     second: Tensor | None = None
     """A second moment, which stays local, and by whose root the optimizer divides; None: it divides by none."""
@@ -75,12 +76,12 @@ class Replica:
             _check(name, parameter)
         averaged = embeddings_and_heads(model) if mean_merge is None else _ids_of(mean_merge, by_name)
         for name, companion in companions.items():
-            _check_companion(name, companion.values, parameters)
+            _check_companion(name, companion, parameters)
         self._tensors: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
-        self._companions = {momentum_of(name): companion for name, companion in companions.items()}
+        self._companions = {momentum_of(name, of.kind): of for name, of in companions.items()}
         self._tensors |= {name: companion.values for name, companion in self._companions.items()}
         self.specs = [TensorSpec(name, tuple(p.shape), id(p) in averaged) for name, p in parameters.items()]
-        self.specs += [companion_of(spec) for spec in self.specs if spec.name in companions]
+        self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
         self.ties = tuple(Tie(name, of) for name, of in names.ties(by_name).items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
@@ -219,14 +220,14 @@ def _check(name: str, parameter: Tensor) -> None:
         raise UnsupportedModel(f"{name} is on the meta device; materialise the model before joining")
 
 
-def _check_companion(name: str, companion: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    what = momentum_of(name)
+def _check_companion(name: str, companion: Companion, parameters: Mapping[str, Tensor]) -> None:
+    what, values = momentum_of(name, companion.kind), companion.values
     if what in parameters:
         raise UnsupportedModel(f"the model has a parameter that is called {what!r}, as its averaged momentum would be")
-    if companion.dtype != torch.float32:
+    if values.dtype != torch.float32:
         raise UnsupportedModel(
-            f"the {what} is {companion.dtype}; only float32 is averaged: keep the parameter in float32, or leave the "
+            f"the {what} is {values.dtype}; only float32 is averaged: keep the parameter in float32, or leave the "
             "momentum local (without companions=)"
         )
-    if companion.shape != parameters[name].shape or not companion.is_contiguous():
+    if values.shape != parameters[name].shape or not values.is_contiguous():
         raise UnsupportedModel(f"the {what} is laid out in another way than {name}, so it cannot be averaged")
