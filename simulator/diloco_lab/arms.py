@@ -129,6 +129,11 @@ def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
         raise ConfigError(f"{name}: lab.speeds has {len(conditions.speeds)} entries for {conditions.learners} learners")
     if model and not settings.run.tokens:
         raise ConfigError(f"{name}: set run.tokens, the budget of a run with a model of your own")
+    if settings.train.average_momentum and conditions.method != "decoupled":
+        raise ConfigError(
+            f"{name}: train.average_momentum has no effect with lab.method = {conditions.method}, a reference without "
+            'averaged momentum: remove it, or take lab.method = "decoupled"'
+        )
     return Arm(name, settings, conditions, model)
 
 

@@ -268,6 +268,13 @@ def test_the_best_at_the_edge_of_its_grid_is_no_optimum() -> None:
             "arm: train.lr = x: must be a valid number.*\narm: there is no setting train.rate",
         ),
         ("[train", "arm.toml: TOML error: "),
+        *(
+            (
+                f"train.average_momentum = true\nlab.method = '{method}'",
+                f"arm: train.average_momentum has no effect with lab.method = {method}, .*: remove it, or take",
+            )
+            for method in ("data-parallel", "classic", "one-process")
+        ),
     ],
 )
 def test_an_arm_that_cannot_be_is_refused_by_its_file(tmp_path: Path, text: str, says: str) -> None:
