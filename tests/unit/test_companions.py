@@ -367,7 +367,16 @@ REFUSED = [
         UnsupportedModel,
         "how a torch.optim.rmsprop.RMSprop keeps its momentum is not known",
     ),
-    (lambda m: torch.optim.SGD(m.parameters()), UnsupportedModel, "SGD with momentum and without dampening"),
+    (
+        lambda m: torch.optim.SGD(m.parameters()),
+        UnsupportedModel,
+        "SGD with momentum=0 keeps no momentum, .*: give it one, or leave it out of companions=",
+    ),
+    (
+        lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, dampening=0.9),
+        UnsupportedModel,
+        "SGD with momentum and without dampening",
+    ),
     (lambda m: torch.optim.AdamW(m.parameters(), betas=(0.95, 0.9)), UnsupportedModel, "has no bound"),
     (lambda m: m, ConfigError, "give the optimizer of this model"),
     (foreign, UnsupportedModel, "AdamW keeps its"),
@@ -387,6 +396,20 @@ def test_what_cannot_be_averaged_is_refused_in_words(
 def test_a_model_is_no_optimizer(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=f"has a {type(model).__name__}: give the optimizer of this model"):
         Companions(model, model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [lambda state: state, lambda state: [state]])
+def test_a_state_dict_is_no_optimizer(given: Callable[[dict[str, Any]], Any]) -> None:
+    model = linear()
+    state = torch.optim.AdamW(model.parameters()).state_dict()
+    with pytest.raises(ConfigError, match="has a state_dict of an optimizer: give the optimizer itself"):
+        Companions(given(state), model)
+
+
+def test_a_dict_of_optimizers_is_refused_as_that() -> None:
+    model = linear()
+    with pytest.raises(ConfigError, match="has a dict: give the optimizer of this model, or a list"):
+        Companions({"all": torch.optim.AdamW(model.parameters())}, model)  # type: ignore[arg-type]
 
 
 def test_betas_that_a_schedule_moves_count_as_they_are() -> None:

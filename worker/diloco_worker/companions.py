@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -125,9 +125,14 @@ def most_of(beta1: float, beta2: float) -> float:
 
 def _listed(optimizers: object) -> list[Optimizer]:
     """Raises ConfigError."""
-    given = optimizers if isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module) else [optimizers]
-    every: list[Any] = list(given)
+    is_one = isinstance(optimizers, nn.Module | Mapping) or not isinstance(optimizers, Iterable)
+    every: list[Any] = [optimizers] if is_one else list(optimizers)  # type: ignore[call-overload]
     for one in every:
+        if isinstance(one, Mapping) and "param_groups" in one:
+            raise ConfigError(
+                "companions= has a state_dict of an optimizer: give the optimizer itself, with that state loaded. Its "
+                "momentum is averaged in place"
+            )
         if not isinstance(one, Optimizer):
             raise ConfigError(
                 f"companions= has a {type(one).__name__}: give the optimizer of this model, or a list of them, as they "
@@ -157,6 +162,11 @@ def _kept(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Momentum, tuple[
         return "Muon", ("momentum_buffer",)
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
         return "SGD", ("momentum_buffer",)
+    if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
+        raise UnsupportedModel(
+            "companions=: an SGD with momentum=0 keeps no momentum, so there is nothing to average: give it one, or "
+            "leave it out of companions="
+        )
     raise UnsupportedModel(
         f"companions=: how a {type(optimizer).__module__}.{type(optimizer).__name__} keeps its momentum is not known. "
         "Known are torch's Adam, AdamW, Muon, and SGD with momentum and without dampening: take one of them, or leave "
