@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_common.errors import EXIT_OK
+from diloco_common.errors import EXIT_OK, CannotConnect
 from diloco_common.http import check_http_is_meant
 from diloco_common.security import read_bearer_token
 from diloco_common.settings import SecuritySettings
@@ -27,8 +27,14 @@ def show(
 
     Raises:
         ConfigError: an address makes no sense, other machines would reach the page unprotected, or a file is wrong.
+        CannotConnect: no shards are given, and there is no such folder.
         InUse: the port is taken.
     """
+    if not shards and not folder.is_dir():
+        raise CannotConnect(
+            f"no cluster is running in {folder}: there is no such folder; give the --folder or --config of a run, or "
+            "--shards host:port, or start one with `diloco up`"
+        )
     tls = tls or (None if shards else OwnCertificates.observer_in(folder))
     page = page_of(listen, given(shards) if shards else in_folder(folder), security, tls, certificate)
     return asyncio.run(_serve(page, page_is_of=", ".join(shards) or str(folder)))
