@@ -176,9 +176,11 @@ def test_damage_is_named_and_ends_with_exit_code_3(run_folder: Path, capsys: pyt
     assert path.name in said
     new = run_folder.parent / "new"
     assert main(["restore", str(checkpoint), "--shards", "2", "--folder", str(new)]) == 3
-    assert path.name in capsys.readouterr().err
+    assert f"{path} is damaged: " in (said := capsys.readouterr().err), "of several folders it is this one"
+    assert "name another checkpoint" in said
     assert not new.exists()
     assert main(["export", str(checkpoint), "--out", str(run_folder / "m.safetensors")]) == 3
+    assert f"{path} is damaged: " in capsys.readouterr().err
     assert not (run_folder / "m.safetensors").exists()
 
 

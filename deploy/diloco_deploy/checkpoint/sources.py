@@ -47,7 +47,15 @@ class Whole:
         """Every fragment, one after the other, with every byte checked. Raises VersionDamaged and OSError."""
         for source in self.sources:
             for file in source.contents.files:
-                yield read_listed(source.files, file, source.contents)
+                try:
+                    found = read_listed(source.files, file, source.contents)
+                except VersionDamaged as error:
+                    raise VersionDamaged(
+                        f"{source.where.rstrip('/')}/{error.name}",
+                        f"{error.why}. Nothing was written: look after the disk, and name another checkpoint (`diloco "
+                        "checkpoint list FOLDER` shows what there is)",
+                    ) from error
+                yield found
 
 
 def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
