@@ -12,7 +12,7 @@ from diloco_common.settings import Settings
 from diloco_deploy.folder import Files
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates
 from diloco_deploy.supervisor import ChildSpec
-from diloco_worker.builtin.shapes import declared_digest
+from diloco_worker.declared import declared_digest
 
 EVALUATE = "evaluate"
 

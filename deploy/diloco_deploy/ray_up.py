@@ -33,7 +33,7 @@ from diloco_deploy.status import addresses_in
 from diloco_deploy.status_schema import ClusterRecord, MemberRecord
 from diloco_deploy.supervisor import Action
 from diloco_deploy.up import check_cluster
-from diloco_worker.builtin.shapes import declared_digest
+from diloco_worker.declared import declared_digest
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 10.0

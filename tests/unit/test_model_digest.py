@@ -13,8 +13,9 @@ from diloco_common.manifest import Momentum, TensorSpec, companion_of, model_dig
 from diloco_common.settings import ModelSettings, Settings, TrainSettings
 from diloco_worker import cli, digest_of
 from diloco_worker.builtin.gpt import build_gpt
-from diloco_worker.builtin.shapes import declared_digest, gpt_tensors
+from diloco_worker.builtin.shapes import gpt_tensors
 from diloco_worker.builtin.training import make_optimizer
+from diloco_worker.declared import declared_digest
 from parts import Parts
 
 A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,), mean_merge=True)

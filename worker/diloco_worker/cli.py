@@ -18,7 +18,8 @@ from diloco_common.errors import ConfigError
 from diloco_common.manifest import TensorSpec, differences
 from diloco_common.options import NO_SETTINGS, SettingsOptions, setting, settings_from
 from diloco_common.settings import Settings
-from diloco_worker.builtin.shapes import declared_digest, gpt_tensors
+from diloco_worker.builtin.shapes import gpt_tensors
+from diloco_worker.declared import declared_digest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,15 +1,13 @@
 """The tensors of the built-in model, from its settings alone: `diloco up` tells shards which model to insist on.
 
-Needs no torch, which takes seconds to import, unless the momentum of an optimizer of others is averaged. A test
-compares it with the model itself.
+Needs no torch, which takes seconds to import. A test compares it with the model itself.
 """
 
 from __future__ import annotations
 
 import math
 
-from diloco_common.extensions import is_extension
-from diloco_common.manifest import Momentum, TensorSpec, companion_of, model_digest
+from diloco_common.manifest import Momentum, TensorSpec, companion_of
 from diloco_common.settings import ModelSettings, Settings, TrainSettings
 
 BYTES = 256
@@ -35,24 +33,10 @@ def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
     return [TensorSpec(f"{name}.weight", shape, name in ("embedding", "lm_head")) for name, shape in shapes.items()]
 
 
-def declared_digest(settings: Settings) -> str:
-    """The digest (`run.model`) of what workers with these settings bring to Join: the model, and its momentum if that
-    is averaged.
-
-    Where an optimizer of others is averaged, only that says what it keeps: it is made. Raises ConfigError and
-    UnsupportedModel.
-    """
-    model, train = gpt_tensors(settings.model), settings.train
-    if not train.average_momentum:
-        return model_digest(model)
-    if is_extension(train.optimizer):
-        from diloco_worker.builtin.gpt import build_gpt
-        from diloco_worker.builtin.training import make_optimizer
-        from diloco_worker.joining import digest_of
-
-        made = build_gpt(settings.model, settings.run.seed)
-        return digest_of(made, companions=make_optimizer(made, train))
-    return model_digest([*model, *(companion_of(spec, _kind(spec, train)) for spec in model)])
+def built_in_companions(settings: Settings) -> list[TensorSpec]:
+    """What Muon and AdamW keep beside them, as workers with one of these in `train.optimizer` declare it."""
+    train = settings.train
+    return [companion_of(spec, _kind(spec, train)) for spec in gpt_tensors(settings.model)]
 
 
 def _kind(parameter: TensorSpec, train: TrainSettings) -> Momentum:
