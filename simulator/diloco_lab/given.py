@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from diloco_common.command import did_you_mean
 from diloco_common.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
@@ -44,8 +44,7 @@ def _lines(error: ValidationError, model: type[BaseModel], section: str) -> Iter
     for problem in error.errors(include_url=False):
         name = ".".join([*([section] if section else []), *map(str, problem["loc"])])
         if problem["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, _names(model, section), n=1)
-            yield f"there is no setting {name}" + (f"; did you mean {close[0]}?" if close else "")
+            yield f"there is no setting {name}{did_you_mean(name, _names(model, section))}"
         elif problem["type"] == "missing":
             yield f"{name} is missing"
         elif problem["type"] == "value_error":
