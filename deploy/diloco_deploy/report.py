@@ -127,8 +127,8 @@ def _unusual(report: Report) -> Iterator[str]:
     """What reads like a loss, and is none; and what workers dropped that ended early."""
     if dropped := _dropped_on_the_way(report):
         yield (
-            f"{units.count(dropped)} tokens more are in no version: a worker that is interrupted or dies drops what it "
-            "has not sent"
+            f"{units.count(dropped)} more tokens are in no version: a worker drops what it has not sent when it is "
+            "interrupted or dies"
         )
     if report["late"]:
         yield f"{report['late']} contributions came after their round had closed; their work went into the next ones"

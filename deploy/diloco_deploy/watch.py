@@ -83,7 +83,7 @@ class Watch:
         return replace(snapshot, eta_s=self._pace.left_s(snapshot.totals().tokens_budget))
 
     def _disk_refuses(self, name: str, status: Status) -> list[str]:
-        """Said once for each reason: until the disk takes versions again, the run stands still."""
+        """Says each reason once. The run stands still until the disk takes versions again."""
         reason = str(status.get("reason") or "")
         why = reason.removeprefix("storage: ") if reason.startswith("storage: ") else ""
         if why == self._disks.get(name, ""):

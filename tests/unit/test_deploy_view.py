@@ -301,7 +301,7 @@ def test_the_summary_tells_the_last_tokens_from_those_that_workers_dropped_on_th
     said = summary(make_report(Snapshot(workers), Settings(), wall_s=1.0, evaluation=None), {})
     assert "the last 20.0k tokens (3.3%) came after the last version: worker-0 10.0k, worker-1 10.0k\n" in said
     assert (
-        "580k tokens more are in no version: a worker that is interrupted or dies drops what it has not sent\n" in said
+        "580k more tokens are in no version: a worker drops what it has not sent when it is interrupted or dies\n" in said
     )
 
 

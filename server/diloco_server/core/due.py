@@ -1,4 +1,4 @@
-"""Which fragments of a shard are due: those of the model by the cadence rule, those of companions more rarely."""
+"""Which fragments of a shard are due. The cadence rule decides for the model; companions may be due more rarely."""
 
 from __future__ import annotations
 
