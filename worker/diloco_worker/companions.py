@@ -125,8 +125,9 @@ def most_of(beta1: float, beta2: float) -> float:
 
 def _listed(optimizers: object) -> list[Optimizer]:
     """Raises ConfigError."""
-    is_one = isinstance(optimizers, nn.Module | Mapping) or not isinstance(optimizers, Iterable)
-    every: list[Any] = [optimizers] if is_one else list(optimizers)  # type: ignore[call-overload]
+    every: list[Any] = [optimizers]
+    if isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module | Mapping):
+        every = list(optimizers)
     for one in every:
         if isinstance(one, Mapping) and "param_groups" in one:
             raise ConfigError(
