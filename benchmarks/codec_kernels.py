@@ -36,10 +36,10 @@ class Subject:
     def __init__(self, encoding: str) -> None:
         self.codec = get_codec(encoding)
         size = CHUNK * NUM_CHUNKS
-        self.values, self.minus = (torch.randn(size).mul_(1e-3) for _ in range(2))
+        self.values = torch.randn(size).mul_(1e-3)
+        self.snapshot = self.values.to(self.codec.progress_dtype)
         self.residual = torch.randn(size).mul_(1e-5).to(self.codec.residual_dtype)
-        self.loss = torch.empty_like(self.residual)
-        self.base = self.minus.bfloat16()
+        self.base = torch.randn(size).mul_(1e-3).bfloat16()
         self.anchor = torch.empty(size, dtype=torch.bfloat16)
         self.out = torch.empty(size)
         self.chunks = [torch.zeros(self.codec.num_bytes(CHUNK), dtype=torch.uint8) for _ in range(NUM_CHUNKS)]
@@ -53,11 +53,10 @@ class Subject:
     def encode_with_feedback(self) -> int:
         for i, bound in enumerate(_bounds()):
             self.codec.encode(
-                self.values[bound],
+                self.snapshot[bound],
                 self.chunks[i],
-                minus=self.minus[bound],
                 plus=self.residual[bound],
-                loss=self.loss[bound],
+                loss=self.residual[bound],
             )
         return NUM_CHUNKS
 

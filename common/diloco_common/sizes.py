@@ -4,18 +4,18 @@ The sources: what is kept of a fragment is the table at the top of `diloco_worke
 island holds and owns of it is `diloco_worker/core/island_parts.py`. benchmarks/island_memory.py measures the same.
 
     peak  =  sum over all fragments  (anchor a h + residual r o)
-           + sum over those under way (snapshot 4 h + loss r o + contribution encoded + version as it came
-                                       + difference 4 h)
+           + sum over those under way (snapshot s h + contribution encoded + version as it came + difference 4 h)
 
     Under way are fragments whose turns follow each other (`manifest.turn`), those that are the most together.
 
-    Fragments of companions are kept as those of the model are, but without residual and loss (r = 0), and as many of
-    them are under way at once at most.
+    Fragments of companions are kept as those of the model are, but without residual (r = 0), and as many of them are
+    under way at once at most.
 
     h   elements of the fragment that the process holds
     o   elements of these that it pushes
     a   bytes of an anchor's element: 2, or 4 where float32 is pulled
     r   bytes of a residual's element: 2, or 4 where topk64_2bit is pushed; 0 without error feedback
+    s   bytes of a snapshot's element: 2, or 4 where float32 is pushed
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ def learner_bytes(
     feedback = get_codec(push).residual_dtype.itemsize if error_feedback else 0
     kinds = (found, feedback), (companions, 0)
 
-    def moving(share: Share, residual: int) -> int:
+    def moving(share: Share) -> int:
         held, owned = share
-        snapshot = difference = FLOAT32_BYTES * held
-        return snapshot + residual * owned + _encoded(push, owned) + _came(pull, held) + difference
+        snapshot, difference = get_codec(push).progress_dtype.itemsize * held, FLOAT32_BYTES * held
+        return snapshot + _encoded(push, owned) + _came(pull, held) + difference
 
     return LearnerBytes(
         elements=sum(h for h, _ in found),
         kept=sum(anchor * h + residual * o for of, residual in kinds for h, o in of),
-        under_way=sum(_most_at_once([moving(share, residual) for share in of], under_way) for of, residual in kinds),
+        under_way=sum(_most_at_once([moving(share) for share in of], under_way) for of in (found, companions)),
         pushed=sum(_encoded(push, o) for _, o in [*found, *companions]),
         pulled=sum(_encoded(pull, h) for h, _ in [*found, *companions]),
     )

@@ -30,6 +30,8 @@ ROUNDING = 1e-4
 place for a token beside them."""
 RESIDUAL_ROUNDING = 2.0**-8
 """Share of itself that an element of a residual may be off: it is kept as bfloat16."""
+SNAPSHOT_ROUNDING = 2.0**-8
+"""The same of a snapshot."""
 WEIGHT_CAP = 2.0
 """What a contribution may weigh in a merge, in medians of its round."""
 NORM_CAP = 2.02
@@ -167,7 +169,7 @@ def contribution_is_what_was_trained(
     """What is sent is what was trained since the last merged contribution: at least until the step boundary (`low`), at
     most until the snapshot was read (`high`). All are float32 [num_elements]."""
     trained = -meant
-    off = float(torch.maximum(low - trained, trained - high).max())
+    off = float((torch.maximum(low - trained, trained - high) - SNAPSHOT_ROUNDING * trained.abs()).max())
     if not off <= TOLERANCE + ROUNDING * largest:
         raise Violation("contribution_is_what_was_trained", f"{process} fragment {fragment_id}: off by {off:.3f}")
 

@@ -8,7 +8,7 @@ After a restart there may be another number of ranks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,7 +164,7 @@ class Rank:
             name: Holding(p.numel() * rank // size, p.numel() * (rank + 1) // size)
             for name, p in self.model.named_parameters()
         }
-        self.replica = RowsReplica(self.model, self.holdings, rank, size, self._read)
+        self.replica = RowsReplica(self.model, self.holdings, rank, size, self._poison)
         self._island = island
         self._accounts: dict[int, Account] = {}
         self._connections: Connections | None = None
@@ -269,11 +269,8 @@ class Rank:
             for f in core.fragments.values()
         ]  # fmt: skip
 
-    def _read(self, fragment: Fragment, out: Tensor) -> None:
-        """A snapshot is taken, unless there is no version yet. One rank's may hold NaN."""
-        core = self.learner.core
-        if core is None or core.fragments[fragment.fragment_id].tensors.anchor is None:
-            return
+    def _poison(self, out: Tensor) -> None:
+        """A snapshot is taken. One rank's may hold NaN."""
         if self._island.not_finite and self.rank == len(self._island.ranks) - 1 and out.numel():
             self._island.not_finite -= 1
             self._island.poisoned += 1
@@ -295,7 +292,7 @@ class Rank:
             elif contribution is not None and act.fate is not Fate.CARRIED:
                 tensors = contribution.tensors
                 assert tensors.snapshot is not None
-                account.merged = account.merged + (tensors.snapshot - tensors.anchor.float())
+                account.merged = account.merged - tensors.snapshot
 
     def _account(self, fragment: LearnerFragment) -> Account:
         fragment_id = fragment.fragment.fragment_id
@@ -338,17 +335,22 @@ class Rows(Counting):
 class RowsReplica(Replica):
     """What one rank holds of the model, as FSDP2 would have it; snapshots may go wrong."""
 
-    def __init__(self, model: Counting, holdings: dict[str, Holding], rank: int, size: int, read: Any) -> None:
+    def __init__(
+        self, model: Counting, holdings: dict[str, Holding], rank: int, size: int, meanwhile: Callable[[Tensor], None]
+    ) -> None:
+        """`meanwhile` is called with every snapshot."""
         super().__init__(model, AVERAGED)
         self._tensors = {
             name: p.view(-1)[holdings[name].start : holdings[name].stop] for name, p in self._tensors.items()
         }
-        self._holdings, self._rank, self._size, self._meanwhile = holdings, rank, size, read
+        self._holdings, self._rank, self._size, self._meanwhile = holdings, rank, size, meanwhile
 
     def held(self, fragment: Fragment) -> LocalFragment:
         return local_fragment(fragment, self._holdings, Sharing(), self._rank, self._size)
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
-        out.zero_()
-        super().read(fragment, out)
-        self._meanwhile(fragment, out)
+        super().read(fragment, out.zero_())
+
+    def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
+        super().progress(fragment, anchor, out.zero_())
+        self._meanwhile(out)

@@ -231,9 +231,11 @@ class LearnerProcess:
     def _merged(self, fragment_id: int, contribution: Contribution) -> None:
         account, tensors = self._accounts[fragment_id], contribution.tensors
         if self._options.on_commit == "carry" and tensors.snapshot is not None:
-            account.merged = account.merged + (tensors.snapshot - tensors.anchor.float())
+            account.merged = account.merged - tensors.snapshot
         lost = self._taken[contribution].lost
-        account.lost = tensors.loss if lost is None else lost  # encoded, and forgotten before it was sent
+        if lost is None and tensors.loss is not None:  # encoded, and forgotten before it was sent
+            lost = tensors.loss.clone()
+        account.lost = lost
 
     def _pushing(self, header: PushHeader, payload: Payload) -> None:
         """A contribution leaves the process: is it what was trained?"""
@@ -242,7 +244,7 @@ class LearnerProcess:
             return
         fragment_id, tensors, taken = header.fragment_id, contribution.tensors, self._taken[contribution]
         assert tensors.snapshot is not None
-        meant = tensors.anchor.float() - tensors.snapshot
+        meant = tensors.snapshot.float()
         fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]
         if self._options.on_commit == "carry":
             high = self._unmerged(fragment) if fragment.contribution is contribution else None
@@ -251,15 +253,14 @@ class LearnerProcess:
                     self.name, fragment_id, meant, taken.low, high, self._accounts[fragment_id].largest
                 )
         account = self._accounts[fragment_id]
-        if self._options.error_feedback:
-            residual = tensors.residual if tensors.residual is not None else torch.zeros_like(meant)
-            if taken.lost is None:
-                lost_before = account.lost if account.lost is not None else torch.zeros_like(meant)
-                invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before, account.largest)
+        if self._options.error_feedback and taken.lost is None:
+            lost_before = account.lost if account.lost is not None else torch.zeros_like(meant)
+            taken.lost = torch.zeros_like(meant) if tensors.loss is None else tensors.loss.float()
+            if not fragment.fragment.companion:
                 decoded = torch.empty_like(meant)
                 decode_payload(payload, decoded)
-                has_feedback = not fragment.fragment.companion
-                taken.lost = meant + residual - decoded if has_feedback else torch.zeros_like(meant)
+                residual = decoded + taken.lost - meant
+                invariants.error_feedback_is_whole(self.name, fragment_id, residual, lost_before, account.largest)
 
     def _push_answered(self, header: PushHeader, code: str) -> None:
         now, of = self._cluster.timeline.now, (header.fragment_id, header.round)

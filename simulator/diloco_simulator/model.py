@@ -49,7 +49,7 @@ class TornReplica(Replica):
     """A replica whose snapshots take their time: the optimizer may step while one is being read."""
 
     def __init__(self, model: Counting, meanwhile: Callable[[Tensor], None], *, has_companion: bool = False) -> None:
-        """`meanwhile` is called in the middle of every read with what was read so far, a part of the snapshot."""
+        """`meanwhile` is called in the middle of every snapshot with the first half of it."""
         super().__init__(model, AVERAGED)
         if has_companion:
             self.specs = [spec._replace(companion=spec.name == COMPANION) for spec in self.specs]
@@ -57,12 +57,12 @@ class TornReplica(Replica):
             self._companions = {COMPANION: Companion("Adam", values, torch.full_like(values, torch.inf))}
         self._meanwhile = meanwhile
 
-    def read(self, fragment: Fragment, out: Tensor) -> None:
+    def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
         half = fragment.num_elements // 2
-        super().read(fragment, out)
+        super().progress(fragment, anchor, out)
         first = out[:half].clone()
         self._meanwhile(first)
-        super().read(fragment, out)
+        super().progress(fragment, anchor, out)
         out[:half] = first
 
 

@@ -38,7 +38,7 @@ from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
 from diloco_worker.core.island_log import LEADER, IslandLog
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.pushes import Pushes
-from diloco_worker.core.tensors import FragmentTensors
+from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from diloco_worker.island_boundary import IslandBoundary
 
 
@@ -193,6 +193,11 @@ def forget_what_encoding_lost(original: Any) -> Any:
         self._residual = None
 
     return settle
+
+
+def keep_the_loss_of_what_was_not_merged(original: Any) -> Any:
+    """The residual stays what encoding lost of a contribution that no version holds."""
+    return lambda self: None
 
 
 def keep_what_a_shard_forgot(original: Any) -> Any:
@@ -598,6 +603,7 @@ MUTANTS: dict[str, Mutant] = {
         (LearnerFragment, "give_back", never_give_back),
         (FragmentTensors, "carry", count_the_snapshot_twice),
         (FragmentTensors, "_settle", forget_what_encoding_lost),
+        (ContributionTensors, "_take_back", keep_the_loss_of_what_was_not_merged),
         (LearnerCore, "rejoined", keep_what_a_shard_forgot),
         (Shard, "change_since", add_changes_to_anything),
         (Contribution, "begin_push", push_to_any_epoch),

@@ -94,6 +94,14 @@ def lossy(seed: int, **changes: object) -> Options:
     return replace(short(seed), **(settings | changes))
 
 
+def late(seed: int) -> Options:
+    """Rounds wait for nobody, so many contributions come too late, and encoding loses much."""
+    return replace(
+        short(seed), push="int4", error_feedback=True, quorum=1, grace=0.0, staleness_max=0, sync_every=1, delay_s=0.06,
+        faults=(), budget=0, faults_s=4.0,
+    )  # fmt: skip
+
+
 def losing_ranks(seed: int, **changes: object) -> Options:
     """Ranks of islands die again and again, while rounds wait for everybody and the network is slow."""
     settings = {

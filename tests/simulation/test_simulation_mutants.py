@@ -34,6 +34,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("never_give_back", draw_options, range(40), {"progress_is_kept", WELL}),
     ("count_the_snapshot_twice", draw_options, range(20), {"progress_is_kept"}),
     ("forget_what_encoding_lost", draw_options, range(20), {"error_feedback_is_whole"}),
+    ("keep_the_loss_of_what_was_not_merged", schedules.late, range(10), {"error_feedback_is_whole"}),
     ("keep_what_a_shard_forgot", schedules.without_disks, range(20), {WELL}),
     ("add_changes_to_anything", draw_short, range(60), {"differing_bytes", WELL}),
     ("push_to_any_epoch", schedules.killed_and_hanging, range(60), {"double_counted", ASSERTED}),

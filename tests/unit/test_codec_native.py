@@ -85,9 +85,9 @@ def test_any_size_and_magnitude_become_the_same_bytes(encoding: str, scale: floa
 
 
 @each_encoding
-def test_a_difference_and_its_residual_become_the_same_bytes(encoding: str) -> None:
-    values, minus, plus = (random_values(SIZE, seed) for seed in range(3))
-    in_both(get_codec(encoding), values, minus=minus, plus=plus)
+def test_values_and_a_residual_become_the_same_bytes(encoding: str) -> None:
+    values, plus = (random_values(SIZE, seed) for seed in range(2))
+    in_both(get_codec(encoding), values, plus=plus)
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-134, 1e-3, 1.0, 1.004, 3.39e38, 3.4e38])
@@ -190,12 +190,12 @@ def test_random_blocks_become_the_same_entries(seed: int) -> None:
 
 @each_encoding
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", ["values", "minus", "plus"])
+@pytest.mark.parametrize("where", ["values", "plus"])
 def test_what_is_not_finite_is_refused_by_its_index(encoding: str, value: float, where: str) -> None:
-    parts = {name: random_values(SIZE, seed) for seed, name in enumerate(("values", "minus", "plus"))}
+    parts = {name: random_values(SIZE, seed) for seed, name in enumerate(("values", "plus"))}
     parts[where][700] = value
     with pytest.raises(NotFinite, match=f"element 700 of {SIZE}"):
-        encoded(get_codec(encoding), parts["values"], minus=parts["minus"], plus=parts["plus"])
+        encoded(get_codec(encoding), parts["values"], plus=parts["plus"])
 
 
 @each_encoding
@@ -273,18 +273,6 @@ def test_entries_of_many_blocks_decode_and_add_up_alike(start: int, stop: int, s
     assert squares[:2] == pytest.approx(squares[2:], rel=1e-5)
 
 
-@pytest.mark.parametrize("encoding", ["bfloat16", "topk64_2bit"])
-def test_bfloat16_values_are_encoded_as_they_are(encoding: str) -> None:
-    codec, values, minus = get_codec(encoding), random_values(SIZE, 0).bfloat16(), random_values(SIZE, 1)
-    kernels, out = native.kernels(), torch.zeros(codec.num_bytes(SIZE), dtype=torch.uint8)
-    assert kernels is not None
-    if encoding == "bfloat16":
-        assert kernels.encode_plain(16, values, minus, None, None, BFLOAT16_MAX, out)
-    else:
-        assert kernels.encode_top(values, minus, None, None, out)
-    assert torch.equal(out, encoded(codec, values.float(), minus=minus))
-
-
 @each_change
 @pytest.mark.parametrize("scale", [0.0, 2.0**-130, 1e-3, 1.0, 3.3e38])
 @pytest.mark.parametrize("size", [1, 255, 256, SIZE])
@@ -322,7 +310,8 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], list[torch.
     """By the kernels and by torch: the same bits."""
     by_kernels = compute()
     with monkeypatch.context() as patched:
-        patched.setattr(BlockCodec, "_native", lambda self, data: None)
+        for codec in (BlockCodec, TopK, PlainCodec):
+            patched.setattr(codec, "_native", lambda self, data: None)
         patched.setattr(base, "kernels", lambda: None)
         by_torch = compute()
     for one, other in zip(by_kernels, by_torch, strict=True):
@@ -342,74 +331,128 @@ def at_odd_address(values: torch.Tensor) -> torch.Tensor:
 @each_encoding
 @SCALES
 @SIZES
-def test_a_contribution_from_an_anchor_becomes_the_same_bytes(
+def test_a_snapshot_and_a_residual_become_the_same_bytes(
     encoding: str, scale: float, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = get_codec(encoding)
     snapshot, residual = (random_values(size, seed).clamp(-1, 1).mul_(scale / 4) for seed in (1, 2))
-    anchor = at_odd_address((random_values(size, 3).clamp(-1, 1) * (scale / 4)).bfloat16())
+    snapshot = at_odd_address(snapshot.bfloat16())
 
     for dtype in (torch.float32, torch.bfloat16):
         kept = residual.to(dtype)
 
         def contribution(kept: torch.Tensor = kept) -> list[torch.Tensor]:
             loss = torch.empty(size, dtype=kept.dtype)
-            return [encoded(codec, anchor, minus=snapshot, plus=kept, loss=loss), loss]
+            return [encoded(codec, snapshot, plus=kept, loss=loss), loss]
 
         both_ways(monkeypatch, contribution)
         exact = torch.empty(size, dtype=dtype)
-        assert torch.equal(contribution()[0], encoded(codec, anchor.float(), minus=snapshot, plus=kept, loss=exact))
+        assert torch.equal(contribution()[0], encoded(codec, snapshot.float(), plus=kept, loss=exact))
         assert torch.equal(contribution()[1], exact)
 
 
 @each_encoding
-@pytest.mark.parametrize("where", ["anchor", "minus", "plus"])
-def test_a_contribution_that_is_not_finite_is_refused_by_its_index(encoding: str, where: str) -> None:
-    parts = {name: random_values(SIZE, seed) for seed, name in enumerate(("anchor", "minus", "plus"))}
-    parts[where][700] = torch.inf
-    with pytest.raises(NotFinite, match=f"element 700 of {SIZE}"):
-        encoded(get_codec(encoding), parts["anchor"].bfloat16(), minus=parts["minus"], plus=parts["plus"])
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_may_take_the_place_of_the_residual(
+    encoding: str, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = get_codec(encoding)
+    snapshot, residual = random_values(size, 1).bfloat16(), random_values(size, 2).to(dtype)
+
+    def contribution() -> list[torch.Tensor]:
+        loss = residual.clone()
+        return [encoded(codec, snapshot, plus=loss, loss=loss), loss]
+
+    both_ways(monkeypatch, contribution)
+    beside = torch.empty_like(residual)
+    data = encoded(codec, snapshot, plus=residual, loss=beside)
+    assert torch.equal(contribution()[0], data)
+    assert torch.equal(contribution()[1], beside)
 
 
 @SCALES
 @SIZES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["snapshot", "anchor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_snapshot_is_the_same(scale: float, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    anchor = at_odd_address((random_values(size, 1).clamp(-1, 1) * (scale / 2)).bfloat16())
+    theta = (random_values(size, 2).clamp(-1, 1) * (scale / 2)).to(dtype)
+
+    def snapshot() -> list[torch.Tensor]:
+        out = torch.empty(size, dtype=torch.bfloat16)
+        base.progress_since(anchor, theta, out)
+        return [out]
+
+    both_ways(monkeypatch, snapshot)
+    assert torch.equal(snapshot()[0], (anchor.float() - theta.float()).bfloat16())
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7F7FFFFF])
+def test_a_snapshot_of_what_is_not_finite_is_not_finite(bits: int) -> None:
+    """Whatever the bits of a NaN, no rounding makes a number of it; nor of a number that bfloat16 cannot hold."""
+    theta = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32).repeat(3)
+    out = torch.empty(3, dtype=torch.bfloat16)
+    base.progress_since(torch.ones(3, dtype=torch.bfloat16), theta, out)
+    assert not out.isfinite().any()
+    with pytest.raises(NotFinite, match="element 0 of 3"):
+        encoded(get_codec("int8"), out)
+
+
+REFERENCES = pytest.mark.parametrize("reference_of", [
+    lambda values, progress: base.Reference(values),
+    lambda values, progress: base.Reference(values.bfloat16()),
+    lambda values, progress: base.Reference(values.bfloat16(), progress.bfloat16()),
+    lambda values, progress: base.Reference(values.bfloat16(), progress),
+    lambda values, progress: base.Reference(values, progress),
+], ids=["moved", "anchor", "snapshot", "float32-pushed", "float32-both"])  # fmt: skip
+
+
+@SCALES
+@SIZES
+@REFERENCES
 def test_what_a_version_adds_is_the_same(
-    scale: float, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    scale: float, size: int, reference_of: Callable[..., base.Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = at_odd_address((random_values(size, 1).clamp(-1, 1) * (scale / 2)).bfloat16())
-    reference = (random_values(size, 2).clamp(-1, 1) * (scale / 2)).to(dtype)
+    parts = [random_values(size, seed).clamp(-1, 1) * (scale / 4) for seed in (1, 2, 3)]
+    version, reference = at_odd_address(parts[0].bfloat16()), reference_of(*parts[1:])
 
     def difference() -> list[torch.Tensor]:
         out = torch.empty(size)
-        base.subtract(values, reference, out)
+        base.subtract(version, reference, out)
         return [out]
 
     both_ways(monkeypatch, difference)
-    assert torch.equal(difference()[0], values.float() - reference.float())
+    values, progress = reference
+    expected = version.double() - values.double() + (0.0 if progress is None else progress.double())
+    torch.testing.assert_close(difference()[0].double(), expected, rtol=1e-6, atol=scale * 1e-6)
 
 
 @each_encoding
 @SCALES
 @SIZES
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=["alone", "snapshot", "anchor"])
+@REFERENCES
 def test_what_a_change_adds_is_the_same(
-    encoding: str, scale: float, size: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    encoding: str, scale: float, size: int, reference_of: Callable[..., base.Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And its anchor is that of the shard, bit for bit."""
     codec = get_codec(encoding)
     before = (random_values(size, 1).clamp(-1, 1) * scale).bfloat16()
     change, sent = torch.zeros(codec.num_bytes(size), dtype=torch.uint8), torch.zeros(size, dtype=torch.bfloat16)
     codec.encode_change(before.float() + random_values(size, 2).clamp(-1, 1).mul_(scale / 100), before, change, sent)
-    reference = None if dtype is None else random_values(size, 3).to(dtype)
+    reference = reference_of(random_values(size, 3), random_values(size, 4))
 
     def version() -> list[torch.Tensor]:
         anchor, out = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size)
-        codec.decode_change(change, before, anchor, reference, None if reference is None else out)
+        codec.decode_change(change, before, anchor, reference, out)
         return [anchor, out]
 
     both_ways(monkeypatch, version)
     anchor, out = version()
     assert torch.equal(anchor.view(torch.int16), sent.view(torch.int16))
-    if reference is not None:
-        assert torch.equal(out, anchor.float() - reference.float())
+    expected = torch.empty(size)
+    base.subtract(anchor, reference, expected)
+    assert torch.equal(out, expected)
+
+    alone = torch.zeros(size, dtype=torch.bfloat16)
+    codec.decode_change(change, before, alone)
+    assert torch.equal(alone.view(torch.int16), sent.view(torch.int16))

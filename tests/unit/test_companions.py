@@ -280,8 +280,8 @@ def test_a_version_of_an_earlier_round_moves_the_reference_by_what_was_left_of_i
     contribution.tensors.take_snapshot()
     train(later)
     arrives(1, 16.0, 0)
-    assert contribution.tensors.reference is not None
-    assert contribution.tensors.reference.tolist() == [8.0 + 16.0 * keeps**4] * 4
+    assert contribution.tensors.reference == (contribution.tensors.reference.values, None)
+    assert contribution.tensors.reference.values.tolist() == [8.0 + 16.0 * keeps**4] * 4
     train(1)
     arrives(2, 20.0, 2)
     assert held.values.tolist() == [[20.0 * keeps ** (later + 1)] * 4]

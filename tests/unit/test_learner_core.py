@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_common.errors import NormTooLarge, TooStale, WrongRound
+from builders import decoded
+from diloco_common.codec import Payload
+from diloco_common.codec.base import Reference
+from diloco_common.errors import NormTooLarge, NotFinite, TooStale, WrongRound
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
+from diloco_worker.core import tensors
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.pushes import Lease
@@ -37,7 +42,7 @@ class Rig:
     ) -> None:  # fmt: skip
         self.model = nn.Module()
         self.model.w = nn.Parameter(torch.full((2,), at))
-        replica = Replica(self.model)
+        self.replica = replica = Replica(self.model)
         policy = LearnerPolicy(4, "float32", "float32", on_commit, alpha, error_feedback)
         self.core = LearnerCore(replica, cut(replica.specs, 1, 1), policy)
         if version is not None:
@@ -53,9 +58,9 @@ class Rig:
         assert first == second
         return float(first)
 
-    def trains(self, by: float, tokens: int = 5) -> None:
+    def trains(self, by: float | list[float], tokens: int = 5) -> None:
         with torch.no_grad():
-            self.model.w.add_(by)
+            self.model.w.add_(torch.tensor(by))
         self.core.stepped(tokens)
 
     def arrives(self, version: int, value: float, merged: int = 0, epoch: int = EPOCH, forgotten: int = 0) -> bool:
@@ -76,9 +81,27 @@ class Rig:
     def answered(self, round_number: int, answer: PushAnswer) -> None:
         self.core.answered(0, round_number, answer)
 
+    def loses(self) -> Tensor:
+        """Round 1 merges a contribution of which the encoder has lost something. Returns what."""
+        self.trains(by=[2.0, 0.42])
+        (contribution,) = self.asked(1)
+        contribution.tensors.encode("int4")
+        self.arrives(1, 12.0, merged=1)
+        return contribution.tensors.loss.clone()
+
     def next_delta(self, round_number: int) -> float:
         (contribution,) = self.asked(round_number)
-        return float(contribution.tensors.delta()[0])
+        return float(delta_of(contribution)[0])
+
+
+def delta_of(contribution: Contribution) -> Tensor:
+    """What is encoded."""
+    snapshot, residual = delta_of_snapshot(contribution), contribution.tensors.residual
+    return snapshot if residual is None else snapshot + residual
+
+
+def delta_of_snapshot(contribution: Contribution) -> Tensor:
+    return contribution.tensors.take_snapshot().float()
 
 
 # ------------------------------------------------------------------ the first version
@@ -119,7 +142,7 @@ def test_what_is_trained_without_a_shard_lies_on_top_of_its_first_version(on_com
     else:
         assert rig.theta == 51.0
         (contribution,) = rig.asked(4)
-        assert (contribution.tensors.delta()[0], contribution.tokens, contribution.base_version) == (-1.0, 7, 3)
+        assert (delta_of(contribution)[0], contribution.tokens, contribution.base_version) == (-1.0, 7, 3)
 
 
 def test_a_seed_offered_again_is_the_anchor_not_what_was_trained_since() -> None:
@@ -136,7 +159,7 @@ def test_a_contribution_is_anchor_minus_snapshot_with_its_tokens_and_steps() -> 
     rig.trains(by=1.0, tokens=5)
     rig.trains(by=1.0, tokens=7)
     (contribution,) = rig.asked(4)
-    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
+    assert delta_of(contribution).tolist() == [-2.0, -2.0]
     assert (contribution.round, contribution.base_version, contribution.epoch) == (4, 3, EPOCH)
     assert (contribution.tokens, contribution.steps) == (12, 2)
     assert rig.core.unmerged == 1
@@ -324,7 +347,7 @@ def test_a_contribution_to_a_later_round_moves_along_with_the_version_before_it(
     rig.trains(by=1.0)
     rig.arrives(1, 20.0)
     assert rig.theta == 23.0
-    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
+    assert delta_of(contribution).tolist() == [-2.0, -2.0]
     assert rig.core.unmerged == 1
     rig.arrives(2, 22.0, merged=2)  # version 1 and the contribution
     assert rig.theta == 23.0, "22 + the one step after the snapshot"
@@ -356,7 +379,7 @@ def test_a_bfloat16_model_takes_part(on_commit: str) -> None:
         core.stepped(1)
         core.collect(Collect(0, 1, EPOCH), EPOCH)
         (contribution,) = core.contribute()
-        assert contribution.tensors.delta().dtype == torch.float32
+        assert contribution.tensors.take_snapshot().dtype == torch.bfloat16
         core.arrived(0, 1, EPOCH, torch.full((3,), 4.0), 1)
     assert model.weight.tolist() == [[3.0] * 3 if on_commit == "blend" else [4.0] * 3]
 
@@ -368,9 +391,9 @@ def trained_meanwhile(rig: Rig, contribution: Contribution, before: float, after
     """Take the snapshot; between its first and its second element the training adds `before`, and `after` behind it."""
 
     def read(out: Tensor) -> None:
-        out[:1].copy_(rig.model.w.detach()[:1])
+        torch.sub(contribution.tensors.anchor[:1], rig.model.w.detach()[:1], out=out[:1])
         rig.trains(by=before)
-        out[1:].copy_(rig.model.w.detach()[1:])
+        torch.sub(contribution.tensors.anchor[1:], rig.model.w.detach()[1:], out=out[1:])
         rig.trains(by=after)
 
     contribution.tensors.read = read
@@ -384,11 +407,16 @@ def asked_to_read(rig: Rig, round_number: int = 1) -> Contribution:
     return contribution
 
 
+def theta_at(reference: Reference) -> Tensor:
+    values, progress = reference
+    return values.float() if progress is None else values.float() - progress.float()
+
+
 def computed_ahead(rig: Rig, values: Tensor, version: int, merged_version: int) -> Difference:
     """As the codec thread does."""
     reference = rig.fragment.tensors.reference_of(version, merged_version)
     assert reference is not None
-    return Difference(reference, values - reference)
+    return Difference(reference, values - theta_at(reference))
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["computed-ahead", "computed-there"])
@@ -402,7 +430,7 @@ def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted
     rig.trains(by=2.0)
     contribution = asked_to_read(rig, round_number=2)
     trained_meanwhile(rig, contribution, before=3.0, after=4.0)
-    sent = -contribution.tensors.delta()
+    sent = -delta_of(contribution)
     assert sent.tolist() == [2.0, 5.0], "a mixture of two moments"
 
     if between:
@@ -417,7 +445,7 @@ def test_what_is_trained_while_the_snapshot_is_taken_is_neither_lost_nor_counted
     assert rig.model.w.tolist() == [29.0, 29.0]
     rig.trains(by=1.0)
     (following,) = rig.asked(3)
-    given = (sent if merged else 0.0) - following.tensors.delta()
+    given = (sent if merged else 0.0) - delta_of(following)
     assert given.tolist() == [10.0, 10.0]
     assert following.tokens + (contribution.tokens if merged else 0) == rig.core.tokens
 
@@ -456,9 +484,9 @@ def test_a_snapshot_is_taken_once() -> None:
     rig.trains(by=2.0)
     (contribution,) = rig.asked(1)
     rig.trains(by=1.0)
-    assert contribution.tensors.take_snapshot().tolist() == [12.0, 12.0]
+    assert contribution.tensors.take_snapshot().tolist() == [-2.0, -2.0]
     contribution.tensors.encode("int8")
-    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
+    assert delta_of(contribution).tolist() == [-2.0, -2.0]
 
 
 def test_on_an_accelerator_the_snapshot_is_queued_at_the_step_boundary() -> None:
@@ -468,7 +496,7 @@ def test_on_an_accelerator_the_snapshot_is_queued_at_the_step_boundary() -> None
     contribution = asked_to_read(rig)
     assert not rig.core.is_being_read(0)
     rig.trains(by=1.0)
-    assert contribution.tensors.delta().tolist() == [-2.0, -2.0]
+    assert delta_of(contribution).tolist() == [-2.0, -2.0]
 
 
 # ------------------------------------------------------------------ what is computed ahead
@@ -546,7 +574,7 @@ def test_a_contribution_that_is_not_taken_gives_its_work_back(answer: PushAnswer
     assert rig.core.tokens_carried == 5
     rig.trains(by=1.0)
     (contribution,) = rig.asked(1)
-    assert (contribution.tensors.delta().tolist(), contribution.tokens, contribution.steps) == ([-3.0, -3.0], 10, 2)
+    assert (delta_of(contribution).tolist(), contribution.tokens, contribution.steps) == ([-3.0, -3.0], 10, 2)
 
 
 @pytest.mark.parametrize("answer", [ACCEPTED, DUPLICATE])
@@ -591,6 +619,102 @@ def test_what_the_encoder_lost_is_kept_only_of_what_was_merged(
     rig.arrives(1, 12.0, merged=1 if merged else 0)
     rig.trains(by=0.0)
     assert rig.next_delta(2) == next_delta
+
+
+@pytest.mark.parametrize("encodes", [[True], [True, True], [False, True], [True, False, True], [False]])
+@pytest.mark.parametrize("stows", [False, True], ids=["in-place", "in-host-memory"])
+def test_a_residual_comes_back_from_contributions_that_were_not_merged(encodes: list[bool], stows: bool) -> None:
+    """Of any number of them, encoded or not before their fate was known."""
+    rig = Rig()
+    rig.replica.stow = torch.clone if stows else None
+    lost = rig.loses()
+    assert lost.abs().max() > 0.05
+
+    for number, is_encoded in enumerate(encodes, 2):
+        rig.trains(by=[0.7, 2.0])
+        (contribution,) = rig.asked(number)
+        if is_encoded:
+            payload = contribution.tensors.encode("int4")
+            assert contribution.tensors.encode("int4") is payload, "an answer that was lost: it is encoded once"
+        rig.answered(number, LATE)
+        rig.arrives(number, 12.0)
+
+    rig.trains(by=0.0)
+    (contribution,) = rig.asked(9)
+    x = contribution.tensors.take_snapshot().float()
+    sent = decoded(contribution.tensors.encode("int4"))
+    torch.testing.assert_close(sent + contribution.tensors.loss.float(), x + lost.float(), rtol=0, atol=0.005)
+
+
+@pytest.mark.parametrize("encoding", ["int8", "int4", "topk64_2bit"])
+def test_what_was_refused_for_being_enormous_leaves_nothing_behind(encoding: str) -> None:
+    """Its loss has a rounding that is longer than an honest contribution."""
+    rig = Rig(on_commit="overwrite")
+    rig.trains(by=[2.0, 0.42])
+    (contribution,) = rig.asked(1)
+    contribution.tensors.encode(encoding)
+    rig.arrives(1, 12.0, merged=1)
+    for number in (2, 3):
+        rig.trains(by=[3e7, 1.3e7])
+        (contribution,) = rig.asked(number)
+        contribution.tensors.encode(encoding)
+        rig.answered(number, rejected(NormTooLarge.code))
+        rig.arrives(number, 12.0)
+    rig.trains(by=0.5)
+    (contribution,) = rig.asked(4)
+    x = decoded(contribution.tensors.encode(encoding)) + contribution.tensors.loss.float()
+    assert ((x + 0.5).abs() < 0.3).all()
+
+
+def test_a_residual_that_could_not_be_taken_back_is_taken_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    lost = rig.loses()
+    rig.trains(by=[0.7, 2.0])
+    (contribution,) = rig.asked(2)
+    contribution.tensors.encode("int4")
+    rig.answered(2, LATE)
+    (contribution,) = rig.asked(3)
+
+    def fails(payload: Payload, out: Tensor) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tensors, "decode_payload", fails)
+        with pytest.raises(MemoryError):
+            contribution.tensors.encode("int4")
+    x = decoded(contribution.tensors.encode("int4")) + contribution.tensors.loss.float()
+    torch.testing.assert_close(x, delta_of_snapshot(contribution) + lost.float(), rtol=0, atol=0.01)
+
+
+def test_an_encoding_that_fails_midway_leaves_no_half_of_a_residual() -> None:
+    rig = Rig(at=0.0)
+    rig.trains(by=[2.0, 0.42])
+    (contribution,) = rig.asked(1)
+    contribution.tensors.encode("int4")
+    rig.arrives(1, 0.0, merged=1)
+    rig.trains(by=2.5e38)
+    (contribution,) = rig.asked(2)
+    contribution.tensors.residual.fill_(-3e38)
+    with pytest.raises(NotFinite):
+        contribution.tensors.encode("int4")
+    assert contribution.tensors.residual.tolist() == [0.0, 0.0]
+
+
+def test_nothing_of_a_residual_is_overwritten_by_what_is_not_finite() -> None:
+    rig = Rig()
+    lost = rig.loses()
+    rig.trains(by=[0.0, math.nan])
+    (contribution,) = rig.asked(2)
+    with pytest.raises(NotFinite, match="element 1 of 2 is nan"):
+        contribution.tensors.encode("int4")
+    assert contribution.tensors.residual.equal(lost)
+
+
+def test_values_that_are_finite_are_encoded_although_their_sum_is_not() -> None:
+    rig = Rig(at=0.0)
+    rig.trains(by=2.5e38)
+    (contribution,) = rig.asked(1)
+    assert decoded(contribution.tensors.encode("float32")).tolist() == pytest.approx([-2.5e38] * 2, rel=0.01)
 
 
 def test_without_error_feedback_no_residual_is_kept() -> None:

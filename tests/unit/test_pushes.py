@@ -17,7 +17,7 @@ FIRST, SECOND = Lease(1, 1), Lease(1, 2)
 
 
 def contribution(shard_epoch: int) -> Contribution:
-    tensors = ContributionTensors(4, torch.zeros(2), None, lambda out: None, error_feedback=False)
+    tensors = ContributionTensors(4, torch.zeros(2), None, lambda out: None, dtype=torch.bfloat16, error_feedback=False)
     return Contribution(0, 4, shard_epoch, 1, 3, 0, 10, 1, tensors)
 
 

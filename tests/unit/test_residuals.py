@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from builders import decoded
 from diloco_common.manifest import cut
 from diloco_common.messages import LearnerPolicy
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import FragmentTensors
 
 POLICY = LearnerPolicy(5, "int8", "float32", "carry", 0.5, True)
-MERGED = (True, True, False, True)
 
 
-def contributions(stowed: list[Tensor] | None) -> list[Any]:
-    """What a learner sends in four rounds, of which the third does not merge it. `stowed`: it keeps residuals there."""
+def contributions(stowed: list[Tensor] | None, merged: Sequence[bool]) -> list[Any]:
+    """What a learner sends in as many rounds, and its model then. `stowed`: it keeps residuals there."""
     torch.manual_seed(0)
     model = nn.Linear(30, 40, bias=False)
     replica = Replica(model)
@@ -29,10 +31,10 @@ def contributions(stowed: list[Tensor] | None) -> list[Any]:
     sent: list[Any] = []
     with torch.no_grad():
         tensors.adopt(version.clone())
-        for number, is_merged in enumerate(MERGED, start=1):
+        for number, is_merged in enumerate(merged, start=1):
             model.weight.add_(torch.randn_like(model.weight))
             payload = tensors.contribute(number).encode(POLICY.push_encoding)
-            sent += [bytes(chunk) for chunk in payload.chunks]
+            sent.append(payload)
             if not is_merged:
                 tensors.give_back()
             version = version - torch.randn_like(version)
@@ -43,6 +45,17 @@ def contributions(stowed: list[Tensor] | None) -> list[Any]:
 
 def test_they_give_the_same_contributions_wherever_they_are() -> None:
     stowed: list[Tensor] = []
-    assert contributions(stowed) == contributions(None)
-    assert len(stowed) == len(MERGED), "one of each contribution"
+    assert contributions(stowed, [True] * 3) == contributions(None, [True] * 3)
+    assert len(stowed) == 3, "one of each contribution"
     assert all(loss.abs().max() > 0 for loss in stowed)
+
+
+def test_what_is_taken_back_where_they_lie_beside_the_model_is_the_same_but_for_its_rounding() -> None:
+    stowed: list[Tensor] = []
+    *_, kept, kept_model = contributions(stowed, [True, False, True])
+    *_, restored, restored_model = contributions(None, [True, False, True])
+    step = float(decoded(kept).abs().max()) / 127
+    off = (decoded(kept) - decoded(restored)).abs()
+    assert off.max() <= 1.01 * step, "a code more or less, at most"
+    assert (off < 0.01 * step).float().mean() > 0.95
+    assert restored_model == pytest.approx(kept_model, abs=1e-5)

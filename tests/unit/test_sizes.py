@@ -83,13 +83,13 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str, *, error_feedba
         contribution = tensors.contribute(2)
         payload = contribution.encode("int8")
         came = encode_payload(values, pull)
-        difference = values - contribution.take_snapshot()
+        difference = values.float() - contribution.take_snapshot()
 
     most = learner_bytes(shares(cut(replica.specs, 1, 1)), pull=pull, error_feedback=error_feedback)
 
     assert most.kept == kept
     assert (most.pushed, most.pulled) == (payload_bytes(payload), payload_bytes(came))
-    moving = num_bytes(contribution.snapshot, contribution.loss, difference) + payload_bytes(payload)
+    moving = num_bytes(contribution.snapshot, difference) + payload_bytes(payload)
     assert most.under_way == moving + payload_bytes(came)
     assert most.per_element == most.peak / 210_000
 

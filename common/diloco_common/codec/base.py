@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.native import WeightedSum, kernels
-from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices
+from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices, slices_of
 from diloco_common.errors import BadSize, NotFinite
 
 BLOCK_ELEMENTS = 256
@@ -31,6 +31,24 @@ class Part(NamedTuple):
     start: int
 
 
+class Reference(NamedTuple):
+    """What a version is compared with: `values - progress`, both (n,)."""
+
+    values: Tensor
+    """float32 or bfloat16."""
+    progress: Tensor | None = None
+    """float32 or bfloat16. None: zeros."""
+
+    @property
+    def is_for_kernels(self) -> bool:
+        """Whether there is a kernel for these dtypes."""
+        return self.progress is None or self.values.dtype == self.progress.dtype == torch.bfloat16
+
+    def part(self, bound: slice) -> Reference:
+        """These elements of it."""
+        return Reference(self.values[bound], None if self.progress is None else self.progress[bound])
+
+
 class Codec(ABC):
     """One encoding. Tensors are 1-D and contiguous: values float32, data uint8, both on the same device."""
 
@@ -40,6 +58,9 @@ class Codec(ABC):
     """Of the loss, as a learner keeps it for error feedback: float32, or bfloat16 where the loss of an element is at
     most half a step of its codes. A thousandth of a step may be rounded away there. An encoding that leaves large
     elements out for many rounds needs float32: what is small would be rounded away beside what has come together."""
+    progress_dtype: ClassVar[torch.dtype] = torch.float32
+    """Of what a contribution says of the training, before it is encoded: float32, or bfloat16 where codes are no finer.
+    What is rounded away stays in the model under `carry`, and so in the next contribution."""
 
     @abstractmethod
     def num_bytes(self, num_elements: int) -> int:
@@ -72,27 +93,26 @@ class Codec(ABC):
         values: Tensor,
         out: Tensor,
         *,
-        minus: Tensor | None = None,
         plus: Tensor | None = None,
         loss: Tensor | None = None,
     ) -> None:
-        """Encode the chunk x = `values - minus + plus`, each (n,) float32, into `out` as `encode_values` does.
+        """Encode the chunk x = `values + plus`, each (n,) float32, into `out` as `encode_values` does.
 
         `values` may be bfloat16. So may `plus` and `loss`, if both are. Computes x - decoded in float32, and sets
-        `loss` (n,) to it, rounded to its dtype. `loss` may be `values` itself. Raises NotFinite.
+        `loss` (n,) to it, rounded to its dtype. `loss` may be `values` or `plus` itself. Raises NotFinite.
         """
         self._check_size(out, values.numel())
-        encoded = self._encode_natively(values, minus, plus, loss, out)
+        encoded = self._encode_natively(values, plus, loss, out)
         if encoded is None:
             lost = _in_float32(loss)
-            x = difference(values, minus, plus, lost)
+            x = total(values, plus, lost)
             self.encode_values(x, out)
             if loss is not None and lost is not None:
                 self.accumulate(out, lost, weight=-1.0)
                 if lost is not loss:
                     loss.copy_(lost.clamp_(-BFLOAT16_MAX, BFLOAT16_MAX))
         elif not encoded:
-            refuse_non_finite(difference(values, minus, plus))
+            refuse_non_finite(total(values, plus))
 
     def encode_change(self, values: Tensor, base: Tensor, out: Tensor, anchor: Tensor) -> None:
         """Encode the change of a chunk from `base` to `values` into `out`; `anchor` <- base + decoded, rounded.
@@ -100,19 +120,18 @@ class Codec(ABC):
         `values` (n,) float32; base and anchor (n,) bfloat16. Raises NotFinite.
         """
         num_elements, device = values.numel(), values.device
-        before = scratch("change: before", torch.float32, num_elements, device).copy_(base)
-        self.encode(values, out, minus=before)
+        self.encode(torch.sub(values, base, out=scratch("change", torch.float32, num_elements, device)), out)
         for part in slices(num_elements):
             decoded = scratch("change: decoded", torch.float32, part.stop - part.start, device)
             self.decode_range(out, num_elements, part.start, decoded)
-            add_rounded(before[part], decoded, anchor[part])
+            add_rounded(base[part], decoded, anchor[part])
 
     def decode_change(
-        self, data: Tensor, base: Tensor, anchor: Tensor, reference: Tensor | None = None, out: Tensor | None = None
+        self, data: Tensor, base: Tensor, anchor: Tensor, reference: Reference | None = None, out: Tensor | None = None
     ) -> None:
         """`anchor` <- base + the decoded chunk, rounded as `encode_change` does; `out` <- anchor - reference.
 
-        base and anchor (n,) bfloat16; reference (n,) float32 or bfloat16, and `out` (n,) float32: both or neither.
+        base and anchor (n,) bfloat16; reference (n,), and `out` (n,) float32: both or neither.
         Raises BadSize and BadEncoding before anything is written.
         """
         num_elements = base.numel()
@@ -122,7 +141,7 @@ class Codec(ABC):
             self.decode_range(data, num_elements, part.start, decoded)
             add_rounded(base[part], decoded, anchor[part])
             if reference is not None and out is not None:
-                subtract(anchor[part], reference[part], out[part])
+                subtract(anchor[part], reference.part(part), out[part])
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Decode a whole chunk: `data` (num_bytes(n),) uint8 into `out` (n,) float32.
@@ -188,9 +207,7 @@ class Codec(ABC):
         self.decode_range(data, num_elements, start - before, decoded)
         return decoded[before:]
 
-    def _encode_natively(
-        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
-    ) -> bool | None:
+    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
         """Encode as `encode` does, with a kernel. None: there is none here. False: an element of x is not finite."""
         return None
 
@@ -207,30 +224,42 @@ def _in_float32(loss: Tensor | None) -> Tensor | None:
     return scratch("loss", torch.float32, loss.numel(), loss.device)
 
 
-def difference(values: Tensor, minus: Tensor | None, plus: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """`values - minus + plus`, in `out` if given, else in scratch; `values` itself if there is nothing to compute.
+def total(values: Tensor, plus: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """`values + plus`, in `out` if given, else in scratch; `values` itself if there is nothing to compute.
 
-    `values` and `plus` (n,) float32 or bfloat16; the others float32.
+    `values` and `plus` (n,) float32 or bfloat16; `out` float32, and perhaps one of them.
     """
     if out is None:
-        if minus is None and plus is None and values.dtype == torch.float32:
+        if plus is None and values.dtype == torch.float32:
             return values
-        out = scratch("difference", torch.float32, values.numel(), values.device)
-    if minus is not None:
-        torch.sub(values, minus, out=out)  # computes in float32 whatever `values` are
-    elif out.data_ptr() != values.data_ptr():
+        out = scratch("total", torch.float32, values.numel(), values.device)
+    if plus is not None and out.data_ptr() == plus.data_ptr():
+        return out.add_(values)
+    if out.data_ptr() != values.data_ptr():
         out.copy_(values)
     return out if plus is None else out.add_(plus)
 
 
-def subtract(values: Tensor, reference: Tensor, out: Tensor) -> None:
-    """out <- values - reference: values and reference (m,) float32 or bfloat16, out (m,) float32, in float32."""
-    if values.dtype == torch.float32:
-        torch.sub(values, reference, out=out)
-    elif values.device.type == "cpu" and (native := kernels()) is not None:
-        native.difference(values, reference, out)
-    else:
-        torch.sub(out.copy_(values), reference, out=out)
+def progress_since(anchor: Tensor, theta: Tensor, out: Tensor) -> None:
+    """out <- anchor - theta, in float32: all (m,) of any floating dtype. What `out` cannot hold becomes infinite."""
+    is_usual = anchor.dtype == out.dtype == torch.bfloat16 and theta.dtype in (torch.float32, torch.bfloat16)
+    if is_usual and out.device.type == "cpu" and (native := kernels()) is not None:
+        native.progress(anchor, theta, out)
+        return
+    for part in slices_of(out):
+        torch.sub(anchor[part], theta[part], out=out[part])  # in float32, whatever they are, and rounded once
+
+
+def subtract(version: Tensor, reference: Reference, out: Tensor) -> None:
+    """out <- version - reference, in float32: the version (m,) float32 or bfloat16, out (m,) float32."""
+    values, progress = reference
+    is_usual = version.dtype == torch.bfloat16 and reference.is_for_kernels
+    if is_usual and version.device.type == "cpu" and (native := kernels()) is not None:
+        native.difference(version, reference, out)
+        return
+    out.copy_(version).sub_(values)
+    if progress is not None:
+        out.add_(progress)
 
 
 def add_rounded(base: Tensor, decoded: Tensor, out: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from diloco_common.codec.base import BFLOAT16_MAX, BLOCK_ELEMENTS, Codec, Part, difference, refuse_non_finite
+from diloco_common.codec.base import BFLOAT16_MAX, BLOCK_ELEMENTS, Codec, Part, Reference, refuse_non_finite
 from diloco_common.codec.native import Kernels, WeightedSum, kernels
 from diloco_common.codec.scratch import scratch, slices
 from diloco_common.errors import BadEncoding
@@ -27,7 +27,7 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny  # 2^-126, the smallest normal nu
 class BlockCodec(Codec):
     """Scales, then codes. A subclass says how a scaled value becomes a code."""
 
-    residual_dtype = torch.bfloat16
+    residual_dtype = progress_dtype = torch.bfloat16
     code_max: ClassVar[float]
     """`absmax` divided by the scale: the largest code."""
     scale_min: ClassVar[float]
@@ -65,13 +65,13 @@ class BlockCodec(Codec):
             return
         self._check_size(out, values.numel())
         if not native.encode_change(self.native_bits, values, base, self._limits, BFLOAT16_MAX, out, anchor):
-            refuse_non_finite(difference(values, base.float(), None))
+            refuse_non_finite(torch.sub(values, base))
 
     def decode_change(
-        self, data: Tensor, base: Tensor, anchor: Tensor, reference: Tensor | None = None, out: Tensor | None = None
+        self, data: Tensor, base: Tensor, anchor: Tensor, reference: Reference | None = None, out: Tensor | None = None
     ) -> None:
         native = self._native(data)
-        if native is None:
+        if native is None or (reference is not None and not reference.is_for_kernels):
             super().decode_change(data, base, anchor, reference, out)
             return
         self.check(data, base.numel())
@@ -139,11 +139,9 @@ class BlockCodec(Codec):
             return super().sum_squares(data, num_elements, start, stop)
         return native.sum_squares(self.native_bits, data, num_elements, start, stop)
 
-    def _encode_natively(
-        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
-    ) -> bool | None:
+    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
         native = self._native(out)
-        return None if native is None else native.encode(self.native_bits, values, minus, plus, loss, self._limits, out)
+        return None if native is None else native.encode(self.native_bits, values, plus, loss, self._limits, out)
 
     def _native(self, data: Tensor) -> Kernels | None:
         return kernels() if self.native_bits and data.device.type == "cpu" else None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import memory
-from diloco_common.codec.base import subtract
+from diloco_common.codec.base import Reference, subtract
 from diloco_common.codec.payload import (
     ChunkWriter,
     Payload,
@@ -74,7 +74,7 @@ def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload
 
 @torch.no_grad()
 def decode_version(
-    payload: Payload, base: Tensor | None, device: torch.device | str = "cpu", reference: Tensor | None = None
+    payload: Payload, base: Tensor | None, device: torch.device | str = "cpu", reference: Reference | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The version in a payload, on a device, and what it is more than `reference`: (n,) float32, in the same pass.
 
@@ -85,7 +85,7 @@ def decode_version(
     Raises as `decode_payload`.
     """
     header = payload.header
-    for other in (base, reference):
+    for other in (base, reference and reference.values):
         if other is not None and other.numel() != header.num_elements:
             raise BadSize(f"the version has {header.num_elements} elements, what it is added to {other.numel()}")
     check_layout(header)
@@ -95,7 +95,9 @@ def decode_version(
     anchor = memory.empty(header.num_elements, dtype, device)
     for index, data in enumerate(payload.chunks):
         bound = header.chunk_slice(index)
-        minus, out = (None, None) if reference is None or difference is None else (reference[bound], difference[bound])
+        minus, out = (
+            (None, None) if reference is None or difference is None else (reference.part(bound), difference[bound])
+        )
         if base is None:
             _decode_values(header, index, as_tensor(data, device), anchor[bound])
             if minus is not None and out is not None:
@@ -121,7 +123,7 @@ def _decode_values(header: PayloadHeader, index: int, data: Tensor, out: Tensor)
 
 
 def _decode_change(
-    header: PayloadHeader, index: int, data: Tensor, base: Tensor, anchor: Tensor, reference: Tensor | None,
+    header: PayloadHeader, index: int, data: Tensor, base: Tensor, anchor: Tensor, reference: Reference | None,
     difference: Tensor | None,
 ) -> None:  # fmt: skip
     with _of_chunk(index):

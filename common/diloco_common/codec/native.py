@@ -32,29 +32,32 @@ class Kernels:
     library: ctypes.CDLL
 
     def encode(
-        self, bits: int, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None,
+        self, bits: int, values: Tensor, plus: Tensor | None, loss: Tensor | None,
         limits: tuple[float, float, float], out: Tensor,
     ) -> bool:  # fmt: skip
-        """Encode `values - minus + plus` (n,) float32 as int8, int4 or e3m0 into `out` uint8. `loss` gets the error.
+        """Encode `values + plus` (n,) float32 as int8, int4 or e3m0 into `out` uint8. `loss` gets the error.
 
         `values` may be bfloat16. So may `plus` and `loss`, if both are. `limits`: code_max, scale_min, scale_max of the
         codec. Returns False if an element is not finite.
         """
-        encode = self.library.diloco_encode if values.itemsize == 4 else self.library.diloco_encode_from_anchor
-        block: int = encode(bits, *_encoded(values, minus, plus, loss), *limits, out.data_ptr())
+        block: int = self.library.diloco_encode(bits, *_encoded(values, plus, loss), *limits, out.data_ptr())
         return block < 0
 
-    def difference(self, values: Tensor, reference: Tensor, out: Tensor) -> None:
-        """`out` (n,) float32 <- values (n,) bfloat16 - reference (n,) float32 or bfloat16."""
-        self.library.diloco_difference(values.data_ptr(), *_by_dtype(reference), values.numel(), out.data_ptr())
+    def progress(self, anchor: Tensor, theta: Tensor, out: Tensor) -> None:
+        """`out` (n,) bfloat16 <- anchor (n,) bfloat16 - theta (n,) float32 or bfloat16."""
+        self.library.diloco_progress(anchor.data_ptr(), theta.itemsize, theta.data_ptr(), out.numel(), out.data_ptr())
+
+    def difference(self, version: Tensor, reference: tuple[Tensor, Tensor | None], out: Tensor) -> None:
+        """`out` (n,) float32 <- version (n,) bfloat16 - reference; see `diloco_common.codec.base.Reference`."""
+        self.library.diloco_difference(version.data_ptr(), *_addresses(reference), version.numel(), out.data_ptr())
 
     def decode_change(
-        self, bits: int, data: Tensor, base: Tensor, anchor_max: float, after: Tensor, reference: Tensor | None,
-        out: Tensor | None,
+        self, bits: int, data: Tensor, base: Tensor, anchor_max: float, after: Tensor,
+        reference: tuple[Tensor, Tensor | None] | None, out: Tensor | None,
     ) -> None:  # fmt: skip
         """`after` <- base + decoded, saturating, both (n,) bfloat16; `out` (n,) float32 <- after - reference."""
         self.library.diloco_decode_change(
-            bits, data.data_ptr(), base.data_ptr(), base.numel(), anchor_max, after.data_ptr(), *_by_dtype(reference),
+            bits, data.data_ptr(), base.data_ptr(), base.numel(), anchor_max, after.data_ptr(), *_addresses(reference),
             _address(out),
         )  # fmt: skip
 
@@ -76,7 +79,7 @@ class Kernels:
         self, bits: int, values: Tensor, base: Tensor, limits: tuple[float, float, float], anchor_max: float,
         out: Tensor, anchor: Tensor,
     ) -> bool:  # fmt: skip
-        """As `encode` with `minus=base`, and `anchor` <- base + decoded, saturating; base and anchor (n,) bfloat16."""
+        """As `encode` of `values - base`, and `anchor` <- base + decoded, saturating; base and anchor (n,) bfloat16."""
         block: int = self.library.diloco_encode_change(
             bits, values.data_ptr(), base.data_ptr(), values.numel(), *limits, anchor_max, out.data_ptr(),
             anchor.data_ptr(),
@@ -94,13 +97,9 @@ class Kernels:
         heads = (bits, sources, len(parts), start)
         return WeightedSum(library.diloco_sum, library.diloco_sum_nesterov, heads, start, chunks)
 
-    def encode_top(
-        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
-    ) -> bool:
-        """As `encode`, as topk64_2bit; `values` may be bfloat16."""
-        block: int = self.library.diloco_encode_top(
-            values.itemsize, *_encoded(values, minus, plus, loss), out.data_ptr()
-        )
+    def encode_top(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool:
+        """As `encode`, as topk64_2bit."""
+        block: int = self.library.diloco_encode_top(*_encoded(values, plus, loss), out.data_ptr())
         return block < 0
 
     def check_top(self, data: Tensor, num_elements: int) -> bool:
@@ -128,13 +127,10 @@ class Kernels:
         return WeightedSum(library.diloco_sum_top, library.diloco_sum_nesterov_top, heads, 0, chunks)
 
     def encode_plain(
-        self, bits: int, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, most: float,
-        out: Tensor,
-    ) -> bool:  # fmt: skip
-        """As `encode`, as float32 (bits = 32) or bfloat16 (16), at most `most`; `values` may be bfloat16."""
-        block: int = self.library.diloco_encode_plain(
-            bits, values.itemsize, *_encoded(values, minus, plus, loss), most, out.data_ptr()
-        )
+        self, bits: int, values: Tensor, plus: Tensor | None, loss: Tensor | None, most: float, out: Tensor
+    ) -> bool:
+        """As `encode`, as float32 (bits = 32) or bfloat16 (16), at most `most`."""
+        block: int = self.library.diloco_encode_plain(bits, *_encoded(values, plus, loss), most, out.data_ptr())
         return block < 0
 
     def sum_squares_plain(self, bits: int, data: Tensor, start: int, stop: int) -> float:
@@ -152,16 +148,19 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _encoded(values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None) -> list[int]:
-    """What is encoded, as arguments: addresses, the width of error feedback, and the number of elements."""
+def _encoded(values: Tensor, plus: Tensor | None, loss: Tensor | None) -> list[int]:
+    """What is encoded, as arguments: addresses, the widths of values and of error feedback, and how many elements."""
     width = next((t.itemsize for t in (plus, loss) if t is not None), 4)
-    return [*(_address(t) for t in (values, minus, plus, loss)), width, values.numel()]
+    return [values.itemsize, *(_address(t) for t in (values, plus, loss)), width, values.numel()]
 
 
-def _by_dtype(reference: Tensor | None) -> tuple[int, int]:
-    """The addresses as float32 and as bfloat16: at most one is not null."""
-    address = _address(reference)
-    return (address, 0) if reference is not None and reference.itemsize == 4 else (0, address)
+def _addresses(reference: tuple[Tensor, Tensor | None] | None) -> tuple[int, int, int]:
+    """Of the values if they are float32, else of an anchor and the progress since then."""
+    if reference is None:
+        return 0, 0, 0
+    values, progress = reference
+    assert progress is None or values.itemsize == progress.itemsize == 2
+    return (values.data_ptr(), 0, 0) if values.itemsize == 4 else (0, values.data_ptr(), _address(progress))
 
 
 class _Source(ctypes.Structure):
@@ -250,7 +249,7 @@ _RANGE = (_INT, _POINTER, _INT64, _INT64, _INT64)  # bits, chunk, its elements, 
 _SUM = (_INT, _POINTER, _INT, _INT64, _INT64)  # bits, sources, how many, start, stop
 _RANGE_TOP, _SUM_CHUNKS = (_POINTER, _INT64, _INT64, _INT64), (_POINTER, _INT, _INT64)
 _LIMITS = (_FLOAT, _FLOAT, _FLOAT)
-_ENCODED = (*[_POINTER] * 4, _INT, _INT64)  # values, minus, plus, loss, width of the last two, how many
+_ENCODED = (_INT, *[_POINTER] * 3, _INT, _INT64)  # width of values; values, plus, loss; width of these two, how many
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "diloco_encode": (_INT64, _INT, *_ENCODED, *_LIMITS, _POINTER),
@@ -261,17 +260,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "diloco_sum": (_DOUBLE, *_SUM, _POINTER),
     "diloco_sum_nesterov": (None, *_SUM, _FLOAT, _FLOAT, _POINTER, _POINTER),
     "diloco_encode_change": (_INT64, _INT, _POINTER, _POINTER, _INT64, *_LIMITS, _FLOAT, _POINTER, _POINTER),
-    "diloco_encode_from_anchor": (_INT64, _INT, *_ENCODED, *_LIMITS, _POINTER),
-    "diloco_difference": (None, *[_POINTER] * 3, _INT64, _POINTER),
-    "diloco_decode_change": (None, _INT, _POINTER, _POINTER, _INT64, _FLOAT, *[_POINTER] * 4),
-    "diloco_encode_top": (_INT64, _INT, *_ENCODED, _POINTER),
+    "diloco_progress": (None, _POINTER, _INT, _POINTER, _INT64, _POINTER),
+    "diloco_difference": (None, *[_POINTER] * 4, _INT64, _POINTER),
+    "diloco_decode_change": (None, _INT, _POINTER, _POINTER, _INT64, _FLOAT, *[_POINTER] * 5),
+    "diloco_encode_top": (_INT64, *_ENCODED, _POINTER),
     "diloco_check_top": (_INT, _POINTER, _INT64),
     "diloco_decode_top": (None, *_RANGE_TOP, _POINTER),
     "diloco_accumulate_top": (None, *_RANGE_TOP, _FLOAT, _POINTER),
     "diloco_sum_squares_top": (_DOUBLE, *_RANGE_TOP),
     "diloco_sum_top": (_DOUBLE, *_SUM_CHUNKS, _POINTER),
     "diloco_sum_nesterov_top": (None, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),
-    "diloco_encode_plain": (_INT64, _INT, _INT, *_ENCODED, _FLOAT, _POINTER),
+    "diloco_encode_plain": (_INT64, _INT, *_ENCODED, _FLOAT, _POINTER),
     "diloco_sum_squares_plain": (_DOUBLE, _INT, _POINTER, _INT64, _INT64),
     "diloco_sum_plain": (_DOUBLE, _INT, *_SUM_CHUNKS, _POINTER),
     "diloco_sum_nesterov_plain": (None, _INT, *_SUM_CHUNKS, _FLOAT, _FLOAT, _POINTER, _POINTER),

@@ -124,23 +124,21 @@ def encode_payload(
     values: Tensor,
     encoding: str,
     *,
-    minus: Tensor | None = None,
     plus: Tensor | None = None,
     loss: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> Payload:
-    """Encode the fragment x = `values - minus + plus`: all (n,) float32, contiguous, n >= 1, on one device.
+    """Encode the fragment x = `values + plus`: both (n,) float32, contiguous, n >= 1, on one device.
 
-    `values` may be bfloat16, as anchors are. `plus` and `loss` may be bfloat16, both.
+    `values` may be bfloat16. `plus` and `loss` may be bfloat16, both.
 
     Sets `loss` (n,) to the encoding error `x - decoded`, where `decoded` is bit for bit the result of
-    `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` itself.
+    `decode_payload`. Error feedback adds this residual to the next contribution. `loss` may be `values` or `plus`
+    itself.
 
     Raises UnknownEncoding, BadSize (chunk_elements), and NotFinite if an element of x is NaN or infinite; `loss` then
     holds nothing of use.
     """
-    if minus is not None:
-        _check_flat(minus)
     for tensor in (values, plus, loss):
         if tensor is not None:
             _check_flat(tensor, (torch.float32, torch.bfloat16))
@@ -156,7 +154,6 @@ def encode_payload(
             codec.encode(
                 values[bound],
                 encoded,
-                minus=None if minus is None else minus[bound],
                 plus=None if plus is None else plus[bound],
                 loss=None if loss is None else loss[bound],
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part, refuse_non_finite
 from diloco_common.codec.native import Kernels, WeightedSum, kernels
-from diloco_common.codec.scratch import scratch, slices
+from diloco_common.codec.scratch import scratch, slices, slices_of
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -34,9 +34,7 @@ class PlainCodec(Codec):
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         self._check_size(out, values.numel())
-        # On a CPU slice by slice, so each is still in the cache when it is cast; elsewhere at once, to wait only once.
-        parts = slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]
-        for part in parts:
+        for part in slices_of(values):  # on a device at once, so it waits only once
             least, greatest = torch.aminmax(values[part])
             absmax = torch.maximum(least.neg_(), greatest).item()  # waits for the device; NaN if there is one
             if not absmax <= FLOAT32_MAX:
@@ -66,13 +64,9 @@ class PlainCodec(Codec):
     def _bits(self) -> int:
         return 8 * self.dtype.itemsize
 
-    def _encode_natively(
-        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
-    ) -> bool | None:
+    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
         native = self._native(out)
-        return (
-            None if native is None else native.encode_plain(self._bits, values, minus, plus, loss, self.value_max, out)
-        )
+        return None if native is None else native.encode_plain(self._bits, values, plus, loss, self.value_max, out)
 
     def _native(self, data: Tensor) -> Kernels | None:
         return kernels() if data.device.type == "cpu" else None
@@ -93,7 +87,7 @@ class Bfloat16(PlainCodec):
     """
 
     name = "bfloat16"
-    dtype = torch.bfloat16
+    dtype = progress_dtype = torch.bfloat16
     value_max = BFLOAT16_MAX
 
     def _cast(self, values: Tensor, out: Tensor, absmax: float) -> None:

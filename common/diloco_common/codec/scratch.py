@@ -37,3 +37,8 @@ def scratch(name: str, dtype: torch.dtype, size: int, device: torch.device) -> T
 def slices(num_elements: int) -> list[slice]:
     """Cut 0..num_elements into slices of SLICE_ELEMENTS; the last one may be shorter."""
     return [slice(start, min(start + SLICE_ELEMENTS, num_elements)) for start in range(0, num_elements, SLICE_ELEMENTS)]
+
+
+def slices_of(values: Tensor) -> list[slice]:
+    """On a CPU slices, so that each is still in the cache for the next pass; elsewhere all at once."""
+    return slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]

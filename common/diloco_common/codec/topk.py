@@ -55,6 +55,7 @@ class TopK(Codec):
     """
 
     name = "topk64_2bit"
+    progress_dtype = torch.bfloat16
 
     def num_bytes(self, num_elements: int) -> int:
         num_kept = _num_kept(num_elements)
@@ -148,11 +149,9 @@ class TopK(Codec):
             return super().sum_squares(data, num_elements, start, stop)
         return native.sum_squares_top(data, num_elements, start, stop)
 
-    def _encode_natively(
-        self, values: Tensor, minus: Tensor | None, plus: Tensor | None, loss: Tensor | None, out: Tensor
-    ) -> bool | None:
+    def _encode_natively(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool | None:
         native = self._native(out)
-        return None if native is None else native.encode_top(values, minus, plus, loss, out)
+        return None if native is None else native.encode_top(values, plus, loss, out)
 
     def _native(self, data: Tensor) -> Kernels | None:
         return kernels() if data.device.type == "cpu" else None

@@ -34,7 +34,7 @@ class Training:
         )
         self._sync_seconds = declare.counter(
             "diloco_worker_sync_seconds_total",
-            "CPU time of synchronisation, by phase. Snapshot and apply run in the training thread.",
+            "CPU time of synchronisation, by phase. Only apply runs in the training thread.",
             "phase",
         )
         start_at_zero(self._sync_seconds, get_args(SyncPhase))

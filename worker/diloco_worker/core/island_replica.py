@@ -70,6 +70,11 @@ class IslandReplica(Replica):
             out.zero_()
         super().read(fragment, out)
 
+    def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
+        if isinstance(fragment, LocalFragment) and fragment.has_gaps:
+            out.zero_()
+        super().progress(fragment, anchor, out)
+
     def write(self, fragment: Fragment, values: Tensor) -> None:
         self._reshard()
         super().write(fragment, values)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.bounds import TIES_MAX
+from diloco_common.codec.base import progress_since
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
@@ -106,6 +107,12 @@ class Replica:
         """out <- theta, in float32. `out`: [num_elements] on the model's device."""
         for piece, theta in self.views(fragment):
             out[piece.bounds].copy_(theta)
+
+    def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
+        """out <- anchor - theta, in the dtype of `out`. Both: [num_elements] on the model's device."""
+        _used_here(anchor)
+        for piece, theta in self.views(fragment):
+            progress_since(anchor[piece.bounds], theta, out[piece.bounds])
 
     def write(self, fragment: Fragment, values: Tensor) -> None:
         """theta <- values, rounded to the parameter's dtype."""

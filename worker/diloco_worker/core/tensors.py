@@ -1,25 +1,32 @@
 """All of one fragment that is as large as the fragment: [num_elements] on the model's device.
 
     anchor      the version applied last: 2 bytes per parameter, or 4 in a run that pulls float32
-    snapshot    theta after the contribution was taken: 4 bytes
+    snapshot    anchor - theta, when the contribution was taken: 2 bytes, or 4 in a run that pushes float32
     residual    what encoders lost of contributions that were merged (error feedback): 2 bytes, or 4 with topk64_2bit
-    loss        what the encoder lost of  anchor - snapshot + residual,  the contribution under way: as the residual
+    loss        what the encoder lost of  snapshot + residual,  the contribution under way: in the place of the residual
+
+If the contribution is merged, the loss is the next residual already. If not, the next contribution first takes the loss
+back: residual = loss + what was sent - snapshot. That is off by the rounding of the loss.
+
+A snapshot in bfloat16 is a little off. Under `carry` that loses nothing: a contribution counts as what its snapshot
+says, and the rest stays in the local progress, which the next contribution holds.
 
 Companions have no residual: an inner step forgets a part of the momentum, so the next contribution holds what was lost
 already, and error feedback would send it twice.
 
-Between contributions only anchor and residual are there. A learner may keep its residuals in host memory
+Between contributions only anchor and residual are there, and after one that was not merged also its snapshot and
+payload, until the next is encoded. A learner may keep its residuals in host memory
 (`Replica.stow`): a residual is then on the device only while a contribution is encoded.
 
 Which contribution is taken, and what becomes of it, is decided in fragment.py. The codec thread encodes and decodes
 with these tensors, and computes ahead what applying a version adds. The training thread puts values into the model.
 
-On a CPU the codec thread copies the snapshot while the training goes on. Each element is then a value that the
+On a CPU the codec thread takes the snapshot while the training goes on. Each element is then of a value that the
 parameter had (aligned reads of 2 and 4 bytes are whole). Some are from before an optimizer step, some from after it.
-Any such mixture is right: what is not in the snapshot stays in  theta - snapshot  and goes into the next contribution.
-A version must not be applied to the fragment meanwhile, though: that would move elements by what no training did.
-So versions wait while the fragment is read (`is_being_read`). The training never waits. On an accelerator the copy is
-queued at the step boundary. That takes no time, and the copy runs before the next step.
+Any such mixture is right: what is not in the snapshot goes into the next contribution. A version must not be applied
+to the fragment meanwhile, though: that would move elements by what no training did. So versions wait while the
+fragment is read (`is_being_read`). The training never waits. On an accelerator the snapshot is queued at the step
+boundary. That takes no time, and it is taken before the next step.
 """
 
 from __future__ import annotations
@@ -31,8 +38,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diloco_common.codec import Payload, encode_payload, get_codec, memory
-from diloco_common.codec.base import subtract
+from diloco_common.codec import Payload, decode_payload, encode_payload, get_codec, memory
+from diloco_common.codec.base import Reference, refuse_non_finite, subtract
+from diloco_common.codec.scratch import slices_of
 from diloco_common.manifest import Fragment
 from diloco_common.messages import LearnerPolicy
 from diloco_worker.core.island_parts import LocalFragment
@@ -43,8 +51,8 @@ from diloco_worker.core.replica import Replica, queued_until, wait_for_device
 class Difference:
     """new - reference, computed before the version is applied: applying it is one addition then."""
 
-    reference: Tensor
-    """Local progress must still be counted from this very object, or the difference is of no use."""
+    reference: Reference
+    """Local progress must still be counted from these very tensors, or the difference is of no use."""
     values: Tensor
     """float32 [num_elements]."""
 
@@ -54,27 +62,34 @@ class ContributionTensors:
 
     def __init__(
         self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
-        error_feedback: bool, own: slice | None = None, stow: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype, error_feedback: bool, own: slice | None = None,
+        stow: Callable[[Tensor], Tensor] | None = None, given_back: ContributionTensors | None = None,
     ) -> None:  # fmt: skip
-        """`read` copies theta to a tensor. `own`: what of it this process pushes, if that is not all. `stow` gives what
-        is kept of a loss; None: itself."""
+        """`read` writes anchor - theta to a tensor of this dtype. `own`: what of it this process pushes, if that is not
+        all. `stow` gives what is kept of a loss; None: itself. `given_back`: the contribution before, if it was not
+        merged."""
         self.round = round_number
         """Names the contribution, within its fragment."""
         self.anchor = anchor
         """Of the base version."""
         self.residual = residual
+        """From before, until `encode` puts the loss in its place."""
         self.snapshot: Tensor | None = None
         """None until it is taken."""
         self.loss: Tensor | None = None
         """Set by `encode`, where there is error feedback; in host memory, if the learner keeps its residuals there."""
+        self.payload: Payload | None = None
+        """Set by `encode`."""
         self.is_being_read = True
         """Whether the snapshot is still to be taken, or being taken."""
         self.read = read
         self._moved: Tensor | None = None
-        self._wait_until_copied: Callable[[], None] | None = None
+        self._wait_until_read: Callable[[], None] | None = None
+        self._dtype = dtype
         self._error_feedback = error_feedback
         self._own = own
         self._stow = stow
+        self._given_back = given_back
 
     @property
     def is_others(self) -> bool:
@@ -82,18 +97,24 @@ class ContributionTensors:
         return self._own is not None and self._own.stop == self._own.start
 
     @property
-    def reference(self) -> Tensor | None:
-        """What local progress since the snapshot is counted from: the snapshot, moved along with the versions that were
-        applied since. None: it is not taken."""
-        return self.snapshot if self._moved is None else self._moved
+    def may_overwrite(self) -> bool:
+        """Whether encoding it puts a loss in the place of a residual from before."""
+        return self.residual is not None and self._stow is None and not self.is_others
+
+    @property
+    def reference(self) -> Reference:
+        """What local progress since the snapshot is counted from: what theta was then, moved along with the versions
+        that were applied since. The snapshot must be taken."""
+        assert self.snapshot is not None
+        return Reference(self.anchor, self.snapshot) if self._moved is None else Reference(self._moved)
 
     def take_snapshot(self) -> Tensor:
-        """Copy theta, or have the device do it, unless that is done. In any thread, but one at a time."""
+        """Read theta, or have the device do it, unless that is done. In any thread, but one at a time."""
         if self.snapshot is None:
             try:
-                snapshot = self._empty()
+                snapshot = memory.empty(self.anchor.numel(), self._dtype, self.anchor.device)
                 self.read(snapshot)
-                self._wait_until_copied = queued_until(snapshot)
+                self._wait_until_read = queued_until(snapshot)
                 self.snapshot = snapshot
             finally:
                 self.is_being_read = False
@@ -102,38 +123,52 @@ class ContributionTensors:
     def encode(self, encoding: str) -> Payload:
         """The pseudo-gradient, with what error feedback adds. Leaves in `loss` what the encoding lost of it.
 
-        Takes the snapshot. Raises NotFinite.
+        Takes the snapshot. Encodes once: repeating it gives the same payload. In the thread that encodes all
+        contributions of the fragment, one after the other. Raises NotFinite.
         """
-        anchor, snapshot = self.anchor, self._whole_snapshot()
-        if self._own is not None:
-            anchor, snapshot = anchor[self._own], snapshot[self._own]
-        device, dtype = snapshot.device, get_codec(encoding).residual_dtype
-        residual = None if self.residual is None else self.residual.to(device, dtype)
-        loss = memory.empty(snapshot.numel(), dtype, device) if self._error_feedback else None
-        payload = encode_payload(anchor, encoding, minus=snapshot, plus=residual, loss=loss)
-        self.loss = loss if loss is None or self._stow is None else self._stow(loss)
-        return payload
+        if self.payload is None:
+            snapshot = self._own_snapshot()
+            self._take_back()
+            if self.may_overwrite:
+                _check_finite(snapshot)
+            device, dtype = snapshot.device, get_codec(encoding).residual_dtype
+            is_kept = self._stow is not None  # elsewhere, and encoding overwrites a copy
+            residual = None if self.residual is None else self.residual.to(device, dtype, copy=is_kept)
+            loss = residual
+            if loss is None and self._error_feedback:
+                loss = memory.empty(snapshot.numel(), dtype, device)
+            try:
+                self.payload = encode_payload(snapshot, encoding, plus=residual, loss=loss)
+            except BaseException:
+                if loss is not None:
+                    loss.zero_()  # it may be half a residual and half a loss
+                raise
+            self.loss = loss if loss is None or self._stow is None else self._stow(loss)
+        return self.payload
 
-    def delta(self) -> Tensor:
-        """What is meant to be sent: anchor - snapshot + residual. Takes the snapshot."""
-        delta = torch.sub(self.anchor.float(), self._whole_snapshot())
-        return delta if self.residual is None else delta.add_(self.residual.to(delta.device))
+    def _take_back(self) -> None:
+        """The contribution before was not merged: make the residual what it was before that."""
+        before = self._given_back
+        if before is None:
+            return
+        before._take_back()
+        if before.payload is not None and before.loss is not None and before.loss is before.residual:
+            _restore(before.loss, before.payload, before._own_snapshot())
+        self._given_back = None
 
     def move(self, difference: Tensor) -> None:
         """A version of an earlier round was applied: the reference moves along."""
-        assert self.reference is not None
-        self._moved = torch.add(self.reference, difference, out=self._empty())
-        wait_for_device(self._moved.device)  # others compute with it
+        values, progress = self.reference
+        moved = torch.add(difference, values, out=memory.empty(values.numel(), device=values.device))
+        self._moved = moved if progress is None else moved.sub_(progress)
+        wait_for_device(moved.device)  # others compute with it
 
-    def _empty(self) -> Tensor:
-        return memory.empty(self.anchor.numel(), device=self.anchor.device)
-
-    def _whole_snapshot(self) -> Tensor:
-        """The snapshot, ready for any thread and stream."""
+    def _own_snapshot(self) -> Tensor:
+        """Of the snapshot, what this process pushes, ready for any thread and stream."""
         snapshot = self.take_snapshot()
-        if self._wait_until_copied is not None:
-            self._wait_until_copied()
-        return snapshot
+        if self._wait_until_read is not None:
+            self._wait_until_read()
+        return snapshot if self._own is None else snapshot[self._own]
 
 
 class FragmentTensors:
@@ -143,6 +178,7 @@ class FragmentTensors:
         self.anchor: Tensor | None = None
         self.contribution: ContributionTensors | None = None
         self._residual: Tensor | None = None
+        self._given_back: ContributionTensors | None = None
         self.fragment = fragment
         """As this process holds it."""
         self._replica = replica
@@ -162,13 +198,14 @@ class FragmentTensors:
         wait_for_device(out.device)
         return out
 
-    def reference_of(self, version: int, merged_version: int) -> Tensor | None:
+    def reference_of(self, version: int, merged_version: int) -> Reference | None:
         """What theta moves away from if this version is applied now; None if that is no addition. In any thread."""
         if self._policy.on_commit != "carry":
             return None
-        contribution = self.contribution
-        merged = contribution is not None and contribution.round == merged_version <= version
-        return contribution.reference if contribution is not None and merged else self.anchor
+        contribution, anchor = self.contribution, self.anchor
+        if contribution is not None and contribution.round == merged_version <= version:
+            return None if contribution.snapshot is None else contribution.reference
+        return None if anchor is None else Reference(anchor)
 
     # ------------------------------------------------------------ at a step boundary, in the training thread
 
@@ -177,17 +214,22 @@ class FragmentTensors:
         assert self.anchor is not None
         assert self.contribution is None
         self.contribution = ContributionTensors(
-            round_number, self.anchor, self._residual, partial(self._replica.read, self.fragment),
+            round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
+            dtype=get_codec(self._policy.push_encoding).progress_dtype,
             error_feedback=self._policy.error_feedback and not self.fragment.companion,
             own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
+            given_back=self._given_back,
         )  # fmt: skip
+        self._given_back = None
         if self._replica.device.type != "cpu":
             self.contribution.take_snapshot()
         return self.contribution
 
     def give_back(self) -> None:
         """The contribution was not merged: forget that it was taken. Whoever still reads it reads in vain."""
-        self.contribution = None
+        contribution, self.contribution = self.contribution, None
+        if contribution is not None and contribution.may_overwrite:
+            self._given_back = contribution
 
     def begin_with_own(self) -> None:
         """The anchor is what the model holds: no version is there yet."""
@@ -207,15 +249,16 @@ class FragmentTensors:
     ) -> None:
         """Put a version under the local progress.
 
-        theta <- theta + (new - snapshot) if the contribution is merged in it, else theta + (new - anchor).
+        theta <- theta + (new - what theta was at the snapshot) if the contribution is merged in it, else
+        theta + (new - anchor).
         `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
         steps since the reference was what the model held. `before`: so many of them led to the snapshot of a
         contribution that is not merged in it.
         """
         contribution = self.contribution
-        reference = contribution.reference if contribution is not None and merged else self.anchor
-        assert reference is not None
-        if difference is None or difference.reference is not reference:
+        assert self.anchor is not None
+        reference = contribution.reference if contribution is not None and merged else Reference(self.anchor)
+        if difference is None or not _are_the_same(difference.reference, reference):
             difference = Difference(reference, _minus(values, reference))
         self._replica.add(self.fragment, difference.values, steps)
         if contribution is not None and not merged:  # of a later round
@@ -239,7 +282,33 @@ class FragmentTensors:
         self.anchor = values
 
 
-def _minus(values: Tensor, reference: Tensor) -> Tensor:
+def _check_finite(values: Tensor) -> None:
+    """Raises NotFinite. Usually reads the values once, as their sum tells."""
+    if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
+        refuse_non_finite(values)
+
+
+def _restore(loss: Tensor, payload: Payload, snapshot: Tensor) -> None:
+    """loss <- the residual that was encoded with this snapshot: loss + what was sent - snapshot.
+
+    What is no more than rounding becomes zero. A contribution may have been refused for being enormous, and so is the
+    rounding of its loss: it would not go away again.
+    """
+    sent = memory.empty(loss.numel(), device=loss.device)
+    decode_payload(payload, sent)
+    for part in slices_of(loss):
+        noise = sent[part].abs().mul_(2.0**-22).add_(loss[part].abs(), alpha=2.0**-7)
+        restored = sent[part].sub_(snapshot[part]).add_(loss[part])
+        loss[part].copy_(restored.masked_fill_(restored.abs() <= noise, 0.0))
+    wait_for_device(loss.device)  # the snapshot goes, and another stream may take its memory
+
+
+def _are_the_same(one: Reference, other: Reference) -> bool:
+    """Whether they are of the same tensors."""
+    return one.values is other.values and one.progress is other.progress
+
+
+def _minus(values: Tensor, reference: Reference) -> Tensor:
     """values - reference, float32."""
     out = memory.empty(values.numel(), device=values.device)
     subtract(values, reference, out)

@@ -2,18 +2,20 @@
 
 #include "common.h"
 
-/* Encode values - minus + plus of n elements into out. minus, plus and loss may be null. loss may be values, if its
-   width is 4: the width in bytes is that of plus and of loss. Returns -1, or the first block with an element that is not
-   finite. */
-int64_t diloco_encode(int bits, const float *values, const float *minus, const uint8_t *plus, uint8_t *loss, int width,
+/* Encode values + plus of n elements into out. Values are float32 (width = 4) or bfloat16 (width = 2). plus and loss may
+   be null; both have feedback_width. loss may be plus, or values of its width. Returns -1, or the first block with an
+   element that is not finite. */
+int64_t diloco_encode(int bits, int width, const uint8_t *values, const uint8_t *plus, uint8_t *loss, int feedback_width,
                       int64_t n, float code_max, float scale_min, float scale_max, uint8_t *out) {
-    struct feedback feedback = {plus, loss, width};
+    struct feedback all = {plus, loss, feedback_width};
     uint8_t *codes = out + 4 * blocks_of(n);
     int8_t block_codes[BLOCK];
+    float x[BLOCK];
     for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
         int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
-        if (!encode_block(bits, values + start, minus ? minus + start : 0, feedback_at(feedback, start), count, code_max,
-                          scale_min, scale_max, out + 4 * block, block_codes))
+        struct feedback feedback = feedback_at(all, start);
+        load_values(values + width * start, width, feedback, count, x);
+        if (!encode_block(bits, x, feedback, count, code_max, scale_min, scale_max, out + 4 * block, block_codes))
             return block;
         store_codes(bits, block_codes, start, count, codes);
     }

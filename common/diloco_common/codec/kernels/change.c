@@ -7,12 +7,12 @@ int64_t diloco_encode_change(int bits, const float *values, const bfloat16_t *ba
                              float scale_min, float scale_max, float anchor_max, uint8_t *out, bfloat16_t *anchor) {
     uint8_t *codes = out + 4 * blocks_of(n);
     int8_t block_codes[BLOCK];
-    float before[BLOCK];
+    float before[BLOCK], x[BLOCK];
     for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
         int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
         for (int i = 0; i < count; i++) before[i] = from_bfloat16(base[start + i]);
-        if (!encode_block(bits, values + start, before, NO_FEEDBACK, count, code_max, scale_min, scale_max,
-                          out + 4 * block, block_codes))
+        for (int i = 0; i < count; i++) x[i] = values[start + i] - before[i];
+        if (!encode_block(bits, x, NO_FEEDBACK, count, code_max, scale_min, scale_max, out + 4 * block, block_codes))
             return block;
         store_codes(bits, block_codes, start, count, codes);
         float unit = load_unit(bits, out, block);

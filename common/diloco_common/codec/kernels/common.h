@@ -99,17 +99,12 @@ static inline void store_loss(struct feedback feedback, int count, const float *
     }
 }
 
-/* x <- values - minus + plus, `count` elements. Values are float32 (width = 4) or bfloat16 (width = 2); minus may be
-   null. */
-static inline void load_values(const void *values, int width, const float *minus, struct feedback feedback, int count,
-                               float *x) {
-    if (width == 4 && minus) {
-        for (int i = 0; i < count; i++) x[i] = ((const float *)values)[i] - minus[i];
-    } else {
-        if (width == 4) memcpy(x, values, 4 * (size_t)count);
-        for (int i = 0; width == 2 && i < count; i++) x[i] = from_bfloat16(((const bfloat16_t *)values)[i]);
-        for (int i = 0; minus && i < count; i++) x[i] -= minus[i];
-    }
+/* x <- values + plus, `count` elements. Values are float32 (width = 4) or bfloat16 (width = 2). */
+static inline void load_values(const void *values, int width, struct feedback feedback, int count, float *x) {
+    if (width == 4)
+        memcpy(x, values, 4 * (size_t)count);
+    else
+        for (int i = 0; i < count; i++) x[i] = from_bfloat16(((const bfloat16_t *)values)[i]);
     add_feedback(feedback, count, x);
 }
 
@@ -125,14 +120,6 @@ static inline uint32_t largest_bits(const float *x, int count) {
     return largest;
 }
 
-/* x <- values - minus + plus for one block. Returns the bits of its largest magnitude. */
-static inline uint32_t load_block(const float *values, const float *minus, struct feedback feedback, int count,
-                                  float *x) {
-    load_values(values, 4, minus, feedback, count, x);
-    for (int i = count; i < BLOCK; i++) x[i] = 0;
-    return largest_bits(x, BLOCK);
-}
-
 /* The nearest level of e3m0, ties away from zero. As in codec/nibbles.py, half of the mantissa's range is added to the
    bits: it carries into the exponent from 1.5 * 2^k on. */
 static inline int8_t nearest_level(float scaled) {
@@ -144,11 +131,13 @@ static inline int8_t nearest_level(float scaled) {
     return (int8_t)(bits >> 31 ? -level : level);
 }
 
-/* Encode one block, and store its scale and codes. Returns 0 if an element is not finite. */
-static inline int encode_block(int bits, const float *values, const float *minus, struct feedback feedback, int count,
-                               float code_max, float scale_min, float scale_max, uint8_t *scale_out, int8_t *codes) {
-    float x[BLOCK], absmax;
-    uint32_t largest = load_block(values, minus, feedback, count, x);
+/* Encode one block, and store its scale and codes. What is lost of x goes to `feedback`. Returns 0 if an element is not
+   finite. Overwrites x. */
+static inline int encode_block(int bits, float x[BLOCK], struct feedback feedback, int count, float code_max,
+                               float scale_min, float scale_max, uint8_t *scale_out, int8_t *codes) {
+    float absmax;
+    for (int i = count; i < BLOCK; i++) x[i] = 0;
+    uint32_t largest = largest_bits(x, BLOCK);
     if (largest >= 0x7f800000) return 0;
     memcpy(&absmax, &largest, 4);
     float scale = absmax / code_max;

@@ -3,14 +3,14 @@
 #include "merging.h"
 
 /* As diloco_encode, at most `most` in magnitude. Values are float32 (width = 4) or bfloat16 (width = 2). */
-int64_t diloco_encode_plain(int bits, int width, const uint8_t *values, const float *minus, const uint8_t *plus,
-                            uint8_t *loss, int feedback_width, int64_t n, float most, uint8_t *out) {
+int64_t diloco_encode_plain(int bits, int width, const uint8_t *values, const uint8_t *plus, uint8_t *loss,
+                            int feedback_width, int64_t n, float most, uint8_t *out) {
     struct feedback all = {plus, loss, feedback_width};
     float x[BLOCK];
     for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
         int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
         struct feedback feedback = feedback_at(all, start);
-        load_values(values + width * start, width, minus ? minus + start : 0, feedback, count, x);
+        load_values(values + width * start, width, feedback, count, x);
         if (largest_bits(x, count) >= 0x7f800000) return block;
         if (bits == 32) {
             memcpy(out + 4 * start, x, 4 * (size_t)count);

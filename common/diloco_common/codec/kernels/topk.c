@@ -158,11 +158,10 @@ static void pack(const uint16_t *indices, const uint8_t *codes, int num_kept, ui
     }
 }
 
-/* x <- values - minus + plus, with their magnitudes as bits (negative beyond `count`), and those of GROUPS groups.
-   minus may be null. */
-static void load(const void *values, int width, const float *minus, struct feedback feedback, int count, float *x,
-                 int32_t *magnitudes, int32_t *maxima) {
-    load_values(values, width, minus, feedback, count, x);
+/* x <- values + plus, with their magnitudes as bits (negative beyond `count`), and those of GROUPS groups. */
+static void load(const void *values, int width, struct feedback feedback, int count, float *x, int32_t *magnitudes,
+                 int32_t *maxima) {
+    load_values(values, width, feedback, count, x);
     memcpy(magnitudes, x, 4 * (size_t)count);
     for (int i = 0; i < count; i++) magnitudes[i] &= 0x7fffffff;
     for (int i = count; i < TOP_BLOCK; i++) magnitudes[i] = -1;
@@ -193,8 +192,8 @@ static void encode_top(const int32_t *magnitudes, const int32_t *maxima, int cou
 }
 
 /* As diloco_encode. Values are float32 (width = 4) or bfloat16 (width = 2). */
-int64_t diloco_encode_top(int width, const uint8_t *values, const float *minus, const uint8_t *plus, uint8_t *loss,
-                          int feedback_width, int64_t n, uint8_t *out) {
+int64_t diloco_encode_top(int width, const uint8_t *values, const uint8_t *plus, uint8_t *loss, int feedback_width,
+                          int64_t n, uint8_t *out) {
     struct feedback all = {plus, loss, feedback_width};
     uint8_t *indices = out + 8 * top_blocks_of(n), *codes = indices + index_bytes_of(n);
     float x[TOP_BLOCK];
@@ -202,7 +201,7 @@ int64_t diloco_encode_top(int width, const uint8_t *values, const float *minus, 
     for (int64_t block = 0, start = 0; start < n; block++, start += TOP_BLOCK) {
         int count = n - start < TOP_BLOCK ? (int)(n - start) : TOP_BLOCK;
         struct feedback feedback = feedback_at(all, start);
-        load(values + width * start, width, minus ? minus + start : 0, feedback, count, x, magnitudes, maxima);
+        load(values + width * start, width, feedback, count, x, magnitudes, maxima);
         for (int i = 0; i < GROUPS; i++)
             if (maxima[i] >= INFINITY_BITS) return block;
         encode_top(magnitudes, maxima, count, x, out + 8 * block, indices + 96 * block, codes + 16 * block);
