@@ -62,6 +62,8 @@ control channel together dial an unreachable shard about once per second."""
 HANDSHAKE_MS = 3_000
 """A connection takes one of `shard.max_connections` from its first byte, and gRPC cannot bound those of one host. Three
 seconds are many round trips of any link that a learner can train over."""
+PENDING_CALLS_MAX = 3_000
+"""Calls that wait until the event loop takes them. Each may hold 64 KiB of a message: 200 MB together."""
 SERVER_OPTIONS = [
     *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
     *_SIZES,
@@ -75,6 +77,10 @@ SERVER_OPTIONS = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_concurrent_streams", 128),  # of one connection; a proxy may bring many learners on one
+    # Above the first number gRPC cancels some that wait, by chance and without a word; its default of 1000 is reached
+    # when 256 learners push and pull at once. Above the second it cancels all.
+    ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
     ("grpc.max_connection_idle_ms", 300_000),  # without a call; whoever has one is not idle
     ("grpc.so_reuseport", 0),  # or a second process takes the same port in silence
 ]
