@@ -17,9 +17,9 @@ BITS: Mapping[str, float] = MappingProxyType({
 VALUES = ("float32", "bfloat16")
 """Encodings of pulls that send the values; all others send changes."""
 
-CALLS_PER_S = 640.0
+CALLS_PER_S = 450.0
 """Contributions per second that one core of a shard can serve, each a push and a pull (docs/performance.md, growth)."""
-BYTES_PER_S = 1.65e9
+BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
 IDLE_BYTES = 260e6
 """An idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""

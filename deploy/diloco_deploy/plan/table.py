@@ -93,7 +93,7 @@ def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
         f"{written:g} n / (H t)", page,
     )  # fmt: skip
     per_s = calls_of(asked, choice.fragments, choice.every) / choice.shards
-    calls = f"L P{_more(asked)} / (H t S); a core serves 640"
+    calls = f"L P{_more(asked)} / (H t S); a core serves {formulas.CALLS_PER_S:g}"
     yield Figure("contributions to a shard, each second", per_s, "", calls, page)
 
 
@@ -137,7 +137,7 @@ def process_figures(
     found = learner_bytes(
         model, push=encodings.push, pull=encodings.pull, under_way=under_way, companions=model if companions else ()
     )
-    loss = get_codec(encodings.push).residual_dtype.itemsize
+    snapshot = get_codec(encodings.push).progress_dtype.itemsize
     sizes, held = "diloco_common/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
     return [
         Figure(
@@ -147,7 +147,7 @@ def process_figures(
         Figure(
             f"for {under_way} fragment{'s' * (under_way > 1)}{' and as many companions' * companions} under way",
             found.under_way, "bytes",
-            f"snapshot 4 + loss {loss} + encoded + version + difference 4, of each", sizes,
+            f"snapshot {snapshot} + encoded + version + difference 4, of each", sizes,
         ),
         Figure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
         Figure(
