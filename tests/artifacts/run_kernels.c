@@ -35,15 +35,15 @@ static void *found(const char *name) {
     return function;
 }
 
-static float values[N], minus[N], plus[N], loss[N], out[N];
-static uint16_t base[N], anchor[N];
+static float values[N], plus[N], loss[N], out[N];
+static uint16_t base[N], anchor[N], snapshot[N], residual[N];
 static uint8_t chunk[8 * N];
 
-typedef int64_t encode_function(int, const float *, const float *, const float *, float *, int64_t, float, float, float,
-                                uint8_t *);
-typedef int64_t encode_top_function(int, const float *, const float *, const float *, float *, int64_t, uint8_t *);
-typedef int64_t encode_plain_function(int, int, const float *, const float *, const float *, float *, int64_t, float,
-                                      uint8_t *);
+typedef int64_t encode_function(int, int, const void *, const void *, void *, int, int64_t, float, float, float, uint8_t *);
+typedef int64_t encode_top_function(int, const void *, const void *, void *, int, int64_t, uint8_t *);
+typedef int64_t encode_plain_function(int, int, const void *, const void *, void *, int, int64_t, float, uint8_t *);
+typedef void progress_function(const uint16_t *, int, const void *, int64_t, uint16_t *);
+typedef void difference_function(const uint16_t *, const float *, const uint16_t *, const uint16_t *, int64_t, float *);
 typedef int64_t change_function(int, const float *, const uint16_t *, int64_t, float, float, float, float, uint8_t *,
                                 uint16_t *);
 typedef void decode_function(int, const uint8_t *, int64_t, int64_t, int64_t, float *);
@@ -51,9 +51,14 @@ typedef void decode_top_function(const uint8_t *, int64_t, int64_t, int64_t, flo
 
 static void run_blocks(int bits, float code_max, float scale_max) {
     memset(chunk, 0, sizeof chunk);
-    ((encode_function *)found("diloco_encode"))(bits, values, minus, plus, loss, N, code_max, 0x1p-126f, scale_max, chunk);
+    encode_function *encode = (encode_function *)found("diloco_encode");
+    encode(bits, 4, values, plus, loss, 4, N, code_max, 0x1p-126f, scale_max, chunk);
     print_hash("encode", chunk, sizeof chunk);
     print_hash("loss", loss, sizeof loss);
+    memcpy(residual, base, sizeof residual);
+    encode(bits, 2, snapshot, residual, residual, 2, N, code_max, 0x1p-126f, scale_max, chunk);
+    print_hash("encode bfloat16", chunk, sizeof chunk);
+    print_hash("loss for residual", residual, sizeof residual);
     ((decode_function *)found("diloco_decode"))(bits, chunk, N, 256, N, out);
     print_hash("decode", out, sizeof out);
     ((change_function *)found("diloco_encode_change"))(bits, values, base, N, code_max, 0x1p-126f, scale_max,
@@ -66,17 +71,21 @@ int main(int count, char **arguments) {
     library = count > 1 ? dlopen(arguments[1], RTLD_NOW) : NULL;
     if (!library) return fprintf(stderr, "%s\n", count > 1 ? dlerror() : "which library?"), 2;
     for (int i = 0; i < N; i++) {
-        values[i] = number(), minus[i] = number(), plus[i] = number();
+        values[i] = number(), plus[i] = number();
         base[i] = (uint16_t)(next() & 0x8000) | (uint16_t)((127 - next() % 20) << 7) | (next() & 0x7f);
     }
+    ((progress_function *)found("diloco_progress"))(base, 4, values, N, snapshot);
+    print_hash("progress", snapshot, sizeof snapshot);
+    ((difference_function *)found("diloco_difference"))(snapshot, NULL, base, snapshot, N, out);
+    print_hash("difference", out, sizeof out);
     run_blocks(8, 127.0f, 0x1.020406p+121f);
     run_blocks(4, 7.0f, 0x1.249248p+125f);
     memset(chunk, 0, sizeof chunk);
-    ((encode_plain_function *)found("diloco_encode_plain"))(16, 4, values, minus, plus, loss, N, 0x1.fep+127f, chunk);
+    ((encode_plain_function *)found("diloco_encode_plain"))(16, 4, values, plus, loss, 4, N, 0x1.fep+127f, chunk);
     print_hash("bfloat16", chunk, sizeof chunk);
     print_hash("loss", loss, sizeof loss);
     memset(chunk, 0, sizeof chunk);
-    ((encode_top_function *)found("diloco_encode_top"))(4, values, minus, plus, loss, N, chunk);
+    ((encode_top_function *)found("diloco_encode_top"))(4, values, plus, loss, 4, N, chunk);
     print_hash("topk64_2bit", chunk, sizeof chunk);
     print_hash("loss", loss, sizeof loss);
     ((decode_top_function *)found("diloco_decode_top"))(chunk, N, 256, N, out);

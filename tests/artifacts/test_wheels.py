@@ -135,6 +135,14 @@ def hashes(runner: list[object], program: Path, compiled: Path) -> str:
     return subprocess.run([*runner, program, compiled], capture_output=True, text=True, check=True).stdout
 
 
+def test_what_compares_kernels_calls_them_as_they_are(prebuilt: Path, repository: Path, tmp_path: Path) -> None:
+    """Here, too, where there is no other machine's compiler: with arguments of yesterday it would crash."""
+    program = tmp_path / "program"
+    source = repository / "tests/artifacts/run_kernels.c"
+    subprocess.run(["cc", "-O1", "-o", program, source, "-ldl", "-lm"], check=True)
+    assert len(set(hashes([], program, prebuilt).splitlines())) == 21
+
+
 @pytest.mark.skipif(QEMU is None or not ITS_LIBRARIES.exists(), reason="needs qemu-user and libc6-arm64-cross")
 def test_the_kernels_for_aarch64_make_the_same_bytes(
     zig: Path, prebuilt: Path, repository: Path, tmp_path: Path
