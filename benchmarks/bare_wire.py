@@ -19,10 +19,10 @@ import multiprocessing
 import os
 import resource
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ import grpc
 
 from diloco_common import protobuf, rpc
 from diloco_common.allocator import tune_allocator
-from diloco_common.codec import Chunk, crc32c
+from diloco_common.codec import Chunk, crc32c, encoding_names
 from diloco_common.codec.frames import frame_of, framed
 from diloco_common.codec.payload import num_payload_bytes, usual_chunk_elements
 from diloco_common.protocol import PUSHES_AT_ONCE
@@ -89,13 +89,7 @@ class BareWire:
 
     def round(self, messages: str = BY_HAND) -> tuple[float, float]:
         """Take one round with such messages. Returns its seconds, and the CPU seconds of all processes together."""
-        cpu_before, began = self._cpu_s(), time.perf_counter()
-        ask(self._learners, messages)
-        seconds = time.perf_counter() - began
-        return seconds, self._cpu_s() - cpu_before
-
-    def _cpu_s(self) -> float:
-        return sum(ask([*self._shards, *self._learners], "cpu"))
+        return timed(self._learners, messages, [*self._shards, *self._learners])
 
 
 def start(stack: ExitStack, run: Callable[..., None], *args: Any) -> Connection:
@@ -116,16 +110,24 @@ def ask(pipes: list[Connection], what: str) -> list[float]:
     return [pipe.recv() for pipe in pipes]
 
 
-async def _answer(pipe: Connection, take_round: Callable[[str], Coroutine[Any, Any, None]] | None = None) -> None:
-    """Follow the commands from the pipe until its other end is closed."""
+def timed(pipes: list[Connection], what: str, everybody: list[Connection]) -> tuple[float, float]:
+    """Seconds until all of them have done it, and the CPU seconds that everybody has taken meanwhile."""
+    cpu_before, began = sum(ask(everybody, "cpu")), time.perf_counter()
+    ask(pipes, what)
+    seconds = time.perf_counter() - began
+    return seconds, sum(ask(everybody, "cpu")) - cpu_before
+
+
+async def answer(pipe: Connection, commands: Mapping[str, Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Follow the commands from the pipe until its other end is closed: each is answered with the CPU seconds so far."""
     loop = asyncio.get_running_loop()
     while True:
         try:
             what = await loop.run_in_executor(None, pipe.recv)
         except EOFError:
             return
-        if what in SERVICES and take_round is not None:
-            await take_round(what)
+        if what in commands:
+            await commands[what]()
         used = resource.getrusage(resource.RUSAGE_SELF)
         pipe.send(used.ru_utime + used.ru_stime)
 
@@ -158,7 +160,7 @@ class _Shard:
         ]
 
     async def push(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
-        self._hold([_checked(protobuf.push_part(request)) async for request in requests])
+        self._hold([checked(protobuf.push_part(request)) async for request in requests])
         return b""
 
     async def pull(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -166,7 +168,7 @@ class _Shard:
             yield frame_of(chunk)
 
     async def push_generated(self, requests: AsyncIterator[pb.PushRequest], context: Any) -> bytes:
-        self._hold([_checked(request.chunk) async for request in requests])
+        self._hold([checked(request.chunk) async for request in requests])
         return b""
 
     async def pull_generated(self, request: bytes, context: Any) -> AsyncIterator[pb.PullResponse]:
@@ -184,7 +186,7 @@ class _Shard:
         self._held.append(chunks)
 
 
-def _checked(chunk: Any) -> Chunk:
+def checked(chunk: Any) -> Chunk:
     """Takes the checksum of a chunk, and compares it with nothing."""
     crc32c(chunk)
     return chunk  # type: ignore[no-any-return]
@@ -201,7 +203,7 @@ def _run_shard(pipe: Connection, spec: WireSpec) -> None:
         server.add_generic_rpc_handlers(_Shard(spec).handlers())
         pipe.send(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
-        await _answer(pipe)
+        await answer(pipe, {})
 
     tune_allocator()
     asyncio.run(serve())
@@ -214,7 +216,7 @@ def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
     async def learn() -> None:
         up = spec.chunks_up()
         bytes_up = _as_bytes(up)
-        bulk = [[_dial(port) for _ in ("push", "pull")] for port in ports]
+        bulk = [[dial(port) for _ in ("push", "pull")] for port in ports]
         pushing = [asyncio.Semaphore(PUSHES_AT_ONCE) for _ in ports]
         pulling = [asyncio.Semaphore(1) for _ in ports]
 
@@ -228,18 +230,18 @@ def _run_learner(pipe: Connection, spec: WireSpec, ports: list[int]) -> None:
                     await push.push(pb.PushRequest(chunk=data, crc32c=0) for data in bytes_up)
             async with pulling[shard]:
                 async for message in pull.pull(b""):
-                    _checked(protobuf.pull_part(message) if messages == BY_HAND else message.chunk)
+                    checked(protobuf.pull_part(message) if messages == BY_HAND else message.chunk)
 
         async def take_round(messages: str) -> None:
             await asyncio.gather(*(sync(i, messages) for i in range(spec.shards) for _ in range(spec.fragments_of(i))))
 
-        await _answer(pipe, take_round)
+        await answer(pipe, {messages: partial(take_round, messages) for messages in SERVICES})
 
     tune_allocator()
     asyncio.run(learn())
 
 
-def _dial(port: int) -> grpc.aio.Channel:
+def dial(port: int) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.BULK_CHANNEL_OPTIONS)
 
 
@@ -269,8 +271,12 @@ def arguments(doc: str) -> tuple[WireSpec, int]:
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--fragments", type=int, default=24)
-    parser.add_argument("--push", default="int8", help="encoding of contributions (default: int8)")
-    parser.add_argument("--pull", default="bfloat16", help="encoding of versions (default: bfloat16)")
+    parser.add_argument(
+        "--push", default="int8", choices=encoding_names(), help="encoding of contributions (default: int8)"
+    )
+    parser.add_argument(
+        "--pull", default="bfloat16", choices=encoding_names(), help="encoding of versions (default: bfloat16)"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     spec = WireSpec(args.learners, args.shards, args.fragments, int(args.params), args.push, args.pull)

@@ -28,9 +28,10 @@ from statistics import median
 
 import torch
 
-from bare_wire import BareWire, WireSpec, arguments, ask, start
+from bare_wire import BareWire, WireSpec, arguments, start, timed
 from diloco_common.allocator import tune_allocator
 from diloco_common.codec import Payload, crc32c, encode_payload, get_codec
+from diloco_common.codec.base import Reference, progress_since
 from diloco_common.codec.change import decode_version
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import OuterSettings
@@ -61,10 +62,7 @@ class Sockets:
 
     def round(self) -> tuple[float, float]:
         """Take one round. Returns its seconds, and the CPU seconds of all processes together."""
-        cpu_before, began = sum(ask(self._all, "cpu")), time.perf_counter()
-        ask(self._learners, "round")
-        seconds = time.perf_counter() - began
-        return seconds, sum(ask(self._all, "cpu")) - cpu_before
+        return timed(self._learners, "round", self._all)
 
 
 def _run_shard(pipe: Connection, spec: WireSpec) -> None:
@@ -169,9 +167,9 @@ class Arithmetic:
             spent[what] += now - began
             began = now
 
-        work.snapshot.copy_(work.theta)
+        progress_since(work.anchor, work.theta, work.snapshot)
         lap("snapshot")
-        payload = encode_payload(work.anchor, self._spec.push, minus=work.snapshot, plus=work.residual, loss=work.loss)
+        payload = encode_payload(work.snapshot, self._spec.push, plus=work.residual, loss=work.residual)
         lap("encode")
         norms = piece_norms(payload, self._fragment.pieces)
         lap("norms")
@@ -185,12 +183,11 @@ class Arithmetic:
         lap("merge, step, publish")
         change = work.published.change
         version, base = (work.published.values, None) if change is None else (change, work.anchor)
-        work.anchor, added = decode_version(version, base, reference=work.snapshot)
+        work.anchor, added = decode_version(version, base, reference=Reference(work.anchor, work.snapshot))
         lap("decode")
         assert added is not None
         work.theta.add_(added)
         lap("apply")
-        work.residual, work.loss = work.loss, work.residual
 
 
 class _FragmentWork:
@@ -199,11 +196,11 @@ class _FragmentWork:
     def __init__(self, size: int, spec: WireSpec, optimizer: OuterOptimizer) -> None:
         values = torch.randn(size).mul_(0.02)
         self.theta = values + torch.randn(size).mul_(1e-3)
-        self.snapshot = torch.empty(size)
+        self.snapshot = torch.empty(size, dtype=get_codec(spec.push).progress_dtype)
         self.values = arithmetic.Values(values, [torch.zeros(size) for _ in range(optimizer.num_buffers)])
         self.published = arithmetic.publish(self.values, spec.pull)
         self.anchor, _ = decode_version(self.published.values, None)
-        self.residual, self.loss = (torch.zeros(size, dtype=get_codec(spec.push).residual_dtype) for _ in range(2))
+        self.residual = torch.zeros(size, dtype=get_codec(spec.push).residual_dtype)
         self.others: list[Payload] = [
             encode_payload(torch.randn(size).mul_(1e-3), spec.push) for _ in range(spec.learners - 1)
         ]

@@ -295,12 +295,7 @@ class LightLearner:
             self._news.clear()
             for fragment_id, version in sorted(self._announced.items()):
                 if self._pulled.get(fragment_id) != version:
-                    try:
-                        await self._pull(fragment_id)
-                    except grpc.aio.AioRpcError:  # of 256 learners' pulls one or two are cut off, and not by us
-                        self.busy += 1
-                        self._news.set()
-                        await asyncio.sleep(backoff_s(0, random.random()))
+                    await self._pull(fragment_id)
 
     async def _pull(self, fragment_id: int) -> None:
         call = self._call_pull(pb.PullRequest(fragment_id=fragment_id), metadata=self._metadata, timeout=CALL_S)

@@ -6,10 +6,11 @@
     python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3 --json out.json
 
 Real shard and learner processes on loopback. In a round, every learner snapshots, encodes and pushes all fragments, the
-shards merge and step, and every learner pulls, decodes and applies. In the same run, in turn with the rounds, three
+shards merge and step, and every learner pulls, decodes and applies. In the same run, in turn with the rounds, four
 yardsticks are measured: torch.distributed with Gloo all-reduces as many float32 parameters among the same learner
-processes; bare gRPC (bare_wire.py) sends the same bytes; and ceilings.py measures the machine. The first rounds are not
-counted, because they fault in memory. Needs Linux, and about 36 bytes of memory per parameter and learner.
+processes; bare gRPC (bare_wire.py) sends the same bytes; a bare round (bare_round.py) does all that with the same
+kernels and nothing else; and ceilings.py measures the machine. The first rounds are not counted, because they fault in
+memory. Needs Linux, and about 50 bytes of memory per parameter and learner.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 
+from bare_round import BareRound
 from bare_wire import BareWire, WireSpec
 from ceilings import Memory, loopback_bytes_per_s
 from diloco_common.allocator import tune_allocator
@@ -202,11 +204,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
         usage = Usage(learners, shards)
         memory = Memory()
-        ours_s, gloo_s, bare_s, bare_cpu_s, memory_bps, loopback_bps = [], [], [], [], [], []
+        ours_s, gloo_s, memory_bps, loopback_bps = [], [], [], []
+        bare_s: list[tuple[float, float]] = []  # seconds, and CPU seconds
+        least_s: list[tuple[float, float]] = []
         learners.timed("round")
         encrypted = usage_over_tls(args, settings, tensors, stack) if args.tls else None
         tls_s: list[float] = []
-        bare = BareWire(WireSpec(args.learners, args.shards, args.fragments, parameters, args.push, args.pull), stack)
+        spec = WireSpec(args.learners, args.shards, args.fragments, parameters, args.push, args.pull)
+        bare, least = BareWire(spec, stack), BareRound(spec, stack)
         for i in range(1 - WARM_UP, args.rounds):
             seconds = usage.during_round() if i >= 0 else learners.timed("round")
             if encrypted is not None:
@@ -215,9 +220,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if i >= 0:
                 ours_s.append(seconds)
                 gloo_s.append(peer_s)
-                seconds_bare, cpu_bare = bare.round()
-                bare_s.append(seconds_bare)
-                bare_cpu_s.append(cpu_bare)
+                bare_s.append(bare.round())
+                least_s.append(least.round())
                 memory_bps.append(memory.bytes_per_s())
                 loopback_bps.append(loopback_bytes_per_s())
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
@@ -240,9 +244,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tls_seconds": tls_s,
         "ratio_of_tls": median(t / o for t, o in zip(tls_s, ours_s, strict=True)) if tls_s else None,
         "cpu_ratio_of_tls": encrypted.cpu_s / usage.cpu_s if encrypted is not None else None,
-        "bare_grpc_seconds": bare_s, "bare_grpc_seconds_median": median(bare_s),
-        "bare_grpc_cpu_seconds": median(bare_cpu_s),
-        "ratio_to_bare_grpc": median(o / b for o, b in zip(ours_s, bare_s, strict=True)),
+        **against("bare_grpc", ours_s, bare_s), **against("bare_round", ours_s, least_s),
         "bytes_up_per_param": bytes_up, "bytes_down_per_param": bytes_down,
         "share_of_data_parallel_per_step": (bytes_up + bytes_down) / args.fragments / (2 * FP32_BYTES),
         "learner_cpu_seconds": usage.learner_cpu_s / args.rounds / args.learners,
@@ -258,6 +260,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "phases_cpu_seconds": phases,
         "memcpy_bytes_per_s": median(memory_bps), "loopback_bytes_per_s": median(loopback_bps),
         **merge,
+    }  # fmt: skip
+
+
+def against(name: str, ours_s: Sequence[float], theirs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """What took seconds and CPU seconds in turn with our rounds."""
+    seconds = [s for s, _ in theirs]
+    return {
+        f"{name}_seconds": seconds, f"{name}_seconds_median": median(seconds),
+        f"{name}_cpu_seconds": median(cpu_s for _, cpu_s in theirs),
+        f"ratio_to_{name}": median(o / s for o, s in zip(ours_s, seconds, strict=True)),
     }  # fmt: skip
 
 
@@ -299,6 +311,8 @@ def show(r: dict[str, Any]) -> None:
         line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
     line(f"bare gRPC        {spread(r['bare_grpc_seconds'])}: the same bytes and nothing else;")
     line(f"                 a round takes {r['ratio_to_bare_grpc']:.2f} times that")
+    line(f"a bare round     {spread(r['bare_round_seconds'])}: the same kernels, too;")
+    line(f"                 a round takes {r['ratio_to_bare_round']:.2f} times that")
     line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
     line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
     line(f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard")
@@ -333,6 +347,7 @@ def show(r: dict[str, Any]) -> None:
         line(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
     line(f"    of which bare gRPC takes                         {r['bare_grpc_cpu_seconds']:7.2f} s")
     cores = os.cpu_count() or 1
+    line(f"    bare gRPC and the same arithmetic, all at once   {r['bare_round_cpu_seconds']:7.2f} s")
     line(f"  {'together':<50} {total:6.2f} s, so on {cores} cores at least {total / cores:.2f} s")
 
 

@@ -10,7 +10,8 @@ alternate with blocks without it. In the latter there is no traffic, because sha
 steps. The blocks begin once every fragment has its second version. The first steps of each block are left out.
 
 Measured are the seconds inside `learner.step`, and the seconds of a step of the loop with and without it. As a
-yardstick, the loop also adds one tensor of a fragment's size to another: applying a version cannot cost less.
+yardstick, the loop also adds one tensor of a fragment's size to another: applying a version cannot cost less. It does
+so in both kinds of blocks: with `learner.step`, the background uses the same memory, caches and cores meanwhile.
 
 Exits with 1 if `learner.step` took more than 1 % of a 100 ms step in the median or more than 10 ms at the 99th
 percentile, or if fewer than half a contribution was merged or half a version applied per step.
@@ -78,9 +79,11 @@ class Measured:
     inside_cpu_s: list[float] = field(default_factory=list)
     """CPU seconds of the training thread inside `learner.step`."""
     with_s: list[float] = field(default_factory=list)
-    """Seconds of a step of the loop, including `learner.step`."""
+    """Seconds of a step of the loop, including `learner.step`, without the addition."""
     without_s: list[float] = field(default_factory=list)
     addition_s: list[float] = field(default_factory=list)
+    addition_beside_s: list[float] = field(default_factory=list)
+    """The same in steps with `learner.step`, just before it: beside the traffic."""
     counts: dict[str, float] = field(default_factory=dict)
     """Totals over the steps with `learner.step`."""
 
@@ -159,12 +162,13 @@ def measure_blocks(loop: Loop, learner: diloco_worker.Learner, blocks: int) -> d
         for _ in range(WITH_STEPS):
             began = time.perf_counter()
             loop.step()
+            m.addition_beside_s.append(loop.add_once())
             trained, trained_cpu = time.perf_counter(), time.thread_time()
             learner.step(STEP_TOKENS, 1.0)
             ended = time.perf_counter()
             m.inside_cpu_s.append(time.thread_time() - trained_cpu)
             m.inside_s.append(ended - trained)
-            m.with_s.append(ended - began)
+            m.with_s.append(ended - began - m.addition_beside_s[-1])
         after = counts(learner)
         m.counts = {name: m.counts.get(name, 0.0) + after[name] - before[name] for name in after}
         for _ in range(SETTLE_STEPS):
@@ -220,7 +224,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             sys.exit("a learner ended before it had measured anything")
     inside, inside_cpu = (sorted(s for f in found for s in f[w]) for w in ("inside_s", "inside_cpu_s"))
     totals = {name: sum(f["counts"][name] for f in found) / len(inside) for name in found[0]["counts"]}
-    with_s, without_s, addition_s = ([s for f in found for s in f[w]] for w in ("with_s", "without_s", "addition_s"))
+    with_s, without_s, addition_s, beside_s = (
+        [s for f in found for s in f[w]] for w in ("with_s", "without_s", "addition_s", "addition_beside_s")
+    )
     cost = {
         "median": median(inside), "mean": fmean(inside), "p90": percentile(inside, 90),
         "p99": percentile(inside, 99), "max": inside[-1],
@@ -231,6 +237,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "step_cost_seconds": cost, "step_cost_percent": {name: 100 * s / STEP_S for name, s in cost.items()},
         "step_cost_cpu_seconds": {"median": median(inside_cpu), "p99": percentile(inside_cpu, 99)},
         "addition_seconds_median": median(addition_s),
+        "addition_beside_traffic_seconds": {"median": median(beside_s), "p99": percentile(sorted(beside_s), 99)},
         "loop_seconds_with": {"median": median(with_s), "mean": fmean(with_s)},
         "loop_seconds_without": {"median": median(without_s), "mean": fmean(without_s)},
         "versions_applied_per_step": totals.pop("applied"), "contributions_merged_per_step": totals.pop("merged"),
@@ -264,7 +271,11 @@ def show(r: dict[str, Any]) -> None:
           + "  (wanted: median 1 %, p99 10 %)")  # fmt: skip
     print("  CPU time            "
           + ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in r["step_cost_cpu_seconds"].items()))  # fmt: skip
-    print(f"one bare addition     median {1000 * r['addition_seconds_median']:.2f} ms, of a fragment's size")
+    beside = r["addition_beside_traffic_seconds"]
+    print(
+        f"one bare addition     median {1000 * r['addition_seconds_median']:.2f} ms, of a fragment's size; beside the "
+        f"traffic {1000 * beside['median']:.2f} ms, p99 {1000 * beside['p99']:.2f} ms"
+    )
     for name in ("median", "mean"):
         print(
             f"a step of the loop    {name} {1000 * with_s[name]:.2f} ms, without learner.step "

@@ -34,7 +34,7 @@ from versus_cell import CASES, SYSTEMS, Cell, Times, run_cell
 from versus_machines import LINKS, NotPossible
 
 RESULTS = Path(__file__).resolve().parent / "results" / "versus.jsonl"
-MODULES = {"ours": "diloco_worker", "ddp": "torch", "torchft": "torchft", "hivemind": "hivemind"}
+MODULES = {"ours": "diloco_worker", "ddp": "torch", "torchft": "torchft", "hivemind": "hivemind", "alone": "torch"}
 CORES = 2
 """All processes of a run share this many cores."""
 

@@ -14,9 +14,10 @@ from versus_machines import LINKS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PICTURE = DOCS / "comparison.md", DOCS / "comparison.png"
-NAMES = {"ours": "ours", "ddp": "torch DDP", "torchft": "torchft", "hivemind": "hivemind"}
+NAMES = {"ours": "ours", "ddp": "torch DDP", "torchft": "torchft", "hivemind": "hivemind", "alone": "no system"}
+PEERS = ("ddp", "torchft", "hivemind")
 CASES = {"plain": "all alike", "slow": "one worker 3 x slower", "killed": "one worker killed, then back"}
-COLOURS = {"ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150"}
+COLOURS = {"ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150", "alone": "#c9c2b0"}
 STALL_MAX_S = 0.05
 END_S = 5.0
 LOSS_TOP = 3.7
@@ -126,13 +127,13 @@ def _goals(results: Sequence[Result]) -> str:
     rows = ["| goal | result | |", "| --- | --- | --- |"]
     rows += _speed(at, "100mbit", "plain", 10.0, ["ddp"], "torch DDP")
     rows += _speed(at, "100mbit", "plain", 1.5, ["torchft", "hivemind"], "the best peer")
-    rows += _speed(at, "20mbit", "plain", 2.5, ["ddp", "torchft", "hivemind"], "the best peer")
+    rows += _speed(at, "20mbit", "plain", 2.5, PEERS, "the best peer")
     for link in ("100mbit", "20mbit"):
         rows += _no_worse(at, link)
     for case in ("slow", "killed"):
         for link in LINKS:
             rows += _steady(at, link, case)
-            rows += _speed(at, link, case, 3.0, ["ddp", "torchft", "hivemind"], "the best peer")
+            rows += _speed(at, link, case, 3.0, PEERS, "the best peer")
     return "\n".join(rows)
 
 
@@ -153,7 +154,7 @@ def _speed(
 
 def _no_worse(at: dict[tuple[str, str, str], Result], link: str) -> list[str]:
     ours = at.get(("ours", link, "plain"))
-    peers = {p: at[p, link, "plain"] for p in NAMES if p != "ours" and (p, link, "plain") in at}
+    peers = {p: at[p, link, "plain"] for p in PEERS if (p, link, "plain") in at}
     if ours is None or not peers:
         return []
     best = min(peers, key=lambda p: loss_at_end(peers[p]))

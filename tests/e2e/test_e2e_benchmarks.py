@@ -50,7 +50,8 @@ def test_an_outer_round_is_measured_with_its_floor_and_its_peer(tmp_path: Path) 
     assert 2.0 <= found["bytes_down_per_param"] < 2.1
     for figure in (
         "seconds_median", "gloo_seconds_median", "ratio_to_gloo", "bare_grpc_seconds_median", "bare_grpc_cpu_seconds",
-        "ratio_to_bare_grpc", "memcpy_bytes_per_s", "loopback_bytes_per_s", "merge_fraction_of_memory_bandwidth",
+        "ratio_to_bare_grpc", "bare_round_cpu_seconds", "ratio_to_bare_round", "memcpy_bytes_per_s",
+        "loopback_bytes_per_s", "merge_fraction_of_memory_bandwidth",
     ):  # fmt: skip
         assert found[figure] > 0, figure
     assert len(found["shard_rss_bytes"]) == 2
