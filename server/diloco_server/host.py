@@ -71,11 +71,11 @@ class ShardHost:
         `tick_s`: how often time passes for the core.
         """
         self.settings = settings
-        self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock)
+        self.shard = Shard(settings, store.epoch, find_rules(settings).cadence)
+        self.clock: Clock = clock or AwakeClock(settings.lease.heartbeat_s, world.clock, self.shard.slept)
         self.stopwatch = world.clock
         self.started_at = self.clock()
         self.metrics, self.log = metrics, log
-        self.shard = Shard(settings, store.epoch, find_rules(settings).cadence)
         self.telemetry = ShardTelemetry(self.shard, metrics, log, self.clock, history)
         self.driver = EffectDriver(self.shard, self, self.telemetry)
         self.streams = ControlStreams()

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_pace import MODEL, PAYLOAD, Crowd, honest
+from test_pace import MODEL, PAYLOAD, TICK_S, Crowd, honest
+from test_pace import TOKENS as TOKENS_OF_A_STEP
 
 from builders import make_contribution
 from diloco_common.errors import Implausible
@@ -115,6 +116,37 @@ def test_after_a_restart_who_was_merged_before_brings_all_that_it_trained_meanwh
 
     assert counted["b"] == outage
     assert counted["stranger"] < outage, "the shard has never met it"
+
+
+def test_after_a_cut_of_all_the_first_that_is_back_counts_in_full() -> None:
+    membership, cut_s = learners(a=100, b=100), 3600
+    b = membership.get("b")
+    assert b is not None
+    membership.leave(b)
+    shares = {"a": shared(since_s=cut_s), "b": shared(since_s=cut_s)}
+    assert counts({"a": (cut_s * 100, cut_s)}, shares, membership) == {"a": cut_s * 100}
+    assert counts({"a": (LIE, cut_s)}, shares, membership)["a"] < LIE
+
+
+@pytest.mark.parametrize("trained", [1, 2])
+@pytest.mark.parametrize("pushed_before", [False, True])
+def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(pushed_before: bool, trained: int) -> None:
+    crowd, frozen_s = Crowd(), 3600
+    honest(crowd, 2)
+    crowd.run(400)
+    while crowd.shard.fragments[0].round is None:
+        crowd.run(TICK_S)
+    crowd.shard.slept(frozen_s)
+    while pushed_before and crowd.shard.fragments[0].round is not None:
+        crowd.run(TICK_S)
+    for actor in list(crowd.actors.values())[:trained]:
+        actor.steps, actor.tokens = actor.steps + frozen_s, actor.tokens + frozen_s * TOKENS_OF_A_STEP
+    crowd.run(20)
+    assert crowd.refused == []
+    assert crowd.shard.tokens_merged == sum(a.merged_until for a in crowd.actors.values()) > trained * frozen_s
+    usual = crowd.shard.membership.usual_pace(crowd.now)
+    assert usual is not None
+    assert usual.steps_per_s == pytest.approx(1.0, rel=0.01)
 
 
 class Liar:

@@ -8,7 +8,7 @@ two can lower it, so the run may end later, never earlier.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -43,17 +43,23 @@ def count(
     `before`: the record of the version that the round goes on from.
     """
     after = {i: share for i, share in shares.items() if membership.get(i) is not None}
-    after |= {i: _share(c, shares.get(i), closed.opened_at) for i, c in closed.contributions.items()}
-    paces = {m.learner_id: m.trail.pace for m in membership.live() if m.trail is not None and m.sets_pace}
-    rates = {i: pace.tokens_per_s for i, pace in paces.items() if pace is not None}
+    after |= {i: _share(c, shares.get(i), closed.opened_at - closed.asleep_s) for i, c in closed.contributions.items()}
+    rates, rates_of_gone = _rates(m for m in membership.live() if m.sets_pace), _rates(membership.gone())
     counted = {}
     for i, contribution in closed.contributions.items():
         since_s = _since(membership.get(i), shares.get(i), now)
         is_back = i not in shares and i in before.merged_versions
-        most = _most(i, after, before, rates, sync_every, since_s, is_back=is_back)
+        known = rates if rates.keys() - {i} else rates_of_gone | rates
+        most = _most(i, after, before, known, sync_every, since_s, is_back=is_back)
         tokens = contribution.tokens if most is None else min(contribution.tokens, most)
         counted[i] = replace(contribution, counted=tokens)
     return counted, after
+
+
+def _rates(members: Iterable[Member]) -> dict[str, float]:
+    """Learner -> tokens per second that it trains, where that is known."""
+    paces = {m.learner_id: m.trail.pace for m in members if m.trail is not None and m.answers}
+    return {i: pace.tokens_per_s for i, pace in paces.items() if pace is not None}
 
 
 def _share(contribution: Contribution, share: Share | None, opened_at: float) -> Share:
@@ -65,7 +71,7 @@ def _since(member: Member | None, share: Share | None, now: float) -> float:
     """Seconds in which the learner can have trained what it brings, as far as this shard knows."""
     if share is not None:
         return now - share.merged_until
-    return 0.0 if member is None or member.trail is None else now - member.trail.first_at
+    return 0.0 if member is None or member.trail is None else now - member.trail.first_at + member.trail.asleep_s
 
 
 def _most(

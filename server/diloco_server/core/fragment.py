@@ -174,6 +174,12 @@ class FragmentState:
 
     # ------------------------------------------------------------ changes in every phase
 
+    def slept(self, seconds: float) -> None:
+        """The shard was frozen, and learners trained on."""
+        self.shares = {i: replace(s, merged_until=s.merged_until - seconds) for i, s in self.shares.items()}
+        if self.collected is not None:
+            self.collected.asleep_s += seconds
+
     def rename(self, epoch: int) -> None:
         """The latest version gets a name of its own: its old one may also name bytes that were lost."""
         self.record, self.before = replace(self.record, epoch=epoch), None

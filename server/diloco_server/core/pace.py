@@ -62,6 +62,9 @@ class Trail:
     reported: Progress
     """When its steps grew last; of that, `pace`. What counts depends on the pace of others."""
     reported_at: float
+    asleep_s: float = 0.0
+    """Seconds for which the shard was frozen, as long as no report shows that the learner trained on meanwhile: what is
+    read first was perhaps sent before."""
     step_s: float = 0.0
     """Moving average of what passes per step, between reports; 0: no step yet."""
     merged_until: dict[int, Progress] = field(default_factory=dict)
@@ -77,7 +80,10 @@ class Trail:
 
     def go_on(self, progress: Progress, most: Pace, now: float) -> None:
         """Count another report, at most at this pace since the one before."""
-        since_s = max(0.0, now - self.counted_at)
+        since_s, took_s = max(0.0, now - self.counted_at), max(0.0, now - self.grown_at)
+        if progress.inner_step > self._steps + _in(since_s, most.steps_per_s):  # it trained while the shard was frozen
+            self.first_at -= self.asleep_s
+            since_s, took_s, self.asleep_s = since_s + self.asleep_s, took_s + self.asleep_s, 0.0
         self._steps = min(progress.inner_step, self._steps + _in(since_s, most.steps_per_s))
         self._tokens = min(progress.tokens, self._tokens + _in(since_s, most.tokens_per_s))
         self.counted_at = now
@@ -85,8 +91,7 @@ class Trail:
             self.reported, self.reported_at = progress, now
         grown = int(self._steps) - self.counted.inner_step
         if grown > 0:
-            took_s = max(0.0, now - self.grown_at) / grown
-            self.step_s += (ALPHA if self.step_s else 1.0) * (took_s - self.step_s)
+            self.step_s += (ALPHA if self.step_s else 1.0) * (took_s / grown - self.step_s)
             self.grown_at = now
         step_time_s = min(progress.step_time_s, STEP_TIME_FACTOR * self.step_s)
         self.counted = Progress(int(self._steps), int(self._tokens), progress.loss, step_time_s)
@@ -134,7 +139,7 @@ def check_trained(
         unreported_s = up_s + (0.0 if pace is None else AWAY_S)
         since = counted if trail is None else trail.first
     else:
-        unreported_s = now - trail.grown_at
+        unreported_s = now - trail.grown_at + trail.asleep_s
     for what, pushed, reported, per_s in (
         ("tokens", header.tokens, counted.tokens - since.tokens, tokens_per_s),
         ("steps", header.steps, counted.inner_step - since.inner_step, steps_per_s),

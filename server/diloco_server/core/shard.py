@@ -175,6 +175,12 @@ class Shard:
         self._leases.expire(now)
         self._rounds.tick(now, may_open=not self.draining)
 
+    def slept(self, seconds: float) -> None:
+        """This process was frozen for so long. For leases and rounds no time has passed, but learners trained on."""
+        self.membership.slept(seconds)
+        for state in self.fragments.values():
+            state.slept(seconds)
+
     def drain(self) -> None:
         """Take no new work: no joins, no new rounds. Learners are told."""
         self.draining = True
