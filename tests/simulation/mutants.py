@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
-from diloco_server.core.pace import Pace, Trail
+from diloco_server.core.pace import Most, Pace, Trail
 from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
@@ -490,13 +491,13 @@ def take_any_length(original: Any) -> Any:
 
 def count_every_step(original: Any) -> Any:
     """Steps count as they are reported, however many they are."""
-    return lambda pace, *, is_idle: Pace(float("inf"), float("inf"))
+    return lambda usual, *, is_idle: Most(math.inf, Pace(math.inf, math.inf))
 
 
 def believe_step_times(original: Any) -> Any:
     """A step takes as long as its learner says."""
 
-    def go_on(self: Trail, progress: Progress, most: Pace, now: float) -> None:
+    def go_on(self: Trail, progress: Progress, most: Most, now: float) -> None:
         original(self, progress, most, now)
         self.counted = replace(self.counted, step_time_s=progress.step_time_s)
 

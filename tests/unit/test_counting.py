@@ -123,30 +123,57 @@ def test_after_a_cut_of_all_the_first_that_is_back_counts_in_full() -> None:
     b = membership.get("b")
     assert b is not None
     membership.leave(b)
-    shares = {"a": shared(since_s=cut_s), "b": shared(since_s=cut_s)}
+    shares = {i: replace(shared(since_s=cut_s), tokens_per_s=100.0) for i in "ab"}
     assert counts({"a": (cut_s * 100, cut_s)}, shares, membership) == {"a": cut_s * 100}
     assert counts({"a": (LIE, cut_s)}, shares, membership)["a"] < LIE
 
 
-@pytest.mark.parametrize("trained", [1, 2])
+@pytest.mark.parametrize("trained", [0, 1, 2])
 @pytest.mark.parametrize("pushed_before", [False, True])
-def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(pushed_before: bool, trained: int) -> None:
+@pytest.mark.parametrize("stale", [0, 2])
+def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(
+    stale: int, pushed_before: bool, trained: int
+) -> None:
+    """`stale`: so many reports of each are read only on waking, right after each other."""
     crowd, frozen_s = Crowd(), 3600
     honest(crowd, 2)
     crowd.run(400)
     while crowd.shard.fragments[0].round is None:
         crowd.run(TICK_S)
     crowd.shard.slept(frozen_s)
+    for _ in range(stale):
+        for actor in crowd.actors.values():
+            actor.steps, actor.tokens = actor.steps + 1, actor.tokens + TOKENS_OF_A_STEP
+            crowd.report(actor)
     while pushed_before and crowd.shard.fragments[0].round is not None:
         crowd.run(TICK_S)
     for actor in list(crowd.actors.values())[:trained]:
         actor.steps, actor.tokens = actor.steps + frozen_s, actor.tokens + frozen_s * TOKENS_OF_A_STEP
+
     crowd.run(20)
+
     assert crowd.refused == []
-    assert crowd.shard.tokens_merged == sum(a.merged_until for a in crowd.actors.values()) > trained * frozen_s
+    assert crowd.shard.tokens_merged == sum(a.merged_until for a in crowd.actors.values())
+    are_merged = [a.merged_until > frozen_s * TOKENS_OF_A_STEP for a in crowd.actors.values()]
+    assert are_merged == [True] * trained + [False] * (2 - trained)
     usual = crowd.shard.membership.usual_pace(crowd.now)
     assert usual is not None
     assert usual.steps_per_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_learner_that_was_in_no_round_for_long_is_taken_again() -> None:
+    """Its reports count for rounds at half the usual pace; what it has trained is all there."""
+    crowd = Crowd()
+    idle, *_ = honest(crowd)
+    crowd.run(100)
+    idle.contributes = False
+    crowd.run(2000)
+    assert idle.member.is_idle
+    idle.contributes = True
+    crowd.run(100)
+    assert crowd.refused == []
+    assert idle.merged_until > 2000 * TOKENS_OF_A_STEP
+    assert not idle.member.is_idle
 
 
 class Liar:

@@ -25,6 +25,7 @@ from diloco_server.core.pace import (
     STEPS_FACTOR,
     TRAINED_FACTOR,
     UNKNOWN_TOKENS_PER_S,
+    Most,
     Pace,
     Trail,
     check_trained,
@@ -35,7 +36,7 @@ from lockstep import ShardShell
 
 SIZE, TOKENS, TICK_S = 8, 10, 0.05
 MODEL = [TensorSpec("w", (SIZE,))]
-FREE = Pace(math.inf, math.inf)
+FREE = Most(math.inf, Pace(math.inf, math.inf))
 PAYLOAD = encode_payload(torch.ones(SIZE), "float32")
 
 
@@ -322,7 +323,7 @@ def test_steps_are_judged_as_tokens_are() -> None:
 # ------------------------------------------------------------------ the pace
 
 
-def reported(pairs: list[tuple[float, int]], most: Pace = FREE) -> Trail:
+def reported(pairs: list[tuple[float, int]], most: Most = FREE) -> Trail:
     trail = Trail.begin(Progress(0, 0), 0.0)
     for at, steps in pairs:
         trail.go_on(Progress(steps, steps * TOKENS, None, 1e9), most, at)

@@ -8,7 +8,7 @@ two can lower it, so the run may end later, never earlier.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -33,6 +33,8 @@ class Share:
     to the same round."""
     merged_until: float
     """When the round opened that merged it last."""
+    tokens_per_s: float | None = None
+    """As it trained then, or does now; None: not known. It stays where the learner is away."""
 
 
 def count(
@@ -44,27 +46,24 @@ def count(
     """
     after = {i: share for i, share in shares.items() if membership.get(i) is not None}
     after |= {i: _share(c, shares.get(i), closed.opened_at - closed.asleep_s) for i, c in closed.contributions.items()}
-    rates, rates_of_gone = _rates(m for m in membership.live() if m.sets_pace), _rates(membership.gone())
+    paces = {m.learner_id: m.trail.pace for m in membership.live() if m.trail is not None and m.sets_pace}
+    rates = {i: share.tokens_per_s for i, share in after.items() if share.tokens_per_s is not None}
+    rates |= {i: pace.tokens_per_s for i, pace in paces.items() if pace is not None}
+    after = {i: replace(share, tokens_per_s=rates.get(i)) for i, share in after.items()}
     counted = {}
     for i, contribution in closed.contributions.items():
         since_s = _since(membership.get(i), shares.get(i), now)
         is_back = i not in shares and i in before.merged_versions
-        known = rates if rates.keys() - {i} else rates_of_gone | rates
-        most = _most(i, after, before, known, sync_every, since_s, is_back=is_back)
+        most = _most(i, after, before, rates, sync_every, since_s, is_back=is_back)
         tokens = contribution.tokens if most is None else min(contribution.tokens, most)
         counted[i] = replace(contribution, counted=tokens)
     return counted, after
 
 
-def _rates(members: Iterable[Member]) -> dict[str, float]:
-    """Learner -> tokens per second that it trains, where that is known."""
-    paces = {m.learner_id: m.trail.pace for m in members if m.trail is not None and m.answers}
-    return {i: pace.tokens_per_s for i, pace in paces.items() if pace is not None}
-
-
 def _share(contribution: Contribution, share: Share | None, opened_at: float) -> Share:
     steps = max(contribution.steps, 0 if share is None else share.steps // 2)
-    return Share(contribution.tokens / contribution.steps, steps, opened_at)
+    tokens_per_s = None if share is None else share.tokens_per_s
+    return Share(contribution.tokens / contribution.steps, steps, opened_at, tokens_per_s)
 
 
 def _since(member: Member | None, share: Share | None, now: float) -> float:

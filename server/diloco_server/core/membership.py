@@ -90,14 +90,10 @@ class Member:
         return self.idle_rounds >= pace.IDLE_ROUNDS
 
     @property
-    def answers(self) -> bool:
-        """It has answered when it was asked, be it too late."""
-        return self.silent_rounds is not None and self.silent_rounds < pace.IDLE_ROUNDS
-
-    @property
     def sets_pace(self) -> bool:
-        """Others are measured by it: it answers, and goes on."""
-        return self.answers and self.state is State.ALIVE
+        """Others are measured by it: it answers when it is asked, be it too late, and goes on."""
+        answers = self.silent_rounds is not None and self.silent_rounds < pace.IDLE_ROUNDS
+        return answers and self.state is State.ALIVE
 
     def missed_round(self) -> None:
         """A round closed without it."""
@@ -223,7 +219,7 @@ class Membership:
         return 0.0 if self._since is None else now - self._since
 
     def slept(self, seconds: float) -> None:
-        """The shard was frozen: what learners report next, they have trained in the time since."""
+        """The shard was frozen, and its learners perhaps trained on."""
         for member in self._members.values():
             if member.trail is not None:
                 member.trail.asleep_s += seconds
@@ -275,10 +271,6 @@ class Membership:
         if self._live is None:
             self._live = tuple(m for m in self.all() if m.live)
         return self._live
-
-    def gone(self) -> tuple[Member, ...]:
-        """Members without a lease that are remembered, in the order of their ids."""
-        return tuple(m for m in self.all() if not m.live)
 
     def all(self) -> list[Member]:
         return [self._members[learner_id] for learner_id in sorted(self._members)]

@@ -48,6 +48,16 @@ class Pace:
     tokens_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Most:
+    """How fast reports count, at most."""
+
+    steps_per_s: float
+    """For rounds."""
+    trained: Pace
+    """For what contributions can hold. A learner may be too slow for the rounds of others, and have trained."""
+
+
 @dataclass
 class Trail:
     """The reports of one process, as far as they count. Starts with its first one."""
@@ -55,7 +65,7 @@ class Trail:
     first: Progress
     first_at: float
     counted: Progress
-    """At most what was reported."""
+    """For rounds; at most what was reported."""
     counted_at: float
     grown_at: float
     """When the last step was counted."""
@@ -63,29 +73,34 @@ class Trail:
     """When its steps grew last; of that, `pace`. What counts depends on the pace of others."""
     reported_at: float
     asleep_s: float = 0.0
-    """Seconds for which the shard was frozen, as long as no report shows that the learner trained on meanwhile: what is
-    read first was perhaps sent before."""
+    """Seconds for which the shard was frozen and no report shows that the learner trained. It may have been frozen,
+    too; and what is read first afterwards may have been sent before."""
     step_s: float = 0.0
     """Moving average of what passes per step, between reports; 0: no step yet."""
     merged_until: dict[int, Progress] = field(default_factory=dict)
     """Fragment -> what counted when the round opened that merged its last contribution. That holds all before."""
     _steps: float = 0.0
+    _trained_steps: float = 0.0
     _tokens: float = 0.0
 
     @classmethod
     def begin(cls, first: Progress, now: float) -> Trail:
         """With the first report of a process."""
-        counted = Progress(first.inner_step, first.tokens)
-        return cls(first, now, counted, now, now, first, now, _steps=first.inner_step, _tokens=first.tokens)
+        counted, steps = Progress(first.inner_step, first.tokens), float(first.inner_step)
+        return cls(
+            first, now, counted, now, now, first, now, _steps=steps, _trained_steps=steps, _tokens=first.tokens
+        )  # fmt: skip
 
-    def go_on(self, progress: Progress, most: Pace, now: float) -> None:
+    def go_on(self, progress: Progress, most: Most, now: float) -> None:
         """Count another report, at most at this pace since the one before."""
-        since_s, took_s = max(0.0, now - self.counted_at), max(0.0, now - self.grown_at)
-        if progress.inner_step > self._steps + _in(since_s, most.steps_per_s):  # it trained while the shard was frozen
-            self.first_at -= self.asleep_s
-            since_s, took_s, self.asleep_s = since_s + self.asleep_s, took_s + self.asleep_s, 0.0
-        self._steps = min(progress.inner_step, self._steps + _in(since_s, most.steps_per_s))
-        self._tokens = min(progress.tokens, self._tokens + _in(since_s, most.tokens_per_s))
+        slept_s = self._trained_through(progress, now)
+        self.asleep_s -= slept_s
+        self.first_at -= slept_s
+        since_s, took_s = (max(0.0, now - at) + slept_s for at in (self.counted_at, self.grown_at))
+        steps, tokens = progress.inner_step, progress.tokens
+        self._steps = min(steps, self._steps + _in(since_s, most.steps_per_s))
+        self._trained_steps = min(steps, self._trained_steps + _in(since_s, most.trained.steps_per_s))
+        self._tokens = min(tokens, self._tokens + _in(since_s, most.trained.tokens_per_s))
         self.counted_at = now
         if progress.inner_step > self.reported.inner_step:
             self.reported, self.reported_at = progress, now
@@ -95,6 +110,18 @@ class Trail:
             self.grown_at = now
         step_time_s = min(progress.step_time_s, STEP_TIME_FACTOR * self.step_s)
         self.counted = Progress(int(self._steps), int(self._tokens), progress.loss, step_time_s)
+
+    @property
+    def trained(self) -> Progress:
+        """What its contributions can hold, all together."""
+        return Progress(int(self._trained_steps), self.counted.tokens)
+
+    def _trained_through(self, progress: Progress, now: float) -> float:
+        """For how much of the shard's sleep the learner must have trained to report this, at the pace that it had."""
+        if not self.asleep_s or self.pace is None:
+            return 0.0
+        took_s = (progress.inner_step - self.reported.inner_step) / self.pace.steps_per_s
+        return min(self.asleep_s, max(0.0, took_s - (now - self.reported_at)))
 
     @property
     def pace(self) -> Pace | None:
@@ -114,11 +141,12 @@ def usual(trails: Iterable[Trail]) -> Pace | None:
     return Pace(median(p.steps_per_s for p in paces), median(p.tokens_per_s for p in paces))
 
 
-def countable(pace: Pace | None, *, is_idle: bool) -> Pace:
+def countable(pace: Pace | None, *, is_idle: bool) -> Most:
     """The most that a learner's reports count for, given the pace of the usual one."""
     if pace is None:
-        return Pace(math.inf, math.inf)
-    return Pace((IDLE_FACTOR if is_idle else STEPS_FACTOR) * pace.steps_per_s, TRAINED_FACTOR * pace.tokens_per_s)
+        return Most(math.inf, Pace(math.inf, math.inf))
+    trained = Pace(TRAINED_FACTOR * pace.steps_per_s, TRAINED_FACTOR * pace.tokens_per_s)
+    return Most((IDLE_FACTOR if is_idle else STEPS_FACTOR) * pace.steps_per_s, trained)
 
 
 def check_trained(
@@ -133,16 +161,16 @@ def check_trained(
     tokens_per_s, steps_per_s = UNKNOWN_TOKENS_PER_S, UNKNOWN_STEPS_PER_S
     if pace is not None:
         tokens_per_s, steps_per_s = TRAINED_FACTOR * pace.tokens_per_s, TRAINED_FACTOR * pace.steps_per_s
-    counted = Progress(0, 0) if trail is None else trail.counted
+    trained = Progress(0, 0) if trail is None else trail.trained
     since = None if trail is None else trail.merged_until.get(header.fragment_id)
     if trail is None or since is None:
         unreported_s = up_s + (0.0 if pace is None else AWAY_S)
-        since = counted if trail is None else trail.first
+        since = trained if trail is None else trail.first
     else:
         unreported_s = now - trail.grown_at + trail.asleep_s
     for what, pushed, reported, per_s in (
-        ("tokens", header.tokens, counted.tokens - since.tokens, tokens_per_s),
-        ("steps", header.steps, counted.inner_step - since.inner_step, steps_per_s),
+        ("tokens", header.tokens, trained.tokens - since.tokens, tokens_per_s),
+        ("steps", header.steps, trained.inner_step - since.inner_step, steps_per_s),
     ):
         most = max(0, reported) + per_s * (unreported_s + UNREPORTED_S)
         if pushed > most:
