@@ -2,6 +2,7 @@
 
     sudo .venv/bin/python benchmarks/versus.py                                     # what is missing, then the page
     sudo .venv/bin/python benchmarks/versus.py --only ours,ddp --links 100mbit --cases plain --again
+    sudo .venv/bin/python benchmarks/versus.py --longer --only ours --links 100mbit --seed 1       # 200 s, another seed
     .venv/bin/python benchmarks/versus.py --page                                   # only the page and the picture
 
 4 workers train a small GPT on real text, each on a machine of its own (a network namespace behind a link of its own).
@@ -11,7 +12,8 @@ Needs root, iproute2, nsenter and unshare, and the peers, each in an environment
     ... versus.py --venvs VENVS
 
 DDP and ours run under the Python of this script. A run takes about a minute; a peer that is not installed is skipped.
-Results are lines in benchmarks/results/versus.jsonl, one for each system, link and case; the newest one counts.
+Results are lines in benchmarks/results/versus.jsonl, one for each system, link, case and seed; the newest one counts.
+Those of longer runs are in versus_longer.jsonl.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from versus_cell import CASES, SYSTEMS, Cell, Times, run_cell
 from versus_machines import LINKS, NotPossible
 
 RESULTS = Path(__file__).resolve().parent / "results" / "versus.jsonl"
+LONGER = RESULTS.with_name("versus_longer.jsonl")
+LONGER_S = 200.0
 MODULES = {"ours": "diloco_worker", "ddp": "torch", "torchft": "torchft", "hivemind": "hivemind", "alone": "torch"}
 CORES = 2
 """All processes of a run share this many cores."""
@@ -53,14 +57,14 @@ def main() -> int:
             print(f"this machine does not let us make machines and links: {error}", file=sys.stderr)
             return 2
     if not args.no_page:
-        versus_page.write(read(args.results))
+        versus_page.write(read(RESULTS if args.longer else args.results), read(LONGER))
     return 0
 
 
 def _run_missing(args: argparse.Namespace) -> None:
-    done = set() if args.again else {Cell(r["system"], r["link"], r["case"]) for r in read(args.results)}
+    done = set() if args.again else {Cell(r["system"], r["link"], r["case"], r["seed"]) for r in read(args.results)}
     text = _text()
-    for cell in (Cell(s, link, case) for link in args.links for case in args.cases for s in args.only):
+    for cell in (Cell(s, link, case, args.seed) for link in args.links for case in args.cases for s in args.only):
         python = _python(cell.system, args.venvs)
         if cell in done or python is None:
             print(f"{cell.name}: {'done before' if cell in done else 'not installed, see --help'}", flush=True)
@@ -73,11 +77,11 @@ def _run_missing(args: argparse.Namespace) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The newest result of each cell, in the order of links, cases and systems."""
+    """The newest result of each cell, in the order of links, cases, systems and seeds."""
     lines = path.read_text().splitlines() if path.exists() else []
-    newest = {(r["link"], r["case"], r["system"]): r for r in map(json.loads, lines)}
+    newest = {(r["link"], r["case"], r["system"], r["seed"]): r for r in ({"seed": 0} | json.loads(x) for x in lines)}
     order = [(link, case, system) for link in LINKS for case in CASES for system in SYSTEMS]
-    return [newest[key] for key in order if key in newest]
+    return [newest[key] for key in sorted(newest, key=lambda key: (order.index(key[:3]), key[3]))]
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,15 +100,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=several(CASES), default=list(CASES), help=",".join(CASES))
     parser.add_argument("--venvs", type=Path, help="folder with an environment for each peer, VENVS/torchft ...")
     parser.add_argument("--again", action="store_true", help="run also what has a result")
-    parser.add_argument("--seconds", type=float, default=Times.measured, help="measured in each run")
+    parser.add_argument(
+        "--seconds", type=float, help=f"measured in each run; {Times.measured:g}, or {LONGER_S:g} longer"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the initial values and the text")
+    parser.add_argument("--longer", action="store_true", help="longer runs, with results of their own")
     parser.add_argument("--away", type=float, default=Times.away, help="seconds until the killed worker comes back")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file with a line for each run")
+    parser.add_argument("--results", type=Path, help="file with a line for each run")
     parser.add_argument("--keep", type=Path, help="copy logs and step times of each run into this folder")
     parser.add_argument("--page", action="store_true", help="run nothing, write page and picture")
     parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
     parser.add_argument("--beside", action="store_true", help="leave other work on this machine its share: to try it")
     args = parser.parse_args()
-    args.times = Times(measured=args.seconds, away=args.away)
+    args.times = Times(measured=args.seconds or (LONGER_S if args.longer else Times.measured), away=args.away)
+    args.results = args.results or (LONGER if args.longer else RESULTS)
     return args
 
 

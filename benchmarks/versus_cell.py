@@ -41,10 +41,11 @@ class Cell:
     system: str
     link: str
     case: str
+    seed: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.system}/{self.link}/{self.case}"
+        return f"{self.system}/{self.link}/{self.case}" + (f"/seed {self.seed}" if self.seed else "")
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,14 @@ def run_cell(
         for name, content in zip(("train.bin", "held.bin"), text, strict=True):
             Path(folder, name).write_bytes(content)
         task = Task(
-            str(folder), machines.hosts, cell.link, step_s=0.25, slow_rank=VICTIM if cell.case == "slow" else -1
+            str(folder), machines.hosts, cell.link, step_s=0.25, slow_rank=VICTIM if cell.case == "slow" else -1,
+            seed=cell.seed,
         )  # fmt: skip
         cluster = Cluster(cell, task, python, machines)
         stack.callback(cluster.end)
         if keep is not None:
             stack.callback(_copy, folder, keep)
-        found: dict[str, Any] = {"system": cell.system, "link": cell.link, "case": cell.case}
+        found: dict[str, Any] = {"system": cell.system, "link": cell.link, "case": cell.case, "seed": cell.seed}
         try:
             window = _run(cell, cluster, task, machines, times)
         except RuntimeError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from versus_machines import LINKS
@@ -39,14 +40,18 @@ def line(r: Result) -> str:
 
 def loss_at_end(r: Result) -> float:
     """Held-out loss `END_S` before the end, when all systems have copied their models for the last time."""
-    end = r["times"]["warm"] + r["seconds"] - END_S
-    return next((float(loss) for at, loss in reversed(r["losses"]) if at <= end), float("nan"))
+    return loss_at(r, r["times"]["warm"] + r["seconds"] - END_S)
 
 
-def write(results: Sequence[Result]) -> None:
+def loss_at(r: Result, seconds: float) -> float:
+    """The last held-out loss until then."""
+    return next((float(loss) for at, loss in reversed(r["losses"]) if at <= seconds), float("nan"))
+
+
+def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
-    for name, table in tables(results).items():
+    for name, table in (tables(results) | {"longer": _longer(longer)}).items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = found.sub(lambda match, table=table: f"{match[1]}\n{table}\n\n{match[2]}", page)
     PAGE.write_text(page)
@@ -109,6 +114,22 @@ def _case(results: Sequence[Result]) -> str:
         rows.append(
             f"{head}| {r['trained_per_s']:.0f}{starred} | {r['merged_per_s']:.0f} | {_stalls(r)} ms "
             f"| {r['bytes_per_token']:,.0f} | {loss_at_end(r):.2f} |"
+        )
+    return "\n".join(rows)
+
+
+def _longer(results: Sequence[Result]) -> str:
+    """The same runs, longer, with more than one seed."""
+    rows = [
+        "| link | system | merged tokens/s | loss after 105 s, of each seed | after 200 s | mean after 200 s |",
+        "| --- | --- | ---: | --- | --- | ---: |",
+    ]
+    for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if "failed" not in r):
+        found = [r for r in results if (r["link"], r["system"]) == (link, system) and "failed" not in r]
+        half, whole = ([loss_at(r, seconds) for r in found] for seconds in (105.0, 200.0))
+        rows.append(
+            f"| {LINKS[link].words} | {NAMES[system]} | {fmean(r['merged_per_s'] for r in found):.0f} "
+            f"| {', '.join(f'{x:.3f}' for x in half)} | {', '.join(f'{x:.3f}' for x in whole)} | {fmean(whole):.3f} |"
         )
     return "\n".join(rows)
 
