@@ -97,9 +97,8 @@ class _Shard:
         size = self._fragment.num_elements
         self._header = _header_of(spec.push, size, spec.push)
         self._making = arithmetic.Making("rda", make_outer_optimizer(OuterSettings()))
-        buffers = self._making.optimizer.num_buffers
         self._values = {
-            number: arithmetic.Values(_values_of(number, size), [torch.zeros(size) for _ in range(buffers)])
+            number: arithmetic.Values(_values_of(number, size), self._making.optimizer.new_buffers(size))
             for number in range(index, spec.fragments, spec.shards)
         }
         self._published = {n: arithmetic.publish(values, spec.pull) for n, values in self._values.items()}

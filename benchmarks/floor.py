@@ -197,7 +197,7 @@ class _FragmentWork:
         values = torch.randn(size).mul_(0.02)
         self.theta = values + torch.randn(size).mul_(1e-3)
         self.snapshot = torch.empty(size, dtype=get_codec(spec.push).progress_dtype)
-        self.values = arithmetic.Values(values, [torch.zeros(size) for _ in range(optimizer.num_buffers)])
+        self.values = arithmetic.Values(values, optimizer.new_buffers(size))
         self.published = arithmetic.publish(self.values, spec.pull)
         self.anchor, _ = decode_version(self.published.values, None)
         self.residual = torch.zeros(size, dtype=get_codec(spec.push).residual_dtype)

@@ -15,7 +15,7 @@ as bfloat16. The kernel (/proc/PID) gives the CPU seconds and memory of a shard.
 The law says what one core serves: so many contributions per second where they are small, so many bytes where they are
 large. `cores` is how busy the busiest shard was: its event loop is one thread, so near 1 it is saturated.
 
-Exits with 1 if a shard of a large model took more than 12 bytes per parameter, not counting its idle memory and the
+Exits with 1 if a shard of a large model took more than 11 bytes per parameter, not counting its idle memory and the
 contributions. Needs Linux, and about 3 GiB.
 """
 
@@ -38,7 +38,7 @@ from diloco_common.manifest import Manifest, cut
 from growth_law import CpuLaw, MemoryLaw, fit_cpu, fit_memory
 from light_learners import Accepted, LightLearner, ShardProcess, noise_of, running_shard, tensors_of
 
-BYTES_PER_PARAMETER_MAX = 12.0
+BYTES_PER_PARAMETER_MAX = 11.0
 LARGE = 50_000_000
 """Models with fewer parameters are not checked: in them, libraries and connections take more memory."""
 DOCS = Path(__file__).resolve().parent.parent / "docs"

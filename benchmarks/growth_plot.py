@@ -17,7 +17,7 @@ SHARDS = {2: ORANGE, 4: GREEN, 8: PURPLE}
 MANY = 8
 DRAWN = ("learners", "fragments", "parameters", "shards")
 """The sweeps that the picture needs; others are points of its last panel."""
-PROMISED_BYTES = 12
+PROMISED_BYTES = 11
 """Bytes per parameter, without the memory of an idle shard and the contributions of its open rounds."""
 
 
@@ -97,7 +97,7 @@ def _memory(axes: Any, sweep: Sequence[Cost], law: MemoryLaw) -> None:
     axes.set_ylim(bottom=100)
     _key(axes, [
         ("points: measured, line: the law", BLUE),
-        ("dashes: promised, idle + contributions + 12 bytes per parameter", GREY),
+        (f"dashes: promised, idle + contributions + {PROMISED_BYTES} bytes per parameter", GREY),
         (f"each learner more adds {law.per_learner / 1e6:.1f} MB", GREY),
     ])  # fmt: skip
     axes.annotate("idle shard", (xs[-1], sweep[-1].idle_bytes[0] / 1e6), xytext=(0, -14), textcoords="offset points",

@@ -45,7 +45,7 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
     optimizer = make_outer_optimizer(OuterSettings())
     making = arithmetic.Making("rda", optimizer)
     theta = torch.randn(fragment.num_elements)
-    values = arithmetic.Values(theta, [torch.zeros_like(theta) for _ in range(optimizer.num_buffers)])
+    values = arithmetic.Values(theta, optimizer.new_buffers(theta.numel()))
     published = arithmetic.publish(values, pull)
     seconds, step_seconds, copying = [], [], []
     for repeat in range(REPEATS + 1):
@@ -58,7 +58,7 @@ def measure_merge(learners: int, push: str, pull: str) -> dict[str, float]:
             step_seconds.append(stepped - began)
             copying.append(memory.bytes_per_s())
     step_touched = sum(c.payload.header.num_bytes for c in contributions)
-    step_touched += 2 * 4 * fragment.num_elements * (1 + optimizer.num_buffers)
+    step_touched += 2 * (values.theta.nbytes + sum(b.nbytes for b in values.buffers))
     touched = step_touched + published.values.header.num_bytes
     if published.change is not None:  # a change also reads the version before
         touched += published.change.header.num_bytes + published.values.header.num_bytes

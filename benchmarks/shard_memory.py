@@ -7,7 +7,7 @@
 The learners seed all fragments at once, as real learners do when they start together. Then a round of every fragment is
 opened. All learners but one contribute to all rounds, then the last one does. So the shard holds as much as it can.
 
-    (peak RSS - idle RSS - peak bytes of accepted, unmerged contributions) / parameters  <  12 bytes
+    (peak RSS - idle RSS - peak bytes of accepted, unmerged contributions) / parameters  <  11 bytes
 
 Exits with 1 if this does not hold. Needs Linux, and about 2.5 GiB.
 """
@@ -24,7 +24,7 @@ import torch
 from diloco_common.manifest import Manifest, cut
 from light_learners import Accepted, LightLearner, ShardProcess, noise_of, running_shard, tensors_of
 
-BYTES_PER_PARAMETER_MAX = 12.0
+BYTES_PER_PARAMETER_MAX = 11.0
 MB = 1e6
 
 

@@ -67,6 +67,6 @@ class ShardHistory:
         self._history.write(
             what, fragment=state.fragment.fragment_id, epoch=state.epoch, version=state.version,
             checksum=fingerprint(decoded.numpy().tobytes()),
-            state=fingerprint(*(part.numpy().tobytes() for part in (values.theta, *values.buffers))),
+            state=fingerprint(*(part.view(torch.uint8).numpy().tobytes() for part in (values.theta, *values.buffers))),
             tokens_merged=state.tokens_merged, **({"companion": True} if state.fragment.companion else {}), **facts,
         )  # fmt: skip

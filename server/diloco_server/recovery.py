@@ -9,7 +9,7 @@ from diloco_common.logs import Log
 from diloco_common.manifest import Fragment, Manifest, model_digest
 from diloco_common.settings import Settings
 from diloco_server.core import arithmetic
-from diloco_server.core.arithmetic import Making
+from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.fragment import Restored
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.storage.store import Found, Store, WrongFolder
@@ -73,9 +73,10 @@ def _restored(found: Found, settings: Settings, optimizer: OuterOptimizer) -> Re
             f"outer.optimizer {settings.outer.optimizer} with momentum {settings.outer.momentum:g} has "
             f"{optimizer.num_buffers}: give the settings that made the folder, or another folder (shard.data_dir)"
         )
+    values = Values(stored.values.theta, [b.to(optimizer.buffer_dtype) for b in stored.values.buffers])
     is_same_encoding = found.pull == pull
     if stored.anchor is not None and is_same_encoding:
         published = arithmetic.Published(stored.anchor)
     else:
-        published = arithmetic.publish(stored.values, pull)
-    return Restored(stored.record, stored.values, published, found.is_behind or not is_same_encoding)
+        published = arithmetic.publish(values, pull)
+    return Restored(stored.record, values, published, found.is_behind or not is_same_encoding)

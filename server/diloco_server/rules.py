@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from diloco_common.bounds import RULES_MAX
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import ConfigError, UnknownEncoding
@@ -45,6 +47,7 @@ def find_rules(settings: Settings) -> Rules:
             raise ConfigError(
                 f"outer.optimizer {settings.outer.optimizer} is no subclass of diloco_server.core.outer.OuterOptimizer"
             )
+        _try_outer(found.thing, settings)
         outer, sources["outer.optimizer"] = found.thing, f"{settings.outer.optimizer} {found.source}"
     cadence: CadenceRule = every_h_steps
     if is_extension(settings.sync.cadence):
@@ -53,7 +56,7 @@ def find_rules(settings: Settings) -> Rules:
             raise ConfigError(
                 f"sync.cadence {settings.sync.cadence} is no function (diloco_server.core.cadence.CadenceRule)"
             )
-        _try(found.thing, settings)
+        _try_cadence(found.thing, settings)
         cadence, sources["sync.cadence"] = found.thing, f"{settings.sync.cadence} {found.source}"
     for setting, name in (("sync.push", settings.sync.push), ("sync.pull", settings.sync.pull)):
         if is_extension(name):
@@ -68,7 +71,19 @@ def find_rules(settings: Settings) -> Rules:
     return Rules(merge, outer, cadence, sources, words)
 
 
-def _try(cadence: CadenceRule, settings: Settings) -> None:
+def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:
+    """Take a step with a rule of others before there is anything to lose. Raises ConfigError."""
+    name = f"outer.optimizer {settings.outer.optimizer}"
+    try:
+        optimizer = rule(settings.outer)
+        optimizer.step(torch.zeros(1), torch.zeros(1), optimizer.new_buffers(1), 1)
+    except Exception as error:  # whatever the user's class raises
+        raise ConfigError(f"{name} does not work: {error}") from error
+    if optimizer.buffer_dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"{name} keeps buffers in {optimizer.buffer_dtype}; say torch.float32 or torch.bfloat16")
+
+
+def _try_cadence(cadence: CadenceRule, settings: Settings) -> None:
     """Ask a rule of others before there is anything to lose. Raises ConfigError."""
     for fraction in (0.0, 0.5, 1.0):
         rest = Rest(0, settings.sync.fragments, 1, fraction, settings.sync.sync_every)

@@ -17,9 +17,12 @@ from torch import Tensor
 from builders import TinyText, inner_step, make_batch, make_settings, parameters_apart
 from diloco_common.settings import Settings
 from diloco_server.core import robust
+from diloco_server.core.outer import Nesterov
 from lockstep import Lockstep
 
 TOLERANCE = 1e-6
+ROUNDED = 2e-4
+"""The same where the outer momentum is kept as bfloat16."""
 TOKENS = 40
 """Of every batch."""
 
@@ -84,13 +87,16 @@ def test_one_learner_that_synchronises_every_step_trains_as_if_it_were_alone(on_
     assert parameters_apart(model, alone) < TOLERANCE
 
 
+@pytest.mark.parametrize(("kept_as", "tolerance"), [(torch.float32, TOLERANCE), (torch.bfloat16, ROUNDED)])
 @pytest.mark.parametrize("merge", ["rda", "mean"])
 @pytest.mark.parametrize(
     ("fragments", "num_shards", "sync_every", "steps"), [(1, 1, 4, 20), (5, 1, 5, 25), (4, 2, 3, 15), (8, 1, 8, 40)]
 )
 def test_four_learners_that_wait_for_all_are_diloco(
-    merge: str, fragments: int, num_shards: int, sync_every: int, steps: int
-) -> None:
+    merge: str, fragments: int, num_shards: int, sync_every: int, steps: int, kept_as: torch.dtype, tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Nesterov, "buffer_dtype", kept_as)
     settings = make_settings(
         sync={
             "fragments": fragments, "sync_every": sync_every, "quorum": "all", "on_commit": "overwrite", "merge": merge,
@@ -111,7 +117,7 @@ def test_four_learners_that_wait_for_all_are_diloco(
     assert max(versions) == 5
     assert parameters_apart(start, expected[0]) > 1e-2, "nothing was trained"
     for model, twin in zip(models, expected, strict=True):
-        assert parameters_apart(model, twin) < TOLERANCE
+        assert parameters_apart(model, twin) < tolerance
 
 
 def test_rda_and_mean_are_not_the_same_on_this_task() -> None:

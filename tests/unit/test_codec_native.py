@@ -242,7 +242,7 @@ def test_a_weighted_sum_is_the_same_sum(encoding: str, start: int, stop: int) ->
     assert squares == pytest.approx(again, rel=1e-5)
     assert native.squares(stop - start) == squares
 
-    theta, velocity = random_values(stop - start, 7), random_values(stop - start, 8)
+    theta, velocity = random_values(stop - start, 7), random_values(stop - start, 8).bfloat16()
     one_by_one = theta.clone(), velocity.clone()
     native.nesterov(theta, velocity, 0.5, 0.7)
     make_outer_optimizer(OuterSettings(momentum=0.5, lr=0.7)).step(one_by_one[0], by_kernels, [one_by_one[1]], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from diloco_common.extensions import find, plugin_names
 from diloco_common.manifest import Piece
 from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_server.core.merge import merge
-from diloco_server.core.outer import SLICE, OuterOptimizer
+from diloco_server.core.outer import SLICE, Nesterov, OuterOptimizer
 from diloco_server.core.outer_rules import OUR_RULES, make_outer_optimizer
 from diloco_server.rules import check_codecs, find_rules
 from diloco_worker.builtin.gpt import build_gpt
@@ -41,7 +42,7 @@ def make(name: str) -> OuterOptimizer:
 
 def path(name: str, steps: range, state: tuple[torch.Tensor, list[torch.Tensor]] | None = None):
     optimizer = make(name)
-    theta, buffers = state or (torch.zeros(SIZE), [torch.zeros(SIZE) for _ in range(optimizer.num_buffers)])
+    theta, buffers = state or (torch.zeros(SIZE), optimizer.new_buffers(SIZE))
     for outer_step in steps:
         optimizer.step(theta, random_values(SIZE, outer_step), buffers, outer_step)
     return theta, buffers
@@ -71,8 +72,8 @@ def test_how_a_fragment_is_cut_does_not_show(name: str) -> None:
     theta, gradient = random_values(size, 0), random_values(size, 1)
     tail = slice(SLICE - 2, SLICE + 2)
     alone, alone_gradient = theta[tail].clone(), gradient[tail].clone()
-    optimizer.step(theta, gradient, [torch.zeros(size) for _ in range(optimizer.num_buffers)], 1)
-    optimizer.step(alone, alone_gradient, [torch.zeros(4) for _ in range(optimizer.num_buffers)], 1)
+    optimizer.step(theta, gradient, optimizer.new_buffers(size), 1)
+    optimizer.step(alone, alone_gradient, optimizer.new_buffers(4), 1)
     assert torch.equal(theta[tail], alone)
 
 
@@ -144,6 +145,39 @@ def test_a_rule_that_is_not_there_or_no_rule_is_refused_when_a_shard_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         find_rules(make_settings(**sections))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("buffer_dtype = torch.float16", r"buffers in torch\.float16; say torch\.float32 or torch\.bfloat16"),
+        ("def update(self, theta, gradient, buffers, outer_step): buffers[0].lerp_(gradient, 0.5)", "does not work"),
+        ("def __init__(self, settings): self.rate = settings.no_such_setting", "does not work"),
+    ],
+)
+def test_an_outer_optimizer_that_cannot_step_is_refused_when_a_shard_starts(
+    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    head = "import torch\nfrom diloco_server.core.outer import Nesterov\nclass Mine(Nesterov):\n    "
+    name = f"rule_{zlib.crc32(body.encode())}"
+    (tmp_path / f"{name}.py").write_text(f"{head}{body}\n")
+    with pytest.raises(ConfigError, match=says):
+        find_rules(make_settings(outer={"optimizer": f"{name}:Mine"}))
+
+
+def test_a_rule_of_ours_may_keep_float32() -> None:
+    """What derives from it takes the same steps without the kernel, which is for bfloat16."""
+
+    class Exact(Nesterov):
+        buffer_dtype = torch.float32
+
+    contributions = [make_contribution(f"l{i}", random_values(SIZE, i), tokens=10) for i in range(2)]
+    optimizer, theta = Exact(make_settings().outer), torch.zeros(SIZE)
+    (b,) = buffers = optimizer.new_buffers(SIZE)
+    (part,) = merge(contributions, [Piece("w", 0, SIZE, 0, mean_merge=False)], "mean")
+    optimizer.step_merged(theta, part, buffers, 1)
+    assert torch.equal(b, part.tensor())
 
 
 def test_a_rule_goes_by_its_source_as_well_as_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ def test_what_is_not_ours_and_was_edited_is_run_again(
     file = tmp_path / f"edited_{what.replace('.', '_')}.py"
     source = (
         "from diloco_server.core.outer import OuterOptimizer\n"
-        "class Outer(OuterOptimizer):\n    num_buffers = 0\n"
+        "class Outer(OuterOptimizer):\n    num_buffers = 0\n    def update(self, *step): pass\n"
         "def other(*arguments):\n    return None\n"
     )
     file.write_text(source)

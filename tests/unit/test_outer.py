@@ -15,7 +15,7 @@ from diloco_server.core.outer_rules import make_outer_optimizer
 def trajectory(gradients: list[float], **outer: Any) -> list[float]:
     optimizer = make_outer_optimizer(make_settings(outer=outer).outer)
     theta = torch.zeros(1)
-    buffers = [torch.zeros(1) for _ in range(optimizer.num_buffers)]
+    buffers = optimizer.new_buffers(1)
     path = []
     for outer_step, gradient in enumerate(gradients, start=1):
         optimizer.step(theta, torch.tensor([gradient]), buffers, outer_step)
@@ -45,8 +45,8 @@ def test_slices_do_not_show(name: str) -> None:
     theta, gradient = random_values(size, 0), random_values(size, 1)
     tail = slice(SLICE - 2, SLICE + 2)
     alone, alone_gradient = theta[tail].clone(), gradient[tail].clone()
-    optimizer.step(theta, gradient, [torch.zeros(size) for _ in range(optimizer.num_buffers)], 1)
-    optimizer.step(alone, alone_gradient, [torch.zeros(4) for _ in range(optimizer.num_buffers)], 1)
+    optimizer.step(theta, gradient, optimizer.new_buffers(size), 1)
+    optimizer.step(alone, alone_gradient, optimizer.new_buffers(4), 1)
     assert torch.equal(theta[tail], alone)
 
 

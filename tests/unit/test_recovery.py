@@ -5,20 +5,23 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from builders import random_values
 from diloco_common.errors import DataError
 from diloco_common.logs import Log
 from diloco_common.manifest import Fragment, model_digest
 from diloco_common.settings import Settings
-from diloco_server.core.arithmetic import Making
+from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.outer_rules import make_outer_optimizer
 from diloco_server.recovery import recover
 from diloco_server.storage.store import WrongFolder
 from diloco_simulator.disk import FakeDisk, FakeFile
-from stores import MANIFEST, make_version, open_store
+from stores import MANIFEST, SIZE, make_version, open_store
 
 
 class Heard(Log):
@@ -78,3 +81,16 @@ def test_a_version_that_cannot_be_read_now_ends_the_start_in_words(monkeypatch: 
     monkeypatch.setattr(disk, "open", refuse)
     with pytest.raises(DataError, match=r"\(fragment-0000-\S+: Permission denied\).* start the shard again$"):
         recover(open_store(disk), settings, made_by(settings), Heard())
+
+
+def test_a_shard_goes_on_from_a_folder_whose_momentum_is_float32() -> None:
+    disk, settings, stored = FakeDisk(), Settings(), make_version(3)
+    exact = [random_values(SIZE, 1)]
+    open_store(disk).save(replace(stored, values=Values(stored.values.theta, exact)), MANIFEST)
+
+    recovered = recover(open_store(disk), settings, made_by(settings), Heard())
+
+    assert recovered is not None
+    (restored,) = recovered[1]
+    assert torch.equal(restored.values.theta, stored.values.theta)
+    assert torch.equal(restored.values.buffers[0], exact[0].bfloat16())

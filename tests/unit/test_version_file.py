@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from diloco_common import bounds
+from diloco_server.core.arithmetic import Values
 from diloco_server.storage.filesystem import Disk, FileSystem
 from diloco_server.storage.version import StoredVersion
 from diloco_server.storage.version_file import (
@@ -138,18 +140,18 @@ def test_a_missing_file_is_named() -> None:
 # ------------------------------------------------------------------ made by others, with checksums that are right
 
 
-def forged(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
+def forged(change: Callable[[dict[str, Any], dict[str, Any]], object], content: bytes = CONTENT) -> bytes:
     """The file with another header. `change` gets its tensors, and its metadata with their JSON opened."""
 
     def dump(value: object) -> str:
         return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
-    end = 8 + int.from_bytes(CONTENT[:8], "little")
-    tensors = json.loads(CONTENT[8:end])
+    end = 8 + int.from_bytes(content[:8], "little")
+    tensors = json.loads(content[8:end])
     metadata = {key: json.loads(text) for key, text in tensors.pop("__metadata__").items()}
     change(tensors, metadata)
     text = dump(tensors | {"__metadata__": {key: dump(value) for key, value in metadata.items()}}).encode()
-    return sealed(text + b" " * (-len(text) % 8), CONTENT[end:-8])
+    return sealed(text + b" " * (-len(text) % 8), content[end:-8])
 
 
 def sealed(header: bytes, data: bytes) -> bytes:
@@ -166,11 +168,16 @@ def test_a_file_of_an_earlier_release_does_not_say_who_sent_which_norm() -> None
     assert header.record.usual.usual == 2.0
 
 
-def test_a_file_of_the_format_before_is_read() -> None:
-    header, _ = read_version(
-        disk_with(forged(lambda tensors, metadata: metadata.update(format="diloco-version-1"))), NAME
-    )
+@pytest.mark.parametrize("earlier", ["diloco-version-1", "diloco-version-2"])
+def test_a_file_of_an_earlier_format_is_read(earlier: str) -> None:
+    """The numbers of momentum were float32 then."""
+    disk, stored = FakeDisk(), make_version(5)
+    exact = replace(stored, values=Values(stored.values.theta, [b.float() for b in stored.values.buffers]))
+    written(disk, exact)
+    content = forged(lambda tensors, metadata: metadata.update(format=earlier), disk.content(NAME))
+    header, found = read_version(disk_with(content), NAME)
     assert header.record.version == 5
+    assert_equal(found, exact)
 
 
 def test_the_forger_forges() -> None:

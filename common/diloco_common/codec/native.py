@@ -200,7 +200,8 @@ class WeightedSum:
         return self._add_up(*self._heads, self._start + num_elements, 0)
 
     def nesterov(self, theta: Tensor, velocity: Tensor, momentum: float, lr: float) -> None:
-        """Take a Nesterov step along the sum, in place; both (m,) float32."""
+        """Take a Nesterov step along the sum, in place: theta (m,) float32, velocity (m,) bfloat16."""
+        assert velocity.itemsize == 2
         self._step(*self._heads, self._start + theta.numel(), momentum, lr, velocity.data_ptr(), theta.data_ptr())
 
 

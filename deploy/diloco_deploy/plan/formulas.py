@@ -23,6 +23,10 @@ BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
 IDLE_BYTES = 260e6
 """An idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""
+MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({
+    "nesterov": 2, "heloco": 2, "sgd": 2, "adam": 8, "delayed_nesterov": 8,
+})  # fmt: skip
+"""Of each outer optimizer, per parameter (docs/version-file.md); a rule of the user's own is taken to keep 4."""
 VERSIONS_KEPT = 2
 """Of each fragment, on disk (docs/performance.md, keeping versions)."""
 
@@ -67,8 +71,7 @@ def bytes_rate(params: float, push_bits: float, pull_bits: float, learners: int,
 
 def version_bytes(outer: str, pull: str) -> int:
     """Bytes per parameter of a version on disk: theta, momentum, and the anchor of changes (docs/performance.md)."""
-    momentum = {"adam": 8, "sgd": 4}.get(outer, 4)
-    return 4 + momentum + (0 if pull in VALUES else 2)
+    return 4 + MOMENTUM_BYTES.get(outer, 4) + (0 if pull in VALUES else 2)
 
 
 def companion_bytes(pull: str) -> int:
@@ -80,14 +83,14 @@ def shard_memory(
     params_owned: float, fragments: int, learners: int, push_bits: float, outer: str, pull: str,
     *, companions: bool = False,
 ) -> float:  # fmt: skip
-    """Bytes of a shard at its peak: 260 MB + 8 MB + n (12 + ...) + 8.5 n_fragment + 0.62 MB L + contributions.
+    """Bytes of a shard at its peak: 260 MB + 8 MB + n (10 + ...) + 8.5 n_fragment + 0.62 MB L + contributions.
 
-    n: parameters that it owns. 12 bytes with Nesterov and bfloat16 pulls; Adam takes 4 more, and changes 2 more. At
-    most one contribution per learner and fragment is open: n L push / 8. Companions are as many parameters again, with
-    no state of an outer optimizer: 8 bytes each, and their contributions. Measured by benchmarks/growth.py and
-    benchmarks/shard_memory.py (docs/performance.md), without companions.
+    n: parameters that it owns. 10 bytes with Nesterov and bfloat16 pulls; Adam takes 6 more, changes or float32 pulls 2
+    more. At most one contribution per learner and fragment is open: n L push / 8. Companions are as many parameters
+    again, with no state of an outer optimizer: 8 bytes each, and their contributions. Measured by benchmarks/growth.py
+    and benchmarks/shard_memory.py (docs/performance.md), without companions.
     """
-    per_parameter = 12.0 + (version_bytes(outer, pull) - 8)
+    per_parameter = 10.0 + (version_bytes(outer, pull) - 6) + (2 if pull == "float32" else 0)
     largest = params_owned / max(1, fragments)
     contributions = learners * params_owned * push_bits / 8
     if companions:

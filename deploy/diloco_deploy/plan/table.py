@@ -78,7 +78,7 @@ def _shard(asked: Asked, choice: Choice) -> Iterator[Figure]:
     written = written_of(asked, choice.encodings.pull)
     yield Figure(
         "memory of a shard, at most", memory, "bytes",
-        "260 MB + 8 MB + n x (12; 16 with Adam; 2 more for changes) + 8.5 n/P' + 0.62 MB L + L n push / 8"
+        "260 MB + 8 MB + n x (10; 16 with Adam; 2 more for changes or float32) + 8.5 n/P' + 0.62 MB L + L n push / 8"
         + (" + companions: n x (8; 2 more for changes) + L n push / 8" if asked.companions_every else ""), page,
     )  # fmt: skip
     yield Figure(

@@ -31,7 +31,7 @@ class Values:
     theta: Tensor
     """float32 [num_elements]."""
     buffers: list[Tensor]
-    """State of the outer optimizer, float32 [num_elements] each."""
+    """State of the outer optimizer, [num_elements] each, in the dtype that it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def seed(payload: Payload | PartedPayload, optimizer: OuterOptimizer) -> Values:
                 theta[start:stop] = some[start + shift : stop + shift]
     else:
         decode_payload(payload, theta)
-    return Values(theta, [memory.empty(num_elements).zero_() for _ in range(optimizer.num_buffers)])
+    return Values(theta, optimizer.new_buffers(num_elements))
 
 
 def step(

@@ -68,7 +68,8 @@ class HeLoCo(Nesterov):
 
 
 def corrected(gradient: Tensor, momentum: Tensor) -> Tensor:
-    """HeLoCo's correction of one block, in place; float32 [num_elements] both. Norms and cosine in float64."""
+    """HeLoCo's correction of one block, in place: gradient float32, momentum bfloat16, both [num_elements]. Norms and
+    cosine in float64."""
     size, length = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (gradient, momentum))
     if size == 0 or length == 0:
         return gradient

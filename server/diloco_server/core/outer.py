@@ -1,6 +1,7 @@
-"""Pseudo-gradient -> new version: the outer optimizers, per fragment, in float32.
+"""Pseudo-gradient -> new version: the outer optimizers, per fragment, computed in float32.
 
-G is the merged pseudo-gradient (anchor minus local value), so descending along G moves towards the learners.
+G is the merged pseudo-gradient (anchor minus local value), so descending along G moves towards the learners. Momentum
+is kept as bfloat16 between steps. It forgets a share 1 - mu in each, so what rounding takes of it does not add up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from diloco_common.codec import memory
+from diloco_common.codec.base import BFLOAT16_MAX
 from diloco_common.settings import OuterSettings
 from diloco_server.core.merge import MergedSlice
 
@@ -22,15 +25,24 @@ class OuterOptimizer(ABC):
     """One rule; the state of each fragment lives with the fragment. Rules of others are subclasses of this."""
 
     num_buffers: int
-    """float32 buffers per fragment, each as large as the fragment."""
+    """Per fragment, each as large as the fragment."""
+    buffer_dtype = torch.float32
+    """As the buffers are kept: this, or bfloat16."""
     is_by_element = True
     """Every element is stepped as if it were alone: how a fragment is cut into parts does not show."""
 
     def __init__(self, settings: OuterSettings) -> None:
         self.settings = settings
 
+    def new_buffers(self, num_elements: int) -> list[Tensor]:
+        """Of a fragment that has taken no step: zeros [num_elements]."""
+        return [memory.empty(num_elements, self.buffer_dtype).zero_() for _ in range(self.num_buffers)]
+
     def step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
-        """Take one outer step in place. All float32 [num_elements]; `outer_step` counts from 1; spoils `gradient`."""
+        """Take one outer step in place. Theta and gradient are float32 [num_elements], buffers of `buffer_dtype`.
+
+        `outer_step` counts from 1. Spoils `gradient`.
+        """
         for start in range(0, theta.numel(), SLICE):
             part = slice(start, start + SLICE)
             self.update(theta[part], gradient[part], [b[part] for b in buffers], outer_step)
@@ -48,13 +60,15 @@ class OuterOptimizer(ABC):
 class Sgd(OuterOptimizer):
     """b <- mu b + G;  theta <- theta - eta b.   Without momentum (mu = 0) no buffer is kept."""
 
+    buffer_dtype = torch.bfloat16
+
     def __init__(self, settings: OuterSettings) -> None:
         super().__init__(settings)
         self.num_buffers = 1 if settings.momentum else 0
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         for b in buffers:
-            gradient = b.mul_(self.settings.momentum).add_(gradient)
+            gradient = _moved(b, self.settings.momentum, gradient)
         theta.add_(gradient, alpha=-self.settings.lr)
 
 
@@ -62,18 +76,18 @@ class Nesterov(OuterOptimizer):
     """b <- mu b + G;  theta <- theta - eta (G + mu b).   As torch.optim.SGD(nesterov=True)."""
 
     num_buffers = 1
+    buffer_dtype = torch.bfloat16
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         (b,) = buffers
-        b.mul_(self.settings.momentum).add_(gradient)
-        theta.add_(gradient.add_(b, alpha=self.settings.momentum), alpha=-self.settings.lr)
+        moved = _moved(b, self.settings.momentum, gradient)
+        theta.add_(gradient.add_(moved, alpha=self.settings.momentum), alpha=-self.settings.lr)
 
     def step_merged(self, theta: Tensor, merged: MergedSlice, buffers: Sequence[Tensor], outer_step: int) -> None:
-        native = merged.native()
-        if native is None:
+        native, (b,) = merged.native(), buffers
+        if native is None or b.dtype != torch.bfloat16:
             super().step_merged(theta, merged, buffers, outer_step)
         else:  # in the pass that adds up, which halves the time of both
-            (b,) = buffers
             native.nesterov(theta, b, self.settings.momentum, self.settings.lr)
 
 
@@ -98,3 +112,10 @@ class Adam(OuterOptimizer):
         second.mul_(s.beta2).addcmul_(gradient, gradient, value=1 - s.beta2)
         corrected = torch.sqrt(second, out=gradient).div_((1 - s.beta2**outer_step) ** 0.5).add_(s.eps)
         theta.addcdiv_(first, corrected, value=-s.lr / (1 - s.beta1**outer_step))
+
+
+def _moved(momentum: Tensor, mu: float, gradient: Tensor) -> Tensor:
+    """mu b + G, float32; b, which is bfloat16, keeps it rounded."""
+    moved = momentum.float().mul_(mu).add_(gradient)
+    momentum.copy_(moved.clamp(-BFLOAT16_MAX, BFLOAT16_MAX))
+    return moved

@@ -23,7 +23,7 @@ class StoredVersion:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The float32 tensors [num_elements], by their names in a file."""
+        """Theta and the buffers of the outer optimizer [num_elements], by their names in a file."""
         return {"theta": self.values.theta} | {f"outer.{i}": b for i, b in enumerate(self.values.buffers)}
 
 

@@ -3,7 +3,7 @@
     8 bytes   length of the header, little-endian
     header    JSON, padded with spaces to a multiple of 8 bytes
     theta     float32 [n]
-    outer.0   float32 [n], outer.1 ...: state of the outer optimizer
+    outer.0   bfloat16 or float32 [n], outer.1 ...: state of the outer optimizer
     anchor    bfloat16 [n], if the learners' anchor does not follow from theta
     checksums uint8 [8]: CRC-32C of length and header, then CRC-32C of everything between header and checksums
 
@@ -19,7 +19,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import google_crc32c
 import numpy as np
@@ -38,15 +38,19 @@ from diloco_server.core.record import Record, check_record
 from diloco_server.storage.filesystem import Files, NewFile, OldFile
 from diloco_server.storage.version import Origin, StoredVersion
 
-FORMAT = "diloco-version-2"
-"""2: chunks of up to 4 MiB."""
-FORMATS = ("diloco-version-1", FORMAT)
+FORMAT = "diloco-version-3"
+"""2: chunks of up to 4 MiB. 3: momentum as bfloat16."""
+FORMATS = ("diloco-version-1", "diloco-version-2", FORMAT)
 """That this release reads."""
 HEADER_BYTES_MAX = 64 * 2**20
 """A reader allocates at most this much because a file says so. Larger headers are not written, either."""
 SLICE_BYTES = 2**18
 """Data is checked and written, or read and checked, in slices of this size, which stay in the cache."""
 CHECKSUM_BYTES = 8
+Kind = Literal["F32", "BF16"]
+"""Of numbers, as safetensors says it."""
+_DTYPES: dict[Kind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16}
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
 """Errors of the file itself. Any other error may pass, and a version that may be intact must not be passed over."""
 
@@ -73,7 +77,8 @@ class Header:
     record: Record
     previous: int | None
     """The version kept beside this one when it was written."""
-    num_buffers: int
+    buffers: tuple[Kind, ...]
+    """What kind of numbers the state of the outer optimizer is."""
     has_anchor: bool
     chunk_elements: int
     """Elements of a chunk of the anchor."""
@@ -98,8 +103,8 @@ def write_version(
     chunk_elements = stored.anchor.header.chunk_elements if stored.anchor is not None else CHUNK_ELEMENTS_MAX
     head = _encode_header(
         Header(
-            origin, manifest, stored.record, previous, len(stored.values.buffers), stored.anchor is not None,
-            chunk_elements, stored.values.theta.numel(),
+            origin, manifest, stored.record, previous, tuple(_KINDS[b.dtype] for b in stored.values.buffers),
+            stored.anchor is not None, chunk_elements, stored.values.theta.numel(),
         )
     )  # fmt: skip
     if len(head) > HEADER_BYTES_MAX:
@@ -152,8 +157,9 @@ def _table(header: Header) -> dict[str, Any]:
 
 def _layout(header: Header) -> list[tuple[str, str, int]]:
     """Name, kind and bytes per element of each tensor, in the order of the file."""
-    names = ["theta", *(f"outer.{i}" for i in range(header.num_buffers))]
-    return [(name, "F32", 4) for name in names] + ([("anchor", "BF16", 2)] if header.has_anchor else [])
+    kinds: list[tuple[str, Kind]] = [("theta", "F32"), *((f"outer.{i}", kind) for i, kind in enumerate(header.buffers))]
+    kinds += [("anchor", "BF16")] if header.has_anchor else []
+    return [(name, kind, _DTYPES[kind].itemsize) for name, kind in kinds]
 
 
 def _data(stored: StoredVersion) -> Iterator[memoryview]:
@@ -177,11 +183,11 @@ def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
     file = _open(fs, name)
     try:
         header, offset, crc32c = _read_header(file, name)
-        theta, *buffers = (torch.empty(header.num_elements) for _ in range(1 + header.num_buffers))
+        theta, *buffers = (torch.empty(header.num_elements, dtype=_DTYPES[kind]) for kind in ("F32", *header.buffers))
         found = 0
         for tensor in (theta, *buffers):
             found = _read_into(file, name, _bytes_of(tensor), offset, found)
-            offset += 4 * header.num_elements
+            offset += tensor.nbytes
         anchor = None
         if header.has_anchor:
             anchor, found = _read_anchor(file, name, header, offset, found)
@@ -273,12 +279,13 @@ def _decode_header(name: str, head: bytes) -> Header:
         record = _RECORD.validate_json(metadata["record"], strict=True)
         check_record(record)
         fragment = {f.fragment_id: f for f in manifest.owned_by(origin.shard_index)}[record.fragment_id]
+        kinds = tuple(of["dtype"] for name, of in sorted(tensors.items()) if name.startswith("outer."))
         header = Header(
             origin,
             manifest,
             record,
             _NUMBER.validate_json(metadata["previous"], strict=True),
-            sum(key.startswith("outer.") for key in tensors),
+            _BUFFERS.validate_python(kinds),
             "anchor" in tensors,
             _CHUNK_ELEMENTS.validate_json(metadata["chunk_elements"], strict=True),
             fragment.num_elements,
@@ -301,6 +308,7 @@ class _Model:
 
 _ORIGIN, _RECORD, _MODEL = TypeAdapter(Origin), TypeAdapter(Record), TypeAdapter(_Model)
 _NUMBER: TypeAdapter[int | None] = TypeAdapter(int | None)
+_BUFFERS = TypeAdapter(tuple[Kind, ...])
 _CHUNK_ELEMENTS = TypeAdapter(Annotated[int, Field(gt=0, le=CHUNK_ELEMENTS_MAX, multiple_of=BLOCK_ELEMENTS)])
 
 
@@ -352,7 +360,7 @@ def _extend(crc32c: int, data: memoryview) -> int:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a flat tensor, without a copy."""
-    return memoryview(tensor.numpy().view(np.uint8).data)
+    return memoryview(tensor.view(torch.uint8).numpy().data)
 
 
 def _json(value: Any) -> str:

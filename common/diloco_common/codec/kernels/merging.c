@@ -42,7 +42,7 @@ double diloco_sum(int bits, const struct source *sources, int num_sources, int64
 
 /* g = the weighted sum; velocity <- momentum * velocity + g; theta <- theta - lr * (g + momentum * velocity). */
 void diloco_sum_nesterov(int bits, const struct source *sources, int num_sources, int64_t start, int64_t stop,
-                         float momentum, float lr, float *velocity, float *theta) {
+                         float momentum, float lr, bfloat16_t *velocity, float *theta) {
     float g[BLOCK];
     for (int64_t at = start, count; at < stop; at += count, velocity += count, theta += count) {
         count = sum_block(bits, sources, num_sources, at, stop, g);

@@ -21,11 +21,11 @@ static inline double sum_squares_of(const float *x) {
     return sum;
 }
 
-/* velocity <- momentum * velocity + g; theta <- theta - lr * (g + momentum * velocity). */
-static inline void nesterov(const float *g, int count, float momentum, float lr, float *velocity, float *theta) {
+/* velocity <- momentum * velocity + g; theta <- theta - lr * (g + momentum * velocity). Velocity is kept rounded. */
+static inline void nesterov(const float *g, int count, float momentum, float lr, bfloat16_t *velocity, float *theta) {
     for (int i = 0; i < count; i++) {
-        float v = momentum * velocity[i] + g[i];
-        velocity[i] = v;
+        float v = momentum * from_bfloat16(velocity[i]) + g[i];
+        velocity[i] = to_bfloat16(clamped(v, BFLOAT16_MAX));
         theta[i] = fmaf(-lr, fmaf(momentum, v, g[i]), theta[i]);
     }
 }

@@ -75,7 +75,7 @@ double diloco_sum_plain(int bits, const struct chunk_source *sources, int num_so
 
 /* As diloco_sum_nesterov. */
 void diloco_sum_nesterov_plain(int bits, const struct chunk_source *sources, int num_sources, int64_t n, float momentum,
-                               float lr, float *velocity, float *theta) {
+                               float lr, bfloat16_t *velocity, float *theta) {
     float g[BLOCK];
     for (int64_t first = 0; first < n; first += BLOCK) {
         int count = n - first < BLOCK ? (int)(n - first) : BLOCK;

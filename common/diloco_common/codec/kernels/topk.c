@@ -323,7 +323,7 @@ double diloco_sum_top(const struct chunk_source *sources, int num_sources, int64
 
 /* As diloco_sum_nesterov. */
 void diloco_sum_nesterov_top(const struct chunk_source *sources, int num_sources, int64_t n, float momentum, float lr,
-                             float *velocity, float *theta) {
+                             bfloat16_t *velocity, float *theta) {
     float g[TOP_BLOCK];
     for (int64_t at = 0; at < n; at += TOP_BLOCK) {
         int count = n - at < TOP_BLOCK ? (int)(n - at) : TOP_BLOCK;
