@@ -32,7 +32,7 @@ def write_versions(folder: Path) -> None:
         for fragment in MODEL.owned_by(index):
             n = fragment.num_elements
             record = Record(fragment.fragment_id, 1, 5, {}, {}, 10, (), 1.0)
-            store.save(StoredVersion(record, Values(torch.randn(n), [torch.randn(n)]), None), MODEL)
+            store.save(StoredVersion(record, Values(torch.randn(n), [torch.randn(n).bfloat16()]), None), MODEL)
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ def saved(shard: ShardProcess) -> tuple[float, float, float]:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measure windows of both runs in turn. Each pair gives a ratio."""
-    disk = disk_bytes_per_s(folder / "probe", int(8 * args.params / args.fragments))
+    disk = disk_bytes_per_s(folder / "probe", int(6 * args.params / args.fragments))
     with ExitStack() as stack:
         runs = [DiskRun(name, folder / name, args, stack) for name in ("version", "interval")]
         durable, relaxed = runs

@@ -119,13 +119,19 @@ def test_after_a_restart_who_was_merged_before_brings_all_that_it_trained_meanwh
 
 
 def test_after_a_cut_of_all_the_first_that_is_back_counts_in_full() -> None:
-    membership, cut_s = learners(a=100, b=100), 3600
-    b = membership.get("b")
-    assert b is not None
-    membership.leave(b)
-    shares = {i: replace(shared(since_s=cut_s), tokens_per_s=100.0) for i in "ab"}
-    assert counts({"a": (cut_s * 100, cut_s)}, shares, membership) == {"a": cut_s * 100}
-    assert counts({"a": (LIE, cut_s)}, shares, membership)["a"] < LIE
+    """The others are away, and the shard remembers how fast they were."""
+    crowd, cut_s = Crowd(), 3600
+    first, other = honest(crowd, 2)
+    crowd.run(100)
+    merged = first.merged_until + other.merged_until
+    del crowd.actors[other.learner_id]
+    crowd.advance(cut_s)  # both are evicted
+    first.member = crowd.shard.join(first.learner_id, first.member.process_id, MODEL, crowd.now)
+    first.steps, first.tokens = first.steps + cut_s, first.tokens + cut_s * TOKENS_OF_A_STEP
+    first.next_at = crowd.now
+    crowd.run(20)
+    assert crowd.refused == []
+    assert crowd.shard.tokens_merged == first.merged_until + other.merged_until > merged + cut_s * TOKENS_OF_A_STEP
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2])
