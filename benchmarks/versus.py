@@ -38,7 +38,14 @@ from versus_machines import LINKS, NotPossible
 RESULTS = Path(__file__).resolve().parent / "results" / "versus.jsonl"
 LONGER = RESULTS.with_name("versus_longer.jsonl")
 LONGER_S = 200.0
-MODULES = {"ours": "diloco_worker", "ddp": "torch", "torchft": "torchft", "hivemind": "hivemind", "alone": "torch"}
+MODULES = {
+    "ours": "diloco_worker",
+    "ddp": "torch",
+    "torchft": "torchft",
+    "hivemind": "hivemind",
+    "alone": "torch",
+    "mean": "diloco_worker",
+}
 CORES = 2
 """All processes of a run share this many cores."""
 

@@ -25,7 +25,7 @@ START_S = 300.0
 LOOK_S = 0.05
 TRIES = 8
 """A worker that ends by itself is started again this often, as any cluster manager would."""
-SYSTEMS = {"ours": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "alone": ()}
+SYSTEMS = {"ours": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "alone": (), "mean": (0, 1)}
 """Name -> workers beside whose machine a service of the system runs (shards, lighthouse, first DHT node)."""
 CASES = ("plain", "slow", "killed")
 TORCHRUN = [

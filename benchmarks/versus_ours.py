@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from versus_task import Task, Training
 
@@ -13,13 +15,14 @@ THIN = {"sync.push": "int4", "sync.pull": "int8"}
 """What docs/concepts.md advises for thin links."""
 
 
-def serve(task: Task, index: int) -> int:
+def serve(task: Task, index: int, more: Mapping[str, str] = MappingProxyType({})) -> int:
+    """`more`: settings of the shard, beside those that make it comparable."""
     from diloco_server import cli
 
     settings = {
         "security.insecure": "true", "shard.listen": f"{task.hosts[index]}:{PORT}", "shard.index": index,
         "shard.count": SHARDS, "sync.sync_every": task.sync_every, "outer.lr": task.outer_lr,
-        "outer.momentum": task.outer_momentum, **(THIN if task.link == "20mbit" else {}),
+        "outer.momentum": task.outer_momentum, **(THIN if task.link == "20mbit" else {}), **more,
     }  # fmt: skip
     return cli.main([f"--set={key}={value}" for key, value in settings.items()])
 

@@ -15,10 +15,24 @@ from versus_machines import LINKS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PICTURE = DOCS / "comparison.md", DOCS / "comparison.png"
-NAMES = {"ours": "ours", "ddp": "torch DDP", "torchft": "torchft", "hivemind": "hivemind", "alone": "no system"}
+NAMES = {
+    "ours": "ours",
+    "ddp": "torch DDP",
+    "torchft": "torchft",
+    "hivemind": "hivemind",
+    "alone": "no system",
+    "mean": "ours, sync.merge=mean",
+}
 PEERS = ("ddp", "torchft", "hivemind")
 CASES = {"plain": "all alike", "slow": "one worker 3 x slower", "killed": "one worker killed, then back"}
-COLOURS = {"ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150", "alone": "#c9c2b0"}
+COLOURS = {
+    "ours": "#c8372d",
+    "ddp": "#777777",
+    "torchft": "#1f6fb4",
+    "hivemind": "#2c9150",
+    "alone": "#c9c2b0",
+    "mean": "#e09a3a",
+}
 STALL_MAX_S = 0.05
 END_S = 5.0
 LOSS_TOP = 3.7
@@ -91,8 +105,9 @@ def draw(results: Sequence[Result], picture: Path) -> None:
         panel.set_xlabel("seconds of training")
     for row in panels:
         row[0].set_ylabel("held-out loss, nats per byte")
-    lines = [plt.Line2D([], [], color=COLOURS[system], label=name) for system, name in NAMES.items()]
-    figure.legend(handles=lines, loc="outside upper center", ncols=len(NAMES), frameon=False)
+    there = {r["system"] for r in results}
+    lines = [plt.Line2D([], [], color=COLOURS[system], label=name) for system, name in NAMES.items() if system in there]
+    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
