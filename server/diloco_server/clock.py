@@ -15,8 +15,8 @@ from diloco_common.ports import Clock
 class AwakeClock:
     """Monotonic seconds. A gap between two calls counts as at most `longest_s`: the shard asks many times a second."""
 
-    def __init__(self, longest_s: float, clock: Clock, on_waking: Callable[[float], None]) -> None:
-        """`on_waking` is called with the seconds that do not count, before the first answer after them."""
+    def __init__(self, longest_s: float, clock: Clock, on_waking: Callable[[float, float], None]) -> None:
+        """`on_waking` is called with the seconds that do not count, and with the first answer after them."""
         self._longest_s = longest_s
         self._clock = clock
         self._on_waking = on_waking
@@ -28,5 +28,5 @@ class AwakeClock:
         asleep_s, self._asked_at = now - self._asked_at - self._longest_s, now
         if asleep_s > 0:
             self._asleep_s += asleep_s
-            self._on_waking(asleep_s)
+            self._on_waking(asleep_s, now - self._asleep_s)
         return now - self._asleep_s

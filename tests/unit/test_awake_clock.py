@@ -12,13 +12,15 @@ from diloco_server.clock import AwakeClock
     [
         ([100.0, 100.02, 100.04], [100.0, 100.02, 100.04], []),
         ([100.0, 101.0, 102.0], [100.0, 101.0, 102.0], []),
-        ([100.0, 110.0, 110.5], [100.0, 101.0, 101.5], [9.0]),
-        ([100.0, 110.0, 120.0], [100.0, 101.0, 102.0], [9.0, 9.0]),
+        ([100.0, 110.0, 110.5], [100.0, 101.0, 101.5], [(9.0, 101.0)]),
+        ([100.0, 110.0, 120.0], [100.0, 101.0, 102.0], [(9.0, 101.0), (9.0, 102.0)]),
     ],
     ids=["awake", "slow", "frozen once", "frozen twice"],
 )
-def test_time_stands_still_while_nobody_looks(asked_at: list[float], shown: list[float], slept: list[float]) -> None:
-    times, found = iter([100.0, *asked_at]), list[float]()
-    clock = AwakeClock(1.0, lambda: next(times), found.append)
+def test_time_stands_still_while_nobody_looks(
+    asked_at: list[float], shown: list[float], slept: list[tuple[float, float]]
+) -> None:
+    times, found = iter([100.0, *asked_at]), list[tuple[float, float]]()
+    clock = AwakeClock(1.0, lambda: next(times), lambda seconds, now: found.append((seconds, now)))
     assert [clock() for _ in asked_at] == pytest.approx(shown)
     assert found == slept

@@ -18,7 +18,7 @@ from diloco_common.settings import LeaseSettings
 from diloco_server.core.budget import Budget
 from diloco_server.core.counting import ROUNDS_UNKNOWN, Share, count
 from diloco_server.core.membership import Membership
-from diloco_server.core.pace import STEPS_FACTOR, check_trained
+from diloco_server.core.pace import STEPS_FACTOR, WAKING_S, check_trained
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round
 
@@ -146,7 +146,7 @@ def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(
     crowd.run(400)
     while crowd.shard.fragments[0].round is None:
         crowd.run(TICK_S)
-    crowd.shard.slept(frozen_s)
+    crowd.shard.slept(frozen_s, crowd.now)
     for _ in range(stale):
         for actor in crowd.actors.values():
             actor.steps, actor.tokens = actor.steps + 1, actor.tokens + TOKENS_OF_A_STEP
@@ -165,6 +165,31 @@ def test_what_learners_trained_while_the_shard_was_frozen_counts_in_full(
     usual = crowd.shard.membership.usual_pace(crowd.now)
     assert usual is not None
     assert usual.steps_per_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_freeze_is_made_up_for_within_a_minute_or_not_at_all() -> None:
+    """All were frozen: later haste is no sign that anybody had trained."""
+    crowd = Crowd()
+    first, _ = honest(crowd, 2)
+    crowd.run(400)
+    crowd.shard.slept(3600, crowd.now)
+    crowd.run(WAKING_S + 2)
+    for _ in range(50):
+        crowd.report(first)
+        first.steps, first.tokens = first.steps + 1, first.tokens + TOKENS_OF_A_STEP
+    assert first.member.trail is not None
+    assert first.member.trail.first_at == 0.0
+
+
+def test_who_has_left_does_not_say_how_fast_those_train_that_are_there() -> None:
+    membership = learners(a=100, liar=100, **{f"gone-{i}": 2.0**30 for i in range(3)})
+    shares = KNOWN | {"liar": shared()}
+    for i in range(3):
+        gone = membership.get(f"gone-{i}")
+        assert gone is not None
+        membership.leave(gone)
+        shares[gone.learner_id] = replace(shared(), tokens_per_s=2.0**30)
+    assert counts({"liar": (LIE, H)}, shares, membership)["liar"] <= K * (USUAL + 10 * 100)
 
 
 def test_a_learner_that_was_in_no_round_for_long_is_taken_again() -> None:

@@ -47,13 +47,14 @@ def count(
     after = {i: share for i, share in shares.items() if membership.get(i) is not None}
     after |= {i: _share(c, shares.get(i), closed.opened_at - closed.asleep_s) for i, c in closed.contributions.items()}
     paces = {m.learner_id: m.trail.pace for m in membership.live() if m.trail is not None and m.sets_pace}
-    rates = {i: share.tokens_per_s for i, share in after.items() if share.tokens_per_s is not None}
-    rates |= {i: pace.tokens_per_s for i, pace in paces.items() if pace is not None}
-    after = {i: replace(share, tokens_per_s=rates.get(i)) for i, share in after.items()}
+    here = {i: pace.tokens_per_s for i, pace in paces.items() if pace is not None}
+    known = {i: share.tokens_per_s for i, share in after.items() if share.tokens_per_s is not None} | here
+    after = {i: replace(share, tokens_per_s=known.get(i)) for i, share in after.items()}
     counted = {}
     for i, contribution in closed.contributions.items():
         since_s = _since(membership.get(i), shares.get(i), now)
         is_back = i not in shares and i in before.merged_versions
+        rates = here if here.keys() - {i} else known  # who is away has a say only where nobody else is there
         most = _most(i, after, before, rates, sync_every, since_s, is_back=is_back)
         tokens = contribution.tokens if most is None else min(contribution.tokens, most)
         counted[i] = replace(contribution, counted=tokens)

@@ -218,11 +218,11 @@ class Membership:
         """Seconds since the first learner joined this shard, in this epoch."""
         return 0.0 if self._since is None else now - self._since
 
-    def slept(self, seconds: float) -> None:
+    def slept(self, seconds: float, now: float) -> None:
         """The shard was frozen, and its learners perhaps trained on."""
         for member in self._members.values():
             if member.trail is not None:
-                member.trail.asleep_s += seconds
+                member.trail.slept(seconds, now)
 
     def leave(self, member: Member) -> None:
         member.state = State.LEFT

@@ -34,6 +34,8 @@ UNREPORTED_S = 1.0
 AWAY_S = 960.0
 """For the first contribution after a start of the shard: its learner may have trained while no shard was there. A usual
 one for `TRAINED_FACTOR` times as long: 17 hours."""
+WAKING_S = 60.0
+"""After a freeze of the shard: by then learners have come back, and have reported what they trained meanwhile."""
 STEP_TIME_FACTOR = 2.0
 """A reported step time is taken up to so many times what passes between the reports."""
 ALPHA = 0.1
@@ -75,6 +77,7 @@ class Trail:
     asleep_s: float = 0.0
     """Seconds for which the shard was frozen and no report shows that the learner trained. It may have been frozen,
     too; and what is read first afterwards may have been sent before."""
+    woke_at: float = 0.0
     step_s: float = 0.0
     """Moving average of what passes per step, between reports; 0: no step yet."""
     merged_until: dict[int, Progress] = field(default_factory=dict)
@@ -91,8 +94,14 @@ class Trail:
             first, now, counted, now, now, first, now, _steps=steps, _trained_steps=steps, _tokens=first.tokens
         )  # fmt: skip
 
+    def slept(self, seconds: float, now: float) -> None:
+        """The shard was frozen until now."""
+        self.asleep_s, self.woke_at = self.asleep_s + seconds, now
+
     def go_on(self, progress: Progress, most: Most, now: float) -> None:
         """Count another report, at most at this pace since the one before."""
+        if now - self.woke_at > WAKING_S:
+            self.asleep_s = 0.0
         slept_s = self._trained_through(progress, now)
         self.asleep_s -= slept_s
         self.first_at -= slept_s
@@ -158,16 +167,17 @@ def check_trained(
     it may not have reported yet. Before that round it is judged by the time alone for which the shard has been up,
     `up_s`. Both grow faster than any honest learner trains, so nobody is refused for long.
     """
+    asleep_s = 0.0 if trail is None else trail.asleep_s
     tokens_per_s, steps_per_s = UNKNOWN_TOKENS_PER_S, UNKNOWN_STEPS_PER_S
     if pace is not None:
         tokens_per_s, steps_per_s = TRAINED_FACTOR * pace.tokens_per_s, TRAINED_FACTOR * pace.steps_per_s
     trained = Progress(0, 0) if trail is None else trail.trained
     since = None if trail is None else trail.merged_until.get(header.fragment_id)
     if trail is None or since is None:
-        unreported_s = up_s + (0.0 if pace is None else AWAY_S)
+        unreported_s = asleep_s + up_s + (0.0 if pace is None else AWAY_S)
         since = trained if trail is None else trail.first
     else:
-        unreported_s = now - trail.grown_at + trail.asleep_s
+        unreported_s = asleep_s + now - trail.grown_at
     for what, pushed, reported, per_s in (
         ("tokens", header.tokens, trained.tokens - since.tokens, tokens_per_s),
         ("steps", header.steps, trained.inner_step - since.inner_step, steps_per_s),

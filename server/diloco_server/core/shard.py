@@ -175,9 +175,9 @@ class Shard:
         self._leases.expire(now)
         self._rounds.tick(now, may_open=not self.draining)
 
-    def slept(self, seconds: float) -> None:
+    def slept(self, seconds: float, now: float) -> None:
         """This process was frozen for so long. For leases and rounds no time has passed, but learners trained on."""
-        self.membership.slept(seconds)
+        self.membership.slept(seconds, now)
         for state in self.fragments.values():
             state.slept(seconds)
 
