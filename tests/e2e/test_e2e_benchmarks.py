@@ -100,6 +100,6 @@ def test_disk_rounds_compares_clusters_that_differ_in_durability_alone(tmp_path:
     run("disk_rounds.py", *sizes, f"--folder={tmp_path}", f"--json={json_path}")
     found = read(json_path)
     assert min(found["rounds_per_s_version"], found["rounds_per_s_interval"]) > 0
-    # Theta and momentum in float32 of one of 24 fragments, and a header.
+    # Theta in float32 and momentum in bfloat16 of one of 24 fragments, and a header.
     assert found["mb_per_round"] * 1e6 > 6 * 2e5 / 24
     assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
