@@ -98,8 +98,9 @@ class Codec(ABC):
     ) -> None:
         """Encode the chunk x = `values + plus`, each (n,) float32, into `out` as `encode_values` does.
 
-        `values` may be bfloat16. So may `plus` and `loss`, if both are. Computes x - decoded in float32, and sets
-        `loss` (n,) to it, rounded to its dtype. `loss` may be `values` or `plus` itself. Raises NotFinite.
+        `values` may be bfloat16. So may `plus` and `loss`, if both are. Computes the error x - decoded in
+        float32, and writes it to `loss` (n,), in the dtype of `loss`. That may be `values` or `plus` itself. Raises
+        NotFinite.
         """
         self._check_size(out, values.numel())
         encoded = self._encode_natively(values, plus, loss, out)

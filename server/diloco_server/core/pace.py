@@ -35,7 +35,7 @@ AWAY_S = 960.0
 """For the first contribution after a start of the shard: its learner may have trained while no shard was there. A usual
 one for `TRAINED_FACTOR` times as long: 17 hours."""
 WAKING_S = 60.0
-"""After a freeze of the shard: by then learners have come back, and have reported what they trained meanwhile."""
+"""For so long after a freeze of the shard, reports may show what was trained during it. Learners are back by then."""
 STEP_TIME_FACTOR = 2.0
 """A reported step time is taken up to so many times what passes between the reports."""
 ALPHA = 0.1

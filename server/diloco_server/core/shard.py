@@ -176,7 +176,7 @@ class Shard:
         self._rounds.tick(now, may_open=not self.draining)
 
     def slept(self, seconds: float, now: float) -> None:
-        """This process was frozen for so long. For leases and rounds no time has passed, but learners trained on."""
+        """This process was frozen until now. Leases and rounds stood still, but learners may have trained on."""
         self.membership.slept(seconds, now)
         for state in self.fragments.values():
             state.slept(seconds)
