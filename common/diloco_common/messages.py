@@ -35,6 +35,8 @@ class Progress:
     step_time_s: float = 0.0
     away: tuple[ShardAway, ...] = ()
     """The shards that the learner does not reach now. Nothing is decided by it."""
+    counts_samples: bool = False
+    """Its tokens are samples. Nothing is decided by it."""
 
 
 @dataclass(frozen=True, slots=True)

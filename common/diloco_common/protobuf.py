@@ -233,6 +233,7 @@ def progress_to_pb(progress: Progress) -> pb.Progress:
             )
             for shard in progress.away[: bounds.AWAY_MAX]
         ],
+        counts_samples=progress.counts_samples,
     )  # fmt: skip
 
 
@@ -244,7 +245,9 @@ def progress_from_pb(progress: pb.Progress) -> Progress:
         ShardAway(shard.address, shard.index if shard.HasField("index") else None, shard.for_s)
         for shard in map(_within, progress.away)
     )
-    return Progress(progress.inner_step, progress.tokens, loss, progress.step_time_s, away)
+    return Progress(
+        progress.inner_step, progress.tokens, loss, progress.step_time_s, away, progress.counts_samples
+    )  # fmt: skip
 
 
 def pulse_to_pb(pulse: Pulse) -> pb.Pulse:

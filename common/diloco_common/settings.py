@@ -22,7 +22,8 @@ class RunSettings(Section):
     id: str = Field(default="local", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run; learners and shards of different runs refuse each other."""
     tokens: int = Field(default=0, ge=0, le=10**18)
-    """Budget: the run ends when this many tokens are merged. 0: no end."""
+    """Budget: the run ends when this many tokens are merged. 0: no end. A token is whatever the learners count: with
+    `learner.step(samples=...)` it is a sample."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the initial weights and of every learner's data order."""
     model: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")

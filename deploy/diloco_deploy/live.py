@@ -23,6 +23,8 @@ from diloco_deploy.snapshot import Member, Snapshot, worker_rate
 
 _LINE_EVERY_S = 5.0
 _DRAW_EVERY_S = 0.5
+_RATE = "tok/s"
+_RATES = {"tokens": _RATE, "samples": "samples/s"}
 _STYLES = {
     "training": "green",
     "ready": "green",
@@ -50,7 +52,7 @@ _WORKER_COLUMNS = (
     _Column("worker", 0, right=False),
     _Column("state", 0, right=False),
     _Column("step", 48),
-    _Column("tok/s", 0),
+    _Column(_RATE, 0),
     _Column("loss", 0),
     _Column("merged", 56),
     _Column("carried", 64),
@@ -71,9 +73,10 @@ _SHARD_COLUMNS = (
 
 def tables(snapshot: Snapshot, width: int) -> Group:
     """Shards and workers, in as many columns as fit."""
+    rate = _RATES[snapshot.totals().unit]
     return Group(
         _table(_SHARD_COLUMNS, [_shard_row(snapshot, shard) for shard in snapshot.shards], width),
-        _table(_WORKER_COLUMNS, [_worker_row(snapshot, worker) for worker in snapshot.workers], width),
+        _table(_WORKER_COLUMNS, [_worker_row(snapshot, worker) for worker in snapshot.workers], width, rate),
     )
 
 
@@ -100,13 +103,13 @@ def view(snapshot: Snapshot, width: int) -> Group:
                 [
                     f"{share:.0%}",
                     f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
-                    f"{merged} of {budget} tokens",
+                    f"{merged} of {budget} {totals.unit}",
                 ],
                 width,
             ),
         ]
     else:
-        parts.append(_fit([f"{merged} tokens", "no end set"], width))
+        parts.append(_fit([f"{merged} {totals.unit}", "no end set"], width))
     parts.append(tables(snapshot, width))
     if totals.loss is not None:
         course = units.sparkline(snapshot.losses, min(40, width - 12))
@@ -125,7 +128,7 @@ def line(snapshot: Snapshot, width: int) -> str:
         f"loss {units.loss(totals.loss)}" if totals.loss is not None and is_learning else snapshot.doing,
         f"merged {units.count(totals.tokens_merged)}{share}",
         f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
-        f"{units.count(totals.tokens_per_s)} tok/s",
+        f"{units.count(totals.tokens_per_s)} {_RATES[totals.unit]}",
         f"workers {up}/{sum(worker.process != 'left' for worker in snapshot.workers)}",
         f"rounds {totals.rounds}",
         f"pushed {units.size(totals.bytes_pushed)}",
@@ -146,11 +149,12 @@ def _fit(parts: list[str], width: int) -> Text:
     return Text(kept[:width])
 
 
-def _table(columns: tuple[_Column, ...], rows: list[dict[str, str]], width: int) -> Table:
+def _table(columns: tuple[_Column, ...], rows: list[dict[str, str]], width: int, rate: str = _RATE) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = [column for column in columns if width >= column.from_width]
     for column in shown:
-        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
+        title = rate if column.title == _RATE else column.title
+        table.add_column(title, justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(_cell(column, row[column.title]) for column in shown))
     return table
@@ -184,7 +188,7 @@ def _worker_row(snapshot: Snapshot, worker: Member) -> dict[str, str]:
         "worker": worker.name,
         "state": snapshot.state_of(worker),
         "step": str(worker.get("inner_step", "-")),
-        "tok/s": units.count(worker_rate(worker)),
+        _RATE: units.count(worker_rate(worker)),
         "loss": units.loss(worker.get("loss")),
         "merged": str(contributions.get("merged", "-")),
         "carried": str(contributions.get("late", "-")),

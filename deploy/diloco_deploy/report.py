@@ -39,6 +39,7 @@ def make_report(
         "eval_loss_first": found.get("eval_loss_first"),
         "eval_loss_final": found.get("eval_loss_final"),
         "train_loss_final": totals.loss,
+        "unit": totals.unit,
         "tokens": totals.tokens,
         "tokens_merged": totals.tokens_merged,
         "tokens_dropped": max(0, totals.tokens - totals.tokens_merged),
@@ -67,7 +68,7 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
 
     `folder`: of the run, which can go on; None: nothing is said of that.
     """
-    tokens = f"{units.count(report['tokens'])} tokens trained, {units.count(report['tokens_merged'])} merged"
+    tokens = f"{units.count(report['tokens'])} {report['unit']} trained, {units.count(report['tokens_merged'])} merged"
     moved = f"pushed {units.size(report['bytes_pushed'])}, pulled {units.size(report['bytes_pulled'])}"
     facts = [
         ("did it learn", _learned(report)),
@@ -104,8 +105,8 @@ def _lost(report: Report) -> str:
     if not rest:
         return "nothing"
     share = rest / report["tokens"] if report["tokens"] else 0.0
-    said = f"nothing that was merged; the last {units.count(rest)} tokens ({share:.1%}) came after the last version"
-    return f"{said}{_by_worker(report['tokens_unmerged'])}"
+    last = f"the last {units.count(rest)} {report['unit']} ({share:.1%})"
+    return f"nothing that was merged; {last} came after the last version{_by_worker(report['tokens_unmerged'])}"
 
 
 def _dropped_on_the_way(report: Report) -> int:
@@ -127,8 +128,8 @@ def _unusual(report: Report) -> Iterator[str]:
     """What reads like a loss, and is none; and what workers dropped that ended early."""
     if dropped := _dropped_on_the_way(report):
         yield (
-            f"{units.count(dropped)} more tokens are in no version: a worker drops what it has not sent when it is "
-            "interrupted or dies"
+            f"{units.count(dropped)} more {report['unit']} are in no version: a worker drops what it has not sent when "
+            "it is interrupted or dies"
         )
     if report["late"]:
         yield f"{report['late']} contributions came after their round had closed; their work went into the next ones"

@@ -239,7 +239,7 @@ def _as_status(name: str, views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     tokens = int(last.get("tokens") or 0)
     return {
         "role": "worker", "name": name, "state": "training" if last.get("state") == "alive" else last.get("state"),
-        "inner_step": step, "tokens": tokens, "loss": last.get("loss"), "step_time_s": step_s,
+        "inner_step": step, "tokens": tokens, "unit": last.get("unit"), "loss": last.get("loss"), "step_time_s": step_s,
         "tokens_per_s": tokens / step / step_s if step and step_s else 0.0,
         "contributions": {
             "merged": sum(int(view.get("merged") or 0) for view in views),

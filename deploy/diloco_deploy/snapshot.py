@@ -54,6 +54,8 @@ class Member:
 class Totals:
     """A cluster in numbers. Shards share nothing, so their counters are summed."""
 
+    unit: str
+    """What workers count as tokens: "tokens" or "samples"."""
     tokens: int
     """Tokens trained by all workers, by their own count. (A worker that comes back goes on from its checkpoint.)"""
     tokens_merged: int
@@ -105,6 +107,7 @@ class Snapshot:
         )
         losses = [float(worker.get("loss")) for worker in workers if worker.get("loss") is not None]
         return Totals(
+            unit=next((w.get("unit") for w in workers if w.get("unit") == "samples"), "tokens"),
             tokens=sum(worker.highest("tokens") for worker in workers),
             tokens_merged=tokens_merged(shard.statuses for shard in shards) or 0,
             tokens_budget=max((shard.highest("tokens_budget") for shard in shards), default=0),

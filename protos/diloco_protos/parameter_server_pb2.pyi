@@ -133,18 +133,20 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away")
+    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away", "counts_samples")
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
     AWAY_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     inner_step: int
     tokens: int
     loss: float
     step_time_s: float
     away: _containers.RepeatedCompositeFieldContainer[ShardAway]
-    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ...) -> None: ...
+    counts_samples: bool
+    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ..., counts_samples: bool = ...) -> None: ...
 
 class ShardAway(_message.Message):
     __slots__ = ("address", "index", "for_s")

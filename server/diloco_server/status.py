@@ -73,6 +73,7 @@ def _learner(member: Member, conduct: Conduct, staleness: int | None, now: float
         "state": member.state.value,
         "inner_step": progress.inner_step,
         "tokens": progress.tokens,
+        "unit": "samples" if progress.counts_samples else "tokens",
         "loss": progress.loss,
         "step_time_s": progress.step_time_s,
         "silent_s": round(now - member.last_heard, 3),

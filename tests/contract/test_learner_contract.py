@@ -25,6 +25,7 @@ from diloco_common.errors import (
     Unauthenticated,
     WrongRun,
 )
+from diloco_server.status import shard_status
 from diloco_worker.core.dialing import FIRST_S, GROWTH
 from diloco_worker.learner import AWAY_S
 from secret_files import secret_file
@@ -103,6 +104,32 @@ def test_the_budget_ends_the_run(serve, train):
 
     assert a.learner.state == "done"
     assert shard.core.tokens_merged >= 200
+
+
+def test_samples_are_called_samples_wherever_one_looks(serve, train):
+    """Beside it, an optimizer that is followed: each of its steps is one of the learner."""
+    shard = serve(settings_with(sync=exact()))
+    a = train(shard.address, "a")
+    handle = a.learner.follow(a.optimizer, samples=lambda: 3)
+    before = a.learner.inner_step
+    a.optimizer.step()
+    a.optimizer.step()
+    assert (a.learner.inner_step - before, a.learner.tokens) == (2, 6)
+
+    def told() -> bool:
+        (learner,) = shard_status(shard.server.host, "")["learners"]
+        return (learner["tokens"], learner["unit"]) == (6, "samples")
+
+    until(told, "the shard hears of it")
+    assert a.learner.status()["unit"] == "samples"
+    with pytest.raises(ConfigError, match="follows an optimizer already"):
+        a.learner.follow(a.optimizer, samples=3)
+    handle.remove()
+    a.optimizer.step()
+    a.learner.follow(a.optimizer, samples=3)
+    a.learner.close()
+    a.optimizer.step()
+    assert a.learner.inner_step == before + 2
 
 
 # ---------------------------------------------------------------- faults

@@ -14,7 +14,7 @@ from diloco_worker.global_model import pull_global_model
 from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS
 
 lightning = pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed (pip install lightning)")
-from diloco_worker.lightning import DilocoCallback, tokens_of  # noqa: E402
+from diloco_worker.lightning import DilocoCallback, counted_in  # noqa: E402
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1, "fragments": 2, "sync_every": 2}
 BATCH = 4
@@ -122,18 +122,18 @@ def test_an_island_is_refused_in_words():
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens"),
+    ("batch", "amount", "is_samples"),
     [
-        ({"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, 16),
-        ((torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.int64)), 2),
-        ([{"x": torch.zeros(3, 5)}], 3),
-        ({"id": [3], "text": ["one", "two"], "input_ids": torch.zeros(2, 8, dtype=torch.int64)}, 16),
+        ({"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, 16, False),
+        ((torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.int64)), 2, True),
+        ([{"x": torch.zeros(3, 5)}], 3, True),
+        ({"id": [3], "text": ["one", "two"], "input_ids": torch.zeros(2, 8, dtype=torch.int64)}, 16, False),
     ],
 )
-def test_tokens_are_ids_or_rows(batch: Any, tokens: int) -> None:
-    assert tokens_of(batch) == tokens
+def test_ids_are_tokens_and_other_rows_are_samples(batch: Any, amount: int, is_samples: bool) -> None:
+    assert counted_in(batch) == (amount, is_samples)
 
 
 def test_a_batch_without_a_tensor_is_named() -> None:
     with pytest.raises(ConfigError, match="give tokens="):
-        tokens_of({"text": ["one", "two"]})
+        counted_in({"text": ["one", "two"]})

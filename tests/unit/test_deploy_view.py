@@ -85,6 +85,17 @@ def test_the_versions_of_a_shard_are_those_of_the_model() -> None:
     assert "40-40" in " ".join(drawn(tables(found, 100), 100))
 
 
+def test_people_read_samples_where_workers_count_them() -> None:
+    members = [Member("shard-0", "shard", "up", shard(0))]
+    members += [Member(f"worker-{i}", "worker", "up", worker(i, unit="samples")) for i in range(2)]
+    found = Snapshot(tuple(members))
+    said = summary(make_report(found, Settings(), wall_s=1.0, evaluation=None), {})
+    for text in (" ".join(drawn(view(found, 100), 100)), line(found, 200), said):
+        assert " samples" in text
+        assert "tok" not in text
+    assert "samples/s" in line(found, 200)
+
+
 def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
     three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
     one = shard(1, tokens_merged=800, fragments=[{"id": 3, "version": 1}])

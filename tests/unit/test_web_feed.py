@@ -75,6 +75,15 @@ def test_a_learner_is_told_once_though_every_shard_knows_it():
     assert feed.since(0, NOW)["totals"]["learners"] == {"training": 1}
 
 
+def test_the_page_speaks_of_samples_where_learners_count_them():
+    feed = feed_of()
+    feed.heard("shard-0", shard(learners=[learner("ann", unit="samples")]), None, NOW)
+    assert feed.since(0, NOW)["run"]["unit"] == "samples"
+    feed = feed_of()
+    feed.heard("shard-0", shard(learners=[learner("ann")]), None, NOW)
+    assert feed.since(0, NOW)["run"]["unit"] == "tokens", "a shard of before says nothing"
+
+
 @pytest.mark.parametrize(
     ("at_0", "at_1", "state"),
     [

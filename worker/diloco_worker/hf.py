@@ -118,9 +118,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         assert self.learner is not None
         tokens = state.num_input_tokens_seen - self._tokens_seen
         self._tokens_seen = state.num_input_tokens_seen
-        # Where there are no tokens, such as images: samples.
-        samples = args.train_batch_size * args.gradient_accumulation_steps
-        self.learner.step(tokens=tokens or samples, loss=self._loss)
+        if self._tokens_seen:
+            self.learner.step(tokens=tokens, loss=self._loss)
+        else:  # images, for example
+            self.learner.step(samples=args.train_batch_size * args.gradient_accumulation_steps, loss=self._loss)
         if self.learner.done:
             if not control.should_training_stop:
                 self.learner.telemetry.log.event("budget reached", steps=state.global_step, of=state.max_steps)

@@ -27,8 +27,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from diloco_common.bounds import TOKENS_MAX
 from diloco_common.errors import ConfigError, DilocoError, LearnerEnded
 from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
@@ -38,11 +38,13 @@ from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act, GiveUp, PushAnswered, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.counted import counted
 from diloco_worker.core.diverging import Diverging
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.finishing import Finishing
+from diloco_worker.following import Amount, Following
 from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.patience import Patience
@@ -101,6 +103,7 @@ class Learner(LearnerView):
         self._finishing = finishing
         self._watch = watch
         self._diverging = Diverging()
+        self._following: Following | None = None
         self._is_whole: bool | None = None
         """Whether `finish` got everything; None: it was not called."""
         self._steps_told = boundary.figures().inner_step
@@ -134,14 +137,19 @@ class Learner(LearnerView):
 
     # ------------------------------------------------------------ for the training loop
 
-    def step(self, tokens: int, loss: Tensor | float | None = None) -> None:
-        """Say that an inner step on `tokens` tokens has ended. Call after optimizer.step(); never waits.
+    def step(
+        self, tokens: int | None = None, loss: Tensor | float | None = None, *, samples: int | None = None
+    ) -> None:
+        """Say that an inner step has ended. Call after optimizer.step(); never waits.
+
+        Give its `tokens`, or its `samples` where there are none: images, episodes, graphs. All learners of a run count
+        the same. A token of the settings (`run.tokens`) is then whatever you count.
 
         Raises:
             Superseded: another process joined with this learner id.
             Refusal: a shard refuses this learner for good.
             ManifestMismatch: a shard that was away when training began is of another run.
-            ConfigError: a step cannot have so many tokens.
+            ConfigError: there is not one whole number of tokens or samples.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
@@ -149,19 +157,33 @@ class Learner(LearnerView):
         self._check_not_ended()
         if self._watch is not None:
             self._watch.check()
-        if not 0 <= tokens <= TOKENS_MAX:
-            raise ConfigError(f"step(tokens={tokens}): a step has 0 to 2^40 tokens; give those of this batch")
+        amount, is_samples = counted(tokens, samples)
         began = self._clock()
         step_s = began - self._step_ended
         self._step_ended = began
         self.step_time_s += (STEP_TIME_ALPHA if self.step_time_s else 1.0) * (step_s - self.step_time_s)
         self._read_loss(loss, began)
-        self._boundary.stepped(tokens)
+        self._boundary.stepped(amount)
         acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         core = self._core
-        progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s)
-        acts.append(StepEnded(progress, tokens, step_s, self._clock() - began))
+        progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s, counts_samples=is_samples)
+        acts.append(StepEnded(progress, amount, step_s, self._clock() - began))
         self._post(acts)
+
+    def follow(
+        self, optimizer: Optimizer, *, tokens: Amount | None = None, samples: Amount | None = None
+    ) -> Following:  # fmt: skip
+        """Call `step` after each step of this optimizer, from now on: for loops that sit inside a library.
+
+        Give the tokens or the samples of a step, or a function that tells them. Of several optimizers, follow the one
+        that ends a step of the loop. Once the run is over the loop goes on, and the log says so: end it by a callback
+        that looks at `done`. What `step` raises, optimizer.step() raises. `remove()` of what is returned ends it, and
+        so does `close`. Raises ConfigError.
+        """
+        if self._following is not None and not self._following.is_removed:
+            raise ConfigError("this learner follows an optimizer already: call remove() of what follow() gave first")
+        self._following = Following(self, optimizer, tokens, samples, self.telemetry.log)
+        return self._following
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Apply versions that have arrived, and send what rounds ask for, between two steps.
@@ -231,6 +253,8 @@ class Learner(LearnerView):
             self.telemetry.ended()
         if self._watch is not None:
             self._watch.end()
+        if self._following is not None:
+            self._following.remove()
         try:
             self._background.stop()
         finally:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from diloco_common.errors import ConfigError
 from diloco_worker import uncaught
+from diloco_worker.core.counted import Counted, counted
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
 from diloco_worker.progress_lr import ProgressLR, Shape
@@ -31,12 +32,17 @@ except ImportError:  # pragma: no cover
     raise ImportError("diloco_worker.lightning needs Lightning: pip install lightning") from None
 
 
-def tokens_of(batch: Any) -> int:
-    """Of the first tensor in a batch: its elements if they are whole numbers, such as ids of tokens; else its rows."""
+def counted_in(batch: Any) -> Counted:
+    """The first tensor in a batch says: its elements are tokens if they are whole numbers; else its rows are samples.
+
+    Raises ConfigError.
+    """
     first = next(_tensors_in(batch), None)
     if first is None:
-        raise ConfigError(f"no tensor is in a batch ({type(batch).__name__}): give tokens=, which counts its tokens")
-    return len(first) if first.is_floating_point() else first.numel()
+        raise ConfigError(
+            f"no tensor is in a batch ({type(batch).__name__}): give tokens= or samples=, which counts those of a batch"
+        )
+    return Counted(len(first), True) if first.is_floating_point() else Counted(first.numel(), False)
 
 
 def _tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -56,14 +62,15 @@ class DilocoCallback(Callback):  # type: ignore[misc]
 
     def __init__(
         self, shards: str, *, save_to: str | Path | None = None, rate: Shape = "cosine", warmup: float = 0.02,
-        tokens: Callable[[Any], int] = tokens_of, **options: Any,
+        tokens: Callable[[Any], int] | None = None, samples: Callable[[Any], int] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """
         Args:
             save_to: file for the global model, as `LightningModule.load_from_checkpoint` reads it; None: no file.
             rate: how it comes down as the run proceeds, as of `ProgressLR`, if the module has no schedule of its own.
             warmup: the share of the run in which the rate rises.
-            tokens: counts those of a batch.
+            tokens: counts those of a batch; or `samples`, where there are none. Neither: the batch says
+                (`counted_in`).
             options: of `join` (run, learner_id, tls, token, ...), but not `island`.
 
         Raises ConfigError.
@@ -81,9 +88,9 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         self._save_to = None if save_to is None else Path(save_to)
         self._rate: Shape = rate
         self._warmup = warmup
-        self._tokens_of = tokens
-        self._tokens = 0
-        """Of the batches since the last step of the optimizer."""
+        self._tokens_of, self._samples_of = tokens, samples
+        self._amount = 0
+        """Tokens or samples of the batches since the last step of the optimizer."""
         self._steps = 0
         self._saved: dict[str, Any] = {}
         self._schedules: list[ProgressLR] = []
@@ -99,7 +106,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         """The rate of each optimizer follows the run. Its state is there by now."""
         assert self.learner is not None
         learner = self.learner
-        self._steps, self._tokens = trainer.global_step, 0
+        self._steps, self._amount = trainer.global_step, 0
         if trainer.lr_scheduler_configs:
             learner.telemetry.log.warning("the rate follows the steps of this Trainer, not the run")
             return
@@ -110,14 +117,16 @@ class DilocoCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Tell the learner, if the optimizer has stepped. Raises what `Learner.step` raises."""
         assert self.learner is not None
-        self._tokens += self._tokens_of(batch)
+        amount, is_samples = self._counted(batch)
+        self._amount += amount
         if trainer.global_step == self._steps:  # it accumulates gradients
             return
-        tokens, self._tokens, self._steps = self._tokens, 0, trainer.global_step
+        amount, self._amount, self._steps = self._amount, 0, trainer.global_step
         for schedule in self._schedules:
             schedule.step()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.learner.step(tokens, None if loss is None else loss * trainer.accumulate_grad_batches)
+        loss = None if loss is None else loss * trainer.accumulate_grad_batches
+        self.learner.step(loss=loss, **{"samples" if is_samples else "tokens": amount})
         trainer.should_stop = trainer.should_stop or self.learner.done
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -147,3 +156,8 @@ class DilocoCallback(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Before training begins, by the Trainer."""
         self._saved, self.learner = state_dict, None
+
+    def _counted(self, batch: Any) -> Counted:
+        if self._tokens_of is None and self._samples_of is None:
+            return counted_in(batch)
+        return counted(*(None if of is None else of(batch) for of in (self._tokens_of, self._samples_of)))

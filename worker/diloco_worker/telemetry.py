@@ -53,6 +53,7 @@ class LearnerTelemetry:
         self._history = history
         self._began = clock()
         self._loss: float | None = None
+        self._unit = "tokens"
         self._step_time_s = 0.0
         self._stall_s = 0.0
         """Seconds that `step` held the training loop, in total."""
@@ -75,6 +76,7 @@ class LearnerTelemetry:
             "state": self.state,
             "inner_step": figures.inner_step,
             "tokens": figures.tokens,
+            "unit": self._unit,
             "loss": self._loss,
             "tokens_per_s": tokens_per_step / step_time_s if step_time_s else 0.0,
             "step_time_s": step_time_s,
@@ -148,6 +150,7 @@ class LearnerTelemetry:
         match act:
             case StepEnded():
                 self._loss, self._step_time_s = act.progress.loss, act.progress.step_time_s
+                self._unit = "samples" if act.progress.counts_samples else "tokens"
                 self._stall_s += act.stall_s
                 self._stall_max_s = max(self._stall_max_s, act.stall_s)
                 self.metrics.training.stepped(tokens=act.tokens, seconds=act.step_s, loss=act.progress.loss)

@@ -267,6 +267,7 @@ class Feed:
         answered = [shard for shard in self._shards.values() if shard.status]
         return {
             "id": said.get("run"),
+            "unit": next((one.unit for one in self._learners.values() if one.unit != "tokens"), "tokens"),
             "tokens_merged": self.tokens_merged(),
             "tokens_budget": budget or None,
             "done": bool(answered) and all(shard.status.get("done") for shard in answered),

@@ -34,6 +34,8 @@ class Learner:
     """Shards that answer, and where it has no lease."""
     inner_step: int = 0
     tokens: int = 0
+    unit: str = "tokens"
+    """What it counts as tokens: "tokens" or "samples"."""
     loss: float | None = None
     step_time_s: float = 0.0
     staleness: int | None = None
@@ -149,6 +151,7 @@ def _add(learner: Learner, said: Mapping[str, Any], sight: Sight) -> None:
     if heard_at >= learner.heard_at:  # the shard that heard of it last knows best how far it is
         learner.heard_at = heard_at
         learner.inner_step, learner.tokens = int(said.get("inner_step") or 0), int(said.get("tokens") or 0)
+        learner.unit = "samples" if said.get("unit") == "samples" else "tokens"
         loss = float("nan") if said.get("loss") is None else float(said["loss"])
         learner.loss, learner.step_time_s = loss if isfinite(loss) else None, float(said.get("step_time_s") or 0.0)
     staleness = said.get("staleness")

@@ -15,6 +15,7 @@ export function showCards(state) {
     say(card.querySelector(".words"), words);
   }
   say($("run"), run.id ?? "");
+  for (const word of document.querySelectorAll("[data-unit]")) say(word, word.dataset.unit.replace("*", run.unit));
   document.title = `${headlines.learning.title} · ${run.id ?? "diloco"}`;
   showProgress(state, run, totals);
   showBanner(state.last);
@@ -32,9 +33,9 @@ function showProgress(state, run, totals) {
   const budget = run.tokens_budget ? ` of ${count(run.tokens_budget)}` : "";
   const figures = [
     ["loss", loss(last ? last[2] : null)],
-    ["tokens merged", `${count(run.tokens_merged)}${budget}`],
+    [`${run.unit} merged`, `${count(run.tokens_merged)}${budget}`],
     ["left", run.done ? "done" : run.tokens_budget ? seconds(run.left_s) : "no end set"],
-    ["tokens/s", count(totals.tokens_per_s)],
+    [`${run.unit}/s`, count(totals.tokens_per_s)],
     ["versions made", count(totals.rounds)],
     ["contributions merged", totals.asked ? `${count(totals.merged)} of ${count(totals.asked)} asked` : "–"],
   ];

@@ -24,7 +24,7 @@ export function columns(points, kind) {
   return [x, ...[2, 3, 4].map((column) => kept.map((point) => point[column]))];
 }
 
-function options(kind, width, height) {
+function options(kind, unit, width, height) {
   const line = css("--data");
   const axis = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
   return {
@@ -44,11 +44,11 @@ function options(kind, width, height) {
       { ...axis, space: 80, values: (_, values) => values.map((v) => (kind === "tokens" ? count(v) : clock(v))) },
       { ...axis, size: 48, values: (_, values) => values.map((v) => v.toFixed(values.at(-1) - values[0] < 0.5 ? 2 : 1)) },
     ],
-    hooks: { setCursor: [(plot) => readout(plot, kind)] },
+    hooks: { setCursor: [(plot) => readout(plot, kind, unit)] },
   };
 }
 
-function readout(plot, kind) {
+function readout(plot, kind, unit) {
   const i = plot.cursor.idx;
   const note = $("course-since");
   if (i === null || i === undefined) {
@@ -56,25 +56,26 @@ function readout(plot, kind) {
     return;
   }
   const [x, y] = [plot.data[0][i], plot.data[1][i]];
-  note.textContent = kind === "tokens" ? `At ${count(x)} tokens: ${loss(y)}.` : `At ${clock(x)}: ${loss(y)}.`;
+  note.textContent = kind === "tokens" ? `At ${count(x)} ${unit}: ${loss(y)}.` : `At ${clock(x)}: ${loss(y)}.`;
 }
 
 export function showCourse(state, anew = false) {
   const box = $("chart");
   const kind = over();
+  const { unit } = state.last.run;
   const data = columns(state.points, kind);
-  const size = `${kind} ${box.clientWidth}`;
+  const size = `${kind} ${unit} ${box.clientWidth}`;
   if (chart === null || anew || drawnFor !== size) {
     chart?.destroy();
     box.replaceChildren();
-    chart = new uPlot(options(kind, box.clientWidth, box.clientHeight), data, box);
+    chart = new uPlot(options(kind, unit, box.clientWidth, box.clientHeight), data, box);
     drawnFor = size;
   } else {
     chart.setData(data);
   }
   const known = state.points.filter((point) => point[2] !== null);
   const words = known.length
-    ? `Loss over ${kind}: ${loss(known[0][2])} at first, ${loss(known.at(-1)[2])} now.`
+    ? `Loss over ${kind === "tokens" ? unit : kind}: ${loss(known[0][2])} at first, ${loss(known.at(-1)[2])} now.`
     : "No loss has been reported yet.";
   box.setAttribute("aria-label", words);
   const note = $("course-since");

@@ -1,0 +1,121 @@
+"""What a step counts, and loops that sit inside a library: `learner.follow(optimizer, samples=64)`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco_common.errors import ConfigError
+from diloco_common.logs import Log
+from diloco_worker.core.counted import counted
+from diloco_worker.following import Following
+
+LOG = Log("cat")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "samples", "expected"),
+    [
+        (8, None, (8, False)),
+        (None, 8, (8, True)),
+        (0, None, (0, False)),
+        (np.int64(8), None, (8, False)),
+        (None, None, "has neither tokens nor samples"),
+        (8, 8, "has both tokens and samples"),
+        (8.0, None, r"step\(tokens=...\) has a float, and takes a whole number"),
+        (None, torch.tensor(8), r"step\(samples=...\) has a Tensor, and takes a whole number"),
+        (True, None, "has a bool"),
+        ("8", None, "has a str"),
+        (-1, None, "0 to 2\\^40 tokens"),
+        (None, 2**41, "0 to 2\\^40 samples"),
+    ],
+)
+def test_a_step_counts_a_whole_number_of_one_unit(tokens: Any, samples: Any, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            counted(tokens, samples)
+    else:
+        assert counted(tokens, samples) == expected
+
+
+class Counting:
+    """A learner that counts what it is told."""
+
+    def __init__(self, budget: int = 100) -> None:
+        self.told: list[tuple[int | None, int | None]] = []
+        self.budget = budget
+
+    @property
+    def done(self) -> bool:
+        return len(self.told) >= self.budget
+
+    def step(self, tokens: int | None = None, *, samples: int | None = None) -> None:
+        self.told.append((tokens, samples))
+
+
+def optimizer(kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
+    return kind([nn.Parameter(torch.ones(3))])
+
+
+@pytest.mark.parametrize(
+    ("amounts", "told"),
+    [((None, 64), (None, 64)), ((32, None), (32, None)), ((None, lambda: 5), (None, 5))],
+)
+def test_each_step_of_the_optimizer_is_a_step(amounts: Any, told: Any) -> None:
+    learner, followed = Counting(), optimizer()
+    following = Following(learner, followed, *amounts, LOG)
+    followed.step()
+    followed.step()
+    assert learner.told == [told, told]
+    following.remove()
+    followed.step()
+    assert len(learner.told) == 2
+
+
+def test_steps_that_a_scaler_leaves_out_do_not_count() -> None:
+    learner, followed = Counting(), optimizer(torch.optim.SGD)
+    Following(learner, followed, None, 1, LOG)
+    scaler = torch.amp.GradScaler("cpu")
+    (parameter,) = followed.param_groups[0]["params"]
+    for gradient in (1.0, float("inf"), 1.0):
+        parameter.grad = torch.full((3,), gradient)
+        scaler.scale(torch.zeros(()))
+        scaler.step(followed)
+        scaler.update()
+    assert len(learner.told) == 2
+
+
+def test_copies_of_the_optimizer_are_nobodys() -> None:
+    learner, followed = Counting(), optimizer()
+    Following(learner, followed, None, 1, LOG)
+    copy.deepcopy(followed).step()
+    assert learner.told == []
+
+
+def test_the_end_of_the_run_is_said_once(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    learner, followed = Counting(budget=2), optimizer()
+    Following(learner, followed, None, 1, LOG)
+    with caplog.at_level("WARNING", "diloco"):
+        for _ in range(4):
+            followed.step()
+    assert len(learner.told) == 4, "the loop is not ours to end"
+    assert [record.getMessage().count("in no version") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "amounts", "message"),
+    [
+        (nn.Linear(2, 2), (1, None), "has a Linear, which calls no hooks"),
+        (None, (1, None), "has a NoneType"),
+        ("optimizer", (None, None), "has neither"),
+        ("optimizer", (1, 1), "has both"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_at_once(given: Any, amounts: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Following(Counting(), optimizer() if given == "optimizer" else given, *amounts, LOG)
