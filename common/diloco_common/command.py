@@ -7,13 +7,12 @@ line for a known error, and with the exit code of that error. Nothing slow is im
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
@@ -28,6 +27,7 @@ from cyclopts.exceptions import (
 from rich.console import Console
 
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError
+from diloco_common.spelling import did_you_mean
 
 OPTIONS = Parameter(negative=(), allow_repeating=True)
 """Of all options: no second name with --no-, and the last one of several wins, so scripts may add theirs."""
@@ -111,12 +111,6 @@ _WANTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "t
 
 def _choices(error: CoercionError) -> list[str]:
     return [str(choice) for choice in getattr(error.target_type, "__args__", ())]
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The nearest of the known words, as the end of a message; empty if none is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def end_on_sigterm() -> None:

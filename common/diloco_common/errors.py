@@ -38,6 +38,12 @@ class SecretExposed(ConfigError):
     code = "SECRET_EXPOSED"
 
 
+class WrongCall(ConfigError):
+    """A training script calls a function of ours in a way that it cannot be called."""
+
+    code = "WRONG_CALL"
+
+
 class UnsupportedModel(DilocoError):
     """The user's model cannot be synchronised in its present form."""
 

@@ -15,6 +15,7 @@ from diloco_common.settings import Settings
 from diloco_lab.tasks import Stackable, Task, inner_step
 from diloco_worker.companions import Companions
 from diloco_worker.core.replica import Companion
+from diloco_worker.core.shared_set import SharedSet
 
 
 class InnerSteps:
@@ -55,7 +56,7 @@ class InnerSteps:
             return {}
         if self._stack is not None:
             return self._stack.companions(index)
-        return Companions(self._optimizers[index], self.models[index]).by_name
+        return Companions(self._optimizers[index], SharedSet(self.models[index])).by_name
 
     def leave(self, index: int) -> None:
         """A learner is gone, and with it the step that was calculated ahead."""

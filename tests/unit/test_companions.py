@@ -25,6 +25,7 @@ from diloco_worker.builtin.training import make_optimizer
 from diloco_worker.companions import Companions, most_of
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Companion, Pace, Replica
+from diloco_worker.core.shared_set import SharedSet
 from lockstep import Lockstep
 
 SYNC = {"sync_every": 1, "quorum": "all", "merge": "rda"}
@@ -389,13 +390,13 @@ def test_what_cannot_be_averaged_is_refused_in_words(
 ) -> None:
     model = linear()
     with pytest.raises(kind, match=words):
-        Replica(model, companions=Companions([make(model)], model).by_name)
+        Replica(model, companions=Companions([make(model)], SharedSet(model)).by_name)
 
 
 @pytest.mark.parametrize("model", [linear(), nn.Sequential(linear())])
 def test_a_model_is_no_optimizer(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=f"has a {type(model).__name__}: give the optimizer of this model"):
-        Companions(model, model)  # type: ignore[arg-type]
+        Companions(model, SharedSet(model))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [lambda state: state, lambda state: [state]])
@@ -403,20 +404,20 @@ def test_a_state_dict_is_no_optimizer(given: Callable[[dict[str, Any]], Any]) ->
     model = linear()
     state = torch.optim.AdamW(model.parameters()).state_dict()
     with pytest.raises(ConfigError, match="has a state_dict of an optimizer: give the optimizer itself"):
-        Companions(given(state), model)
+        Companions(given(state), SharedSet(model))
 
 
 def test_a_dict_of_optimizers_is_refused_as_that() -> None:
     model = linear()
     with pytest.raises(ConfigError, match="has a dict: give the optimizer of this model, or a list"):
-        Companions({"all": torch.optim.AdamW(model.parameters())}, model)  # type: ignore[arg-type]
+        Companions({"all": torch.optim.AdamW(model.parameters())}, SharedSet(model))  # type: ignore[arg-type]
 
 
 def test_betas_that_a_schedule_moves_count_as_they_are() -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    companion = Companions(optimizer, model).by_name["weight"]
+    companion = Companions(optimizer, SharedSet(model)).by_name["weight"]
     assert companion.pace() == Pace(0.95, most_of(0.95, 0.999))
     for _ in range(5):
         train(model, optimizer, 1)
@@ -462,7 +463,7 @@ def test_state_that_was_made_before_the_first_step_is_that_which_the_optimizer_w
 ) -> None:
     alone, prepared = linear(), linear()
     optimizer = make(prepared)
-    companions = Companions(optimizer, prepared)
+    companions = Companions(optimizer, SharedSet(prepared))
     plain = make(alone)
     assert torch.equal(train(alone, plain, 3), train(prepared, optimizer, 3))
     companions.check()  # the optimizer has changed the very tensors
@@ -483,7 +484,7 @@ def test_state_that_is_replaced_later_is_noticed(make: Callable[[nn.Module], tor
     train(model, optimizer, 1)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(copy.deepcopy(saved))  # before: this is what a resumed learner does
-    companions = Companions(optimizer, model)
+    companions = Companions(optimizer, SharedSet(model))
     train(model, optimizer, 2)
     companions.check()
     optimizer.load_state_dict(saved)
@@ -495,7 +496,7 @@ def test_state_that_is_replaced_later_is_noticed(make: Callable[[nn.Module], tor
 def test_state_that_is_gone_is_noticed(forget: Callable[[torch.optim.Optimizer], None]) -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters())
-    companions = Companions(optimizer, model)
+    companions = Companions(optimizer, SharedSet(model))
     companions.check()
     forget(optimizer)
     with pytest.raises(ModelChanged, match="of weight was replaced"):
@@ -506,7 +507,7 @@ def test_the_built_in_optimizer_of_both_kinds_is_known_and_frozen_parameters_hav
     settings = make_settings(model={"layers": 1, "heads": 1, "width": 8, "context": 8})
     model = build_gpt(settings.model, 0)
     model.lm_head.weight.requires_grad_(False)
-    found = Companions(make_optimizer(model, settings.train), model).by_name
+    found = Companions(make_optimizer(model, settings.train), SharedSet(model)).by_name
     assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     divided = {name for name, companion in found.items() if companion.second is not None}
     assert divided == {"embedding.weight"}, "the matrices are Muon's"

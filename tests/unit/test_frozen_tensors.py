@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from diloco_common.messages import FrozenTensor
 from diloco_worker import frozen_tensors
+from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.frozen_tensors import declare
 
 
@@ -32,15 +33,15 @@ class Lora(nn.Module):
 
 
 def names(model: nn.Module) -> list[str]:
-    return [t.name for t in declare(model, resumed=False)]
+    return [t.name for t in declare(SharedSet(model), resumed=False)]
 
 
 def changed(model: nn.Module, change: Callable[[nn.Module], object]) -> list[str]:
     """The names of what is declared in another way once the model is changed."""
-    before = declare(model, resumed=False)
+    before = declare(SharedSet(model), resumed=False)
     with torch.no_grad():
         change(model)
-    return [new.name for old, new in zip(before, declare(model, resumed=False), strict=True) if old != new]
+    return [new.name for old, new in zip(before, declare(SharedSet(model), resumed=False), strict=True) if old != new]
 
 
 def test_frozen_parameters_and_kept_buffers_are_declared_and_statistics_are_not() -> None:
@@ -51,7 +52,7 @@ def test_frozen_parameters_and_kept_buffers_are_declared_and_statistics_are_not(
 
 
 def test_equal_models_declare_the_same_in_whatever_order_they_were_defined() -> None:
-    assert declare(Lora("eh"), resumed=False) == declare(Lora("he"), resumed=False)
+    assert declare(SharedSet(Lora("eh")), resumed=False) == declare(SharedSet(Lora("he")), resumed=False)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +74,14 @@ def test_every_change_of_what_is_fixed_is_noticed_and_no_other(change, noticed: 
 
 
 def test_buffers_of_a_resumed_learner_are_not_compared_because_training_may_have_changed_them() -> None:
-    declared = {t.name: t.crc32c for t in declare(Lora(), resumed=True)}
+    declared = {t.name: t.crc32c for t in declare(SharedSet(Lora()), resumed=True)}
     assert [name for name, crc32c in declared.items() if crc32c is None] == ["scales"]
 
 
 def only(tensor: torch.Tensor) -> FrozenTensor:
     model = nn.Module()
     model.w = nn.Parameter(tensor, requires_grad=False)
-    (declared,) = declare(model, resumed=False)
+    (declared,) = declare(SharedSet(model), resumed=False)
     return declared
 
 

@@ -49,6 +49,7 @@ PURE_COMMON = tuple(
         "ranges",
         "settings",
         "sizes",
+        "spelling",
     )
 )
 

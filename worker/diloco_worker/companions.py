@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
 from diloco_common.manifest import Momentum
 from diloco_worker.builtin.muon import MuonWithAdamW
-from diloco_worker.core import names
 from diloco_worker.core.replica import Companion, Pace
+from diloco_worker.core.shared_set import SharedSet
 
 ADAM = torch.optim.Adam, torch.optim.AdamW
 MUON = (MuonWithAdamW, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
@@ -53,15 +53,14 @@ class _Held(NamedTuple):
 class Companions:
     """The first moments of some optimizers, as they were when the model joined. Owned by the training thread."""
 
-    def __init__(self, optimizers: Optimizer | Iterable[Optimizer], model: nn.Module) -> None:
+    def __init__(self, optimizers: Optimizer | Iterable[Optimizer], chosen: SharedSet) -> None:
         """Makes what the optimizers have not made yet. Parameters of none of them have no companion.
 
         Raises ConfigError if these are no optimizers, or of another model, and UnsupportedModel for a kind that is
         not known.
         """
         every = _listed(optimizers)
-        parameters = {n: p for n, p in names.parameters(model).items() if p.requires_grad}
-        name_of = {id(p): name for name, p in names.once(parameters).items()}
+        name_of = {id(p): name for name, p in chosen.shared.items()}
         self.by_name: dict[str, Companion] = {}
         """Name of a parameter -> its first moment."""
         self._held: list[_Held] = []

@@ -3,7 +3,7 @@
 Learners merge what they train. A LoRA on another base, or on the same base in another dtype, is trained for another
 model, and nobody would notice. So every learner declares, and the shards compare:
 
-    frozen parameters     all of them
+    frozen parameters     all that are neither shared nor private (core/shared_set.py)
     buffers               those that a checkpoint of the model holds (the others are computed: rotary tables, masks,
                           caches; their last bits depend on the device, and their sizes on what the model has seen),
                           but for the running statistics of BatchNorm and the like, which training changes
@@ -18,40 +18,41 @@ from typing import Any, Literal, TypeAlias
 
 import google_crc32c
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_common.bounds import FROZEN_MAX
 from diloco_common.messages import FrozenTensor
 from diloco_worker.core import names
+from diloco_worker.core.shared_set import SharedSet
 
 FrozenRule: TypeAlias = Literal["same", "any"]
 CHUNK_BYTES = 2**24
 """A tensor is brought to the CPU, and hashed, in parts of this size."""
 
 
-def declare(model: nn.Module, *, resumed: bool) -> tuple[FrozenTensor, ...]:
+def declare(chosen: SharedSet, *, resumed: bool) -> tuple[FrozenTensor, ...]:
     """The frozen tensors of a model by name. Reads each of their bytes once, at the speed of memory."""
-    parameters = frozen_parameters(model)
-    buffers = _fixed_buffers(model)
+    parameters = chosen.frozen
+    buffers = _fixed_buffers(chosen)
     found = [_frozen(name, tensor, is_compared=True) for name, tensor in parameters.items()]
     found += [_frozen(name, tensor, is_compared=not resumed) for name, tensor in buffers.items()]
     return tuple(_at_most(sorted(found, key=lambda t: t.name), FROZEN_MAX))
 
 
-def frozen_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Those that are not trained, each under the smallest of its names."""
-    return {name: p for name, p in names.once(names.parameters(model)).items() if not p.requires_grad}
-
-
-def _fixed_buffers(model: nn.Module) -> Mapping[str, Tensor]:
+def _fixed_buffers(chosen: SharedSet) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for path, module in names.modules(model):
+    for path, module in names.modules(chosen.model):
         if isinstance(module, _NormBase):
             continue
         for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                found[names.join(path, leaf)] = buffer
+            name = names.join(path, leaf)
+            if (
+                buffer is not None
+                and leaf not in module._non_persistent_buffers_set
+                and name not in chosen.private_buffers
+            ):
+                found[name] = buffer
     return names.once(found)
 
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco_common.errors import ConfigError, UnsupportedModel
 from diloco_common.manifest import model_digest
@@ -26,6 +26,7 @@ from diloco_worker.core.island_log import IslandLog
 from diloco_worker.core.island_parts import Holding, Sharing
 from diloco_worker.core.island_replica import IslandReplica
 from diloco_worker.core.replica import Replica
+from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.finishing import Finishing
 from diloco_worker.inbox import Inbox
 from diloco_worker.island_boundary import IslandBoundary
@@ -52,7 +53,7 @@ def form_island(island: Any, name: str, saved: LearnerState | None) -> tuple[Isl
     return group, group.agree(name)
 
 
-def make_replica(model: nn.Module, mean_merge: Collection[str] | None, group: IslandGroup) -> IslandReplica:
+def make_replica(model: SharedSet, mean_merge: Collection[str] | None, group: IslandGroup) -> IslandReplica:
     """This rank's part of the model. Raises UnsupportedModel, and ConfigError if ranks bring different models."""
 
     def located(tensor: Tensor) -> tuple[Holding, Sharing]:

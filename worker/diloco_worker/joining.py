@@ -36,6 +36,7 @@ from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.ranks import Island, Rank
 from diloco_worker.core.replica import Replica, in_pinned_memory
+from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.credentials import Credentials
 from diloco_worker.frozen_tensors import FrozenRule
 from diloco_worker.grpc_transport import GrpcTransport
@@ -53,12 +54,14 @@ from diloco_worker.whereabouts import addresses_of
 
 def join(
     shards: str | Sequence[str],
-    model: nn.Module,
+    model: Models,
     *,
     run: str = "local",
     learner_id: str = "",
     tls: str | Path | None = None,
     token: str | Path | None = None,
+    shared: Patterns | None = None,
+    private: Patterns = (),
     mean_merge: Collection[str] | None = None,
     companions: Optimizer | Sequence[Optimizer] | None = None,
     state: Mapping[str, Any] | None = None,
@@ -76,13 +79,19 @@ def join(
     Args:
         shards: addresses of all shards, host:port, in any order; a string separates them by commas. `@FILE`: the
             address file of a shard that may move; it is read again when it changes.
-        model: its trainable parameters are synchronised; buffers and the optimizer stay local.
+        model: its trainable parameters are synchronised; buffers and the optimizer stay local. Of a list of modules
+            the names begin with "0.", "1.", ..., of a dict with its keys ("actor.").
         run: id of the run, as the shards have it.
         learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name and
             process id.
         tls: folder that `diloco certs issue learner/ID` made: calls are encrypted, and prove who makes them. It is read
             again when it changes. None: plaintext.
         token: bearer token, where the shards ask for one; a Path is a file that holds it, and is read again.
+        shared: names of the parameters that will ever be trained, or patterns of them (["head.*"]), or "all": from then
+            on they may be frozen and unfrozen at any time. None: those that require a gradient now. All learners of a
+            run alike.
+        private: names or patterns of parameters that are trained and never sent: adapters, or a head, of this learner's
+            own. They are not compared, and `finish` leaves them as they are. All learners of a run alike.
         mean_merge: names of parameters merged by plain mean; None means embeddings and the output head.
         companions: optimizers whose momentum is averaged among learners along with the parameters, at a cadence of its
             own (`sync.companions_every`): those of the model, made before `join`, with their state loaded, if there is
@@ -129,18 +138,20 @@ def join(
     wanted = learner_id or (saved.learner_id if saved is not None else "")
     name = credentials.learner_id(wanted, run) or f"{socket.gethostname()[:40]}-{os.getpid()}"
     check_learner_id(name)
-    _check_ranks(model, island)
+    module = as_module(model)
+    _check_ranks(module, island)
+    chosen = SharedSet(module, shared, private)
     group: IslandGroup | None = None
     if ranks.is_together(island):
         group, name = form_island(island, name, saved)
     if frozen not in ("same", "any"):
         raise ConfigError(f'frozen={frozen!r} is neither "same" nor "any"')
     if group is None:
-        replica, averaged = _synchronised(model, mean_merge, companions)
+        replica, averaged = _synchronised(chosen, mean_merge, companions)
     elif companions is not None:
         raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
     else:
-        replica, averaged = make_replica(model, mean_merge, group), None
+        replica, averaged = make_replica(chosen, mean_merge, group), None
     if residuals not in ("device", "host"):
         raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
     world = real_world()
@@ -155,12 +166,12 @@ def join(
         _say_kernels(telemetry.log)
     if residuals == "host":
         _stow_residuals(replica, telemetry.log)
-    telemetry.model(replica.specs, sum(p.numel() for p in frozen_tensors.frozen_parameters(model).values()))
+    telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
     start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
-    declared = frozen_tensors.declare(model, resumed=start.resumed) if frozen == "same" else ()
+    declared = frozen_tensors.declare(chosen, resumed=start.resumed) if frozen == "same" else ()
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
     dial, index = partial(GrpcTransport, credentials=credentials), None if saved is None else saved.index
-    watch = None if replica.is_spread else ModelWatch(model, averaged)
+    watch = None if replica.is_spread else ModelWatch(chosen, averaged)
     if group is None:
         learner = make_learner(
             replica, addresses, caller, dial, world, network, telemetry, start, index=index, frozen=declared,
@@ -190,14 +201,15 @@ def join(
 
 
 def digest_of(
-    model: nn.Module, mean_merge: Collection[str] | None = None,
-    companions: Optimizer | Sequence[Optimizer] | None = None,
+    model: Models, mean_merge: Collection[str] | None = None,
+    companions: Optimizer | Sequence[Optimizer] | None = None, *, shared: Patterns | None = None,
+    private: Patterns = (),
 ) -> str:  # fmt: skip
     """The digest of a model, as shards ask for it (`run.model`); the arguments as in `join`.
 
     Raises UnsupportedModel, and ConfigError where `companions` are no optimizers of this model.
     """
-    replica, _ = _synchronised(model, mean_merge, companions)
+    replica, _ = _synchronised(SharedSet(model, shared, private), mean_merge, companions)
     return model_digest(replica.specs)
 
 
@@ -207,13 +219,13 @@ def real_world() -> World:
 
 
 def _synchronised(
-    model: nn.Module, mean_merge: Collection[str] | None, companions: Optimizer | Sequence[Optimizer] | None
+    chosen: SharedSet, mean_merge: Collection[str] | None, companions: Optimizer | Sequence[Optimizer] | None
 ) -> tuple[Replica, Companions | None]:
     """All of a model, and what is averaged beside it. Raises UnsupportedModel and ConfigError."""
     if companions is None:
-        return Replica(model, mean_merge), None
-    averaged = Companions(companions, model)
-    return Replica(model, mean_merge, averaged.by_name), averaged
+        return Replica(chosen, mean_merge), None
+    averaged = Companions(companions, chosen)
+    return Replica(chosen, mean_merge, averaged.by_name), averaged
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco_common.errors import ModelChanged
 from diloco_worker.companions import Companions
 from diloco_worker.core import names
+from diloco_worker.core.shared_set import SharedSet
 
 WHAT_TO_DO = (
     "Load checkpoints, move and convert the model before `join` (with state=, if the checkpoint is of this run); from "
@@ -26,16 +27,16 @@ WHAT_TO_DO = (
 
 
 class ModelWatch:
-    """The trainable parameters of one model, as they were when it joined. Owned by the training thread."""
+    """The shared parameters of one model, as they were when it joined. Owned by the training thread."""
 
-    def __init__(self, model: nn.Module, companions: Companions | None = None) -> None:
+    def __init__(self, chosen: SharedSet, companions: Companions | None = None) -> None:
         """`companions`: what is averaged beside it."""
         self._companions = companions
         found = [
             (names.join(path, leaf), module._parameters, leaf, parameter)
-            for path, module in names.modules(model)
+            for path, module in names.modules(chosen.model)
             for leaf, parameter in module._parameters.items()
-            if parameter is not None and parameter.requires_grad
+            if parameter is not None and chosen.name_of[names.join(path, leaf)] in chosen.shared
         ]
         self._names = [name for name, *_ in found]
         self._owners = [owner for _, owner, _, _ in found]
@@ -43,7 +44,7 @@ class ModelWatch:
         self._parameters = [parameter for *_, parameter in found]
         self._addresses = _addresses(self._parameters)
         self._loaded = _Loaded()
-        modules = {id(module): module for _, module in names.modules(model)}
+        modules = {id(module): module for _, module in names.modules(chosen.model)}
         self._handles: list[RemovableHandle] = [
             module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
             for module in modules.values()

@@ -76,6 +76,10 @@ TROUBLES = (
         "[files](security.md#files)",
     ),
     _command(
+        "WRONG_CALL", 2, "A training script calls `join`, `step` or another function as it cannot be called.",
+        "Call it as the message says.", "[Python](api.md)",
+    ),
+    _command(
         "UNSUPPORTED_MODEL", 2, "The model cannot be synchronised in its present form.",
         "Do what the message says.", "[own loop](bring-your-loop.md), [islands](islands.md)",
     ),

@@ -19,6 +19,7 @@ from diloco_common.sizes import torch_chunk
 from diloco_worker.core import names
 from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica
+from diloco_worker.core.shared_set import SharedSet
 
 SUPPORTED = (
     "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "
@@ -27,16 +28,17 @@ SUPPORTED = (
 
 
 class IslandReplica(Replica):
-    """The trainable parameters of one model, as far as this rank holds them."""
+    """The shared parameters of one model, as far as this rank holds them."""
 
     def __init__(
-        self, model: nn.Module, mean_merge: Collection[str] | None, rank: int, size: int,
+        self, model: nn.Module | SharedSet, mean_merge: Collection[str] | None, rank: int, size: int,
         located: Callable[[Tensor], tuple[Holding, Sharing]],
     ) -> None:  # fmt: skip
         """`located`: what this rank holds of a DTensor. Raises UnsupportedModel."""
-        super().__init__(model, mean_merge)
+        chosen = model if isinstance(model, SharedSet) else SharedSet(model)
+        super().__init__(chosen, mean_merge)
         self._rank, self._size = rank, size
-        self._reshard = _resharding(model)
+        self._reshard = _resharding(chosen.model)
         self._holdings: dict[str, Holding] = {}
         sharings: dict[str, Sharing] = {}
         self._is_spread = any(map(is_dtensor, self._tensors.values()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from diloco_common.errors import UnsupportedModel
@@ -47,18 +48,34 @@ def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     )
 
 
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers by name; one that is tied has several. Raises UnsupportedModel if two have the same name."""
+    return _by_name(
+        (join(path, leaf), buffer)
+        for path, module in modules(model)
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None
+    )
+
+
+def canonical(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every name -> the smallest of the names of its tensor; sorted by name."""
+    smallest: dict[object, str] = {}
+    return {name: smallest.setdefault(identity(tensors[name]), name) for name in sorted(tensors)}
+
+
 def once(tensors: Mapping[str, T]) -> dict[str, T]:
     """Each tensor once, under the smallest of its names; sorted by name."""
-    smallest: dict[int, str] = {}
-    for name in sorted(tensors):
-        smallest.setdefault(id(tensors[name]), name)
-    return {name: tensors[name] for name in smallest.values()}
+    return {name: tensors[name] for name, of in canonical(tensors).items() if name == of}
 
 
-def ties(tensors: Mapping[str, T]) -> dict[str, str]:
-    """Every further name of a tied tensor -> the name that `once` gives it."""
-    smallest = {id(tensor): name for name, tensor in once(tensors).items()}
-    return {name: smallest[id(t)] for name, t in sorted(tensors.items()) if smallest[id(t)] != name}
+def identity(tensor: Tensor) -> object:
+    """The same for tensors that are one: the same object, or the same elements of the same memory."""
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided or tensor.is_meta:
+        return id(tensor)  # made of other tensors, or without memory of its own
+    if not tensor.numel() or tensor.is_quantized:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def join(path: str, leaf: str) -> str:

@@ -1,7 +1,7 @@
 """The user's model, seen as flat fragments.
 
-Knows which parameters are synchronised (the trainable ones, under the names of names.py), and moves values between them
-and flat float32 tensors laid out by the manifest. Companions, which an optimizer keeps for parameters and changes in
+Moves values between the shared parameters (shared_set.py) and flat float32 tensors laid out by the manifest.
+Companions, which an optimizer keeps for parameters and changes in
 place, are read and written as parameters are. Buffers (BatchNorm statistics, for example) stay local.
 """
 
@@ -21,8 +21,8 @@ from diloco_common.codec.base import progress_since
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
-from diloco_worker.core import names
 from diloco_worker.core.heads import embeddings_and_heads
+from diloco_worker.core.shared_set import SharedSet
 
 MOST_OF_OWN = 3.0
 """How many times its own norm a version may make momentum that is divided by no second moment. The mean of such momenta
@@ -56,34 +56,35 @@ NONE: Mapping[str, Companion] = MappingProxyType({})
 
 
 class Replica:
-    """The trainable parameters of one model by plain name, and their companions."""
+    """The shared parameters of one model by plain name, and their companions."""
 
     def __init__(
-        self, model: nn.Module, mean_merge: Collection[str] | None = None, companions: Mapping[str, Companion] = NONE
-    ) -> None:
+        self, model: nn.Module | SharedSet, mean_merge: Collection[str] | None = None,
+        companions: Mapping[str, Companion] = NONE,
+    ) -> None:  # fmt: skip
         """`mean_merge` names the parameters merged by plain mean; None means embeddings and the output head.
 
         `companions`: name of a parameter -> what its optimizer keeps for it.
 
-        Raises UnsupportedModel if nothing is trainable, or a parameter or companion cannot be synchronised.
+        Raises UnsupportedModel if nothing is shared, or a parameter or companion cannot be synchronised.
         """
-        by_name = {name: p for name, p in names.parameters(model).items() if p.requires_grad}
-        parameters = names.once(by_name)
+        chosen = model if isinstance(model, SharedSet) else SharedSet(model)
+        parameters = chosen.shared
         if not any(p.numel() for p in parameters.values()):
             raise UnsupportedModel(
                 "the model has no trainable parameters; set requires_grad on those that should be trained"
             )
         for name, parameter in parameters.items():
             _check(name, parameter)
-        averaged = embeddings_and_heads(model) if mean_merge is None else _ids_of(mean_merge, by_name)
+        averaged = _embeddings_and_heads(chosen) if mean_merge is None else _shared_names(mean_merge, chosen)
         for name, companion in companions.items():
             _check_companion(name, companion, parameters)
         self._tensors: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
         self._companions = {momentum_of(name, of.kind): of for name, of in companions.items()}
         self._tensors |= {name: companion.values for name, companion in self._companions.items()}
-        self.specs = [TensorSpec(name, tuple(p.shape), id(p) in averaged) for name, p in parameters.items()]
+        self.specs = [TensorSpec(name, tuple(p.shape), name in averaged) for name, p in parameters.items()]
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
-        self.ties = tuple(Tie(name, of) for name, of in names.ties(by_name).items())[:TIES_MAX]
+        self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
         self.stow: Callable[[Tensor], Tensor] | None = None
@@ -208,12 +209,17 @@ def _used_here(*values: Tensor) -> None:
             part.record_stream(torch.cuda.current_stream(part.device))
 
 
-def _ids_of(mean_merge: Collection[str], parameters: Mapping[str, nn.Parameter]) -> set[int]:
+def _embeddings_and_heads(chosen: SharedSet) -> set[str]:
+    ids = embeddings_and_heads(chosen.model)
+    return {name for name in chosen.shared if any(id(parameter) in ids for parameter in chosen.objects[name])}
+
+
+def _shared_names(mean_merge: Collection[str], chosen: SharedSet) -> set[str]:
     """Any name of a tied parameter will do. Raises UnsupportedModel."""
-    unknown = sorted(set(mean_merge) - parameters.keys())
+    unknown = sorted(name for name in mean_merge if chosen.name_of.get(name) not in chosen.shared)
     if unknown:
         raise UnsupportedModel(f"mean_merge names {unknown[:3]}, which are not trainable parameters of the model")
-    return {id(parameters[name]) for name in mean_merge}
+    return {chosen.name_of[name] for name in mean_merge}
 
 
 def _check(name: str, parameter: Tensor) -> None:

@@ -1,0 +1,121 @@
+"""Which tensors of the user's model are shared with the other learners: decided by name, once, when the model joins.
+
+    shared     synchronised: pushed, merged, pulled
+    private    trained here, never sent and not compared
+    frozen     neither trained nor sent; the same in all learners (frozen_tensors.py)
+
+Names are those of names.py; a tensor that is tied is what any of its names says. All others ask here, and do not look
+at `requires_grad` themselves: where `shared` is given, it may change while the learner trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from diloco_common.errors import UnsupportedModel, WrongCall
+from diloco_common.spelling import did_you_mean, shown
+from diloco_worker.core import names
+
+Models: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+"""What `join` takes as a model."""
+Patterns: TypeAlias = str | Collection[str]
+"""Names, with `*`, `?` and `[...]` as in the shell; a single one may stand by itself."""
+
+
+class SharedSet:
+    """The parameters of one model by plain name, each once, sorted by name."""
+
+    def __init__(self, model: Models, shared: Patterns | None = None, private: Patterns = ()) -> None:
+        """`shared`: what will ever be trained together, or "all"; None: what requires a gradient now.
+
+        Raises WrongCall for what is no model or no pattern, and UnsupportedModel for a model that cannot be shared.
+        """
+        self.model = as_module(model)
+        """One module, also where several have joined."""
+        self.is_named = shared is not None
+        """Whether the user has said what is shared, so that it may be frozen and unfrozen at any time."""
+        by_name = names.parameters(self.model)
+        _refuse_lazy(by_name)
+        self.name_of = names.canonical(by_name)
+        """Every name -> the one that stands for its tensor."""
+        self.objects: dict[str, list[nn.Parameter]] = {}
+        """That one -> all Parameters that are this tensor: several, where modules share its memory."""
+        for name, of in self.name_of.items():
+            self.objects.setdefault(of, []).append(by_name[name])
+        buffers = names.buffers(self.model)
+        private_names = matching("private", private, [*by_name, *buffers])
+        self.private_buffers = private_names & buffers.keys()
+        """By any name: buffers that stay with this learner too."""
+        named = self._named(shared, by_name)
+        kept = {self.name_of[name] for name in private_names & by_name.keys()}
+        self.shared: dict[str, nn.Parameter] = {}
+        self.private: dict[str, nn.Parameter] = {}
+        self.frozen: dict[str, nn.Parameter] = {}
+        for name, parameter in names.once(by_name).items():
+            (self.private if name in kept else self.shared if name in named else self.frozen)[name] = parameter
+        self.ties = {name: of for name, of in self.name_of.items() if name != of and of in self.shared}
+        """Every further name of a shared parameter that is tied -> its name in `shared`."""
+        self._refuse_what_nobody_shares()
+
+    def _named(self, shared: Patterns | None, by_name: Mapping[str, nn.Parameter]) -> set[str]:
+        if shared is None:
+            return {self.name_of[name] for name, p in by_name.items() if p.requires_grad}
+        found = by_name.keys() if shared == "all" else matching("shared", shared, by_name)
+        return {self.name_of[name] for name in found if _can_be_trained(by_name[name])}
+
+    def _refuse_what_nobody_shares(self) -> None:
+        for name in self.frozen:
+            if any(p.requires_grad for p in self.objects[name]):
+                raise UnsupportedModel(
+                    f"{name} requires a gradient, and is neither shared nor private: add it to shared= (or give "
+                    'shared="all"), add it to private=, or freeze it before join (requires_grad_(False))'
+                )
+
+
+def as_module(model: object) -> nn.Module:
+    """What has joined, as one module: the names in a list begin with "0.", "1.", ..., those in a dict with its keys.
+
+    Raises WrongCall.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    several = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else ()
+    if not several or not all(isinstance(one, nn.Module) for one in several):
+        raise WrongCall(f"the model is {shown(model)}: give the nn.Module, a list of modules or a dict of them")
+    try:
+        return nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else nn.ModuleList(several)
+    except (KeyError, TypeError) as error:
+        raise WrongCall(f"the dict of models: {error.args[0]}; give each a name such as actor") from None
+
+
+def matching(argument: str, patterns: Patterns, known: Iterable[str]) -> set[str]:
+    """The known names that one of the patterns fits. Raises WrongCall for a pattern that fits none."""
+    every = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(every, Collection) or isinstance(every, Mapping) or not all(isinstance(p, str) for p in every):
+        raise WrongCall(f'{argument}= is {shown(patterns)}: give names of parameters, or patterns such as ["head.*"]')
+    names_known = list(known)
+    found: set[str] = set()
+    for pattern in every:
+        fits = [name for name in names_known if fnmatchcase(name, pattern)]
+        if not fits:
+            raise WrongCall(f"{argument}={pattern!r} fits nothing in the model{did_you_mean(pattern, names_known)}")
+        found.update(fits)
+    return found
+
+
+def _refuse_lazy(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises UnsupportedModel."""
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        raise UnsupportedModel(
+            f"{lazy[0]} has no shape yet, as the module is lazy: send one batch through the model before join"
+        )
+
+
+def _can_be_trained(tensor: Tensor) -> bool:
+    """Not integers: a base that is quantised stays frozen."""
+    return tensor.is_floating_point() or tensor.is_complex()
