@@ -65,6 +65,20 @@ class LearnerEnded(DilocoError):
     exit_code = EXIT_USAGE
 
 
+class ChildOfLearner(DilocoError):
+    """A child of a learner's process calls what only its parent may, or joins in the parent's place."""
+
+    code = "CHILD_OF_LEARNER"
+    exit_code = EXIT_USAGE
+
+
+class ForkUnsafe(DilocoError):
+    """A fork whose child may die by gRPC's fault: its fork handlers could not be turned off."""
+
+    code = "FORK_UNSAFE"
+    exit_code = EXIT_USAGE
+
+
 class DataError(DilocoError):
     """Training data or a checkpoint is missing or damaged."""
 

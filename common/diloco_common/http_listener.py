@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import uvicorn
 
+from diloco_common import forks
 from diloco_common.addresses import bind_socket, bound_address
 from diloco_common.http_connections import Connection, Connections
 from diloco_common.http_tls import Arrival, TlsDoor
@@ -41,6 +42,7 @@ class HttpListener:
         """Listen, and return the bound "host:port". Raises ConfigError or InUse."""
         assert self._server is None, "started twice"
         sock = bind_socket(self._address)
+        forks.close_in_children(sock)
         config = uvicorn.Config(
             self._application,
             interface="asgi3",

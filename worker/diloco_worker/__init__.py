@@ -12,6 +12,8 @@ with diloco_worker.join("ps-0:50051,ps-1:50051", model) as learner:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
+
 if TYPE_CHECKING:
     from diloco_worker.joining import digest_of, join
     from diloco_worker.learner import Learner

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco_common import logs
+from diloco_common import forks, logs
 from diloco_common.codec import memory, native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
@@ -28,7 +28,7 @@ from diloco_common.logs import Log
 from diloco_common.manifest import model_digest
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
-from diloco_worker import frozen_tensors, uncaught
+from diloco_worker import children, frozen_tensors, uncaught
 from diloco_worker.boundary import Start
 from diloco_worker.companions import Companions
 from diloco_worker.connections import Connections
@@ -126,6 +126,7 @@ def join(
         CannotConnect: not all shards answered within `wait_s`.
         HandshakeFailed: the two sides cannot agree on TLS, which only a change of settings or certificates can mend.
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
+        ChildOfLearner: this process is a child of a learner, and would join in its place.
     """
     if log == "stderr":
         logs.listen()
@@ -138,6 +139,8 @@ def join(
     wanted = learner_id or (saved.learner_id if saved is not None else "")
     name = credentials.learner_id(wanted, run) or f"{socket.gethostname()[:40]}-{os.getpid()}"
     check_learner_id(name)
+    children.check_may_join(run, name)
+    forks.refuse_if_dangerous()
     module = as_module(model)
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)
@@ -182,6 +185,7 @@ def join(
             replica, addresses, caller, dial, world, network, telemetry, start, group.exchange(), group.size,
             group.goodbye, declared, index=index, watch=watch, agree=group.agree,
         )  # fmt: skip
+    children.joined(run, caller.learner_id)
     try:
         learner.start()
         if address_file is not None:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from diloco_common.errors import ConfigError, DilocoError, LearnerEnded
 from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
+from diloco_worker import children
 from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
@@ -93,6 +94,7 @@ class Learner(LearnerView):
         super().__init__(boundary, connections, context.telemetry, context.index)
         self.step_time_s = 0.0
         """Moving average."""
+        self._home = children.Home()
         self._background = background
         self._codec = context.codec
         self._inbox = context.inbox
@@ -153,6 +155,7 @@ class Learner(LearnerView):
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
+            ChildOfLearner: this process was forked from the learner's.
         """
         self._check_not_ended()
         if self._watch is not None:
@@ -191,6 +194,7 @@ class Learner(LearnerView):
         `step` does this too; call it where the next step is far away, such as during a long evaluation. Waits up to
         `wait_s` seconds for something to arrive. Raises what `step` raises.
         """
+        self._home.check(self.learner_id)
         if wait_s > 0:
             self._inbox.wait(wait_s)
         self._post(self._cross(math.inf))
@@ -247,7 +251,10 @@ class Learner(LearnerView):
         self._boundary.ask_stop()
 
     def close(self) -> None:
-        """Leave the run: what is being pushed gets a few seconds. Repeating it is fine."""
+        """Leave the run: what is being pushed gets a few seconds. Repeating it is fine; in a forked child, nothing."""
+        if not self._home.is_here:
+            return
+        children.left(self.telemetry.caller.run_id, self.learner_id)
         if self.state != "stopped":
             self.telemetry.state = "done" if self._boundary.shards.have_stopped else "stopped"
             self.telemetry.ended()
@@ -267,12 +274,13 @@ class Learner(LearnerView):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        if kind is KeyboardInterrupt:
+        if kind is KeyboardInterrupt and self._home.is_here:
             raise as_one_line(f"{self.learner_id} has left the run after {self.inner_step} steps") from None
 
     # ------------------------------------------------------------ helpers
 
     def _check_not_ended(self) -> None:
+        self._home.check(self.learner_id)
         if self.state in ("done", "stopped"):
             raise LearnerEnded(
                 f"{self.learner_id} has left the run already (by finish, by close, or at the end of `with`); to train "

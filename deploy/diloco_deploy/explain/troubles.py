@@ -94,6 +94,19 @@ TROUBLES = (
         "Join again with its `state_dict()`.",
     ),
     _command(
+        "CHILD_OF_LEARNER", 2,
+        "A process that a learner forked called the learner, or a process that it started would join in its place.",
+        'Call the learner in its own process. Put what the script runs under `if __name__ == "__main__":`.',
+        "[children](bring-your-loop.md#children-of-a-learner)",
+    ),
+    _command(
+        "FORK_UNSAFE", 2,
+        "gRPC was imported before diloco_worker, or its fork support was asked for: forked children would die of "
+        "segmentation faults.",
+        "Import `diloco_worker` first, or set `GRPC_ENABLE_FORK_SUPPORT=0` before the process starts.",
+        "[children](bring-your-loop.md#children-of-a-learner)",
+    ),
+    _command(
         "BAD_DATA", 3, "Training data or a file of weights is missing or damaged.", "Give the right path.",
         "the path in the message",
     ),

@@ -1,0 +1,69 @@
+"""What a forked child gets from its parent: none of gRPC's threads, and no port.
+
+gRPC's library registers handlers that run in each forked child. Half of them is skipped while a thread waits inside
+gRPC, as one of ours always does ("Other threads are currently calling into gRPC, skipping fork() handlers"). The other
+half starts gRPC's threads in the child, on the parent's connections: about every third child dies of a segmentation
+fault. Without handlers a child leaves gRPC alone. The library looks for `GRPC_ENABLE_FORK_SUPPORT` once, while it is
+loaded. So `diloco_common` imports this module before anything else, and packages of ours import `diloco_common` first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+from weakref import WeakSet
+
+from diloco_common.errors import ForkUnsafe
+
+VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
+_OFF = ("0", "f", "false", "n", "no")
+_LIBRARY = "grpc._cython.cygrpc"
+
+
+def danger(value: str, *, is_loaded: bool) -> str:
+    """Why forked children may die; empty if they do not.
+
+    value: what the variable says; empty: nothing. is_loaded: whether gRPC's library has looked for it already.
+    """
+    if value:
+        return "" if value.lower() in _OFF else f"{VARIABLE}={value} is set"
+    return "grpc was imported before diloco_worker (import that first)" if is_loaded else ""
+
+
+DANGER = danger(os.environ.get(VARIABLE, ""), is_loaded=_LIBRARY in sys.modules)
+os.environ[VARIABLE] = os.environ.get(VARIABLE) or "0"
+
+_ports: WeakSet[socket.socket] = WeakSet()
+_refuses = False
+
+
+def close_in_children(listening: socket.socket) -> None:
+    """A child that outlives its parent must not keep the port from whoever comes in the parent's place."""
+    _ports.add(listening)
+
+
+def refuse_if_dangerous() -> None:
+    """From now on a fork raises ForkUnsafe, if children may die."""
+    global _refuses
+    if DANGER and not _refuses:
+        _refuses = True
+        sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, _: tuple[Any, ...]) -> None:
+    if event in ("os.fork", "os.forkpty"):
+        raise ForkUnsafe(
+            f"{DANGER}, so gRPC starts its threads in forked children, which die of it: start this process with "
+            f"{VARIABLE}=0"
+        )
+
+
+def _in_child() -> None:
+    for port in list(_ports):
+        port.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,94 @@
+"""Children of a learner's process: none of them is the learner, and none joins in its place.
+
+A forked child has a copy of the learner whose threads and connections are the parent's. A spawned child may run the
+user's script again, up to its `join`: a DataLoader with spawned workers does so where the script has no
+`if __name__ == "__main__":`. While a process is a learner, a variable of its environment tells its children so.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+from diloco_common.errors import ChildOfLearner
+
+MARK = "_DILOCO_LEARNERS"
+"""PID RUN/ID RUN/ID...: the learners of that process."""
+_GUARD = 'put what the script runs under `if __name__ == "__main__":`'
+
+
+class Home:
+    """The process that something was made in."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self, learner_id: str) -> None:
+        """Raises ChildOfLearner elsewhere."""
+        if not self.is_here:
+            raise ChildOfLearner(
+                f"this process is a child of the learner {learner_id} (process {self._pid}), which alone may call this"
+            )
+
+
+_first_join: Home | None = None
+_here: list[str] = []
+
+
+def check_may_join(run: str, learner_id: str) -> None:
+    """Raises ChildOfLearner where `learner_id` would join from a child of a learner, in its place or beside it."""
+    global _first_join
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ChildOfLearner(
+            f"process {os.getpid()} was spawned by this script, and runs it again from its first line: " + _GUARD
+        )
+    if _first_join is not None and not _first_join.is_here:
+        raise ChildOfLearner(
+            f"{learner_id} cannot join from a process that was forked from a learner; join there before it forks, or "
+            'start this one with multiprocessing.get_context("spawn") or by subprocess'
+        )
+    pid, *learners = os.environ.get(MARK, "0").split(" ")
+    if f"{run}/{learner_id}" in learners and pid != str(os.getpid()) and int(pid) in _ancestors():
+        raise ChildOfLearner(
+            f"process {os.getpid()} is a child of process {pid}, which is {learner_id} already: {_GUARD}, or give a "
+            "learner of its own another learner_id"
+        )
+    _first_join = _first_join or Home()
+
+
+def joined(run: str, learner_id: str) -> None:
+    """This process is this learner from now on."""
+    _here.append(f"{run}/{learner_id}")
+    _mark()
+
+
+def left(run: str, learner_id: str) -> None:
+    """It no longer is. Repeating it is fine."""
+    if (name := f"{run}/{learner_id}") in _here:
+        _here.remove(name)
+        _mark()
+
+
+def _mark() -> None:
+    if _here:
+        os.environ[MARK] = " ".join([str(os.getpid()), *_here])
+    else:
+        os.environ.pop(MARK, None)
+
+
+def _ancestors() -> set[int]:
+    """Processes that this one comes from. Where there is no /proc, the parent alone."""
+    found, pid = set[int](), os.getppid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return found
