@@ -135,6 +135,17 @@ class Lockstep:
         learner.core.stepped(tokens)
         self._report(learner)
 
+    def leaving(self, learner_id: str) -> None:
+        """The learner leaves, and asks for rounds of what it has trained."""
+        learner = self.learners[learner_id]
+        self._report(learner, learner.core.last_rounds)
+
+    def leave(self, learner_id: str) -> None:
+        """The learner says goodbye."""
+        learner = self.learners.pop(learner_id)
+        for index, shell in enumerate(self.shards):
+            shell.shard.leave(learner.members[index])
+
     def exchange(self, order: Sequence[str] | None = None) -> None:
         """Let everybody say and hear everything, learners in the given order, until nothing moves."""
         for shell in self.shards:
@@ -168,9 +179,9 @@ class Lockstep:
             learner.core.answered(contribution.fragment_id, contribution.round, answer)
         return bool(outbox)
 
-    def _report(self, learner: LockstepLearner) -> None:
+    def _report(self, learner: LockstepLearner, last_rounds: frozenset[int] | None = None) -> None:
         for index, shell in enumerate(self.shards):
-            progress = Progress(learner.core.inner_step, learner.core.tokens)
+            progress = Progress(learner.core.inner_step, learner.core.tokens, last_rounds=last_rounds)
             shell.shard.progress(learner.members[index], progress, shell.now)
 
     @torch.no_grad()

@@ -152,6 +152,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "step_time_s": Limit(STEP_TIME_MAX_S),
         "away": Limit(AWAY_MAX, 0, "entries"),
     },
+    "Leaving": {"fragment_ids": _FRAGMENTS, "fragment_ids[]": _FRAGMENT_ID},
     "ShardAway": {
         "address": Limit(ADDRESS_MAX, 0, "characters"),
         "index": _FRAGMENT_ID,

@@ -37,6 +37,9 @@ class Progress:
     """The shards that the learner does not reach now. Nothing is decided by it."""
     counts_samples: bool = False
     """Its tokens are samples. Nothing is decided by it."""
+    last_rounds: frozenset[int] | None = None
+    """The learner is about to leave: fragments with work of it that neither a version nor a contribution under way
+    holds. None: it is not."""
 
 
 @dataclass(frozen=True, slots=True)

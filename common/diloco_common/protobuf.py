@@ -234,6 +234,7 @@ def progress_to_pb(progress: Progress) -> pb.Progress:
             for shard in progress.away[: bounds.AWAY_MAX]
         ],
         counts_samples=progress.counts_samples,
+        leaving=None if progress.last_rounds is None else pb.Leaving(fragment_ids=sorted(progress.last_rounds)),
     )  # fmt: skip
 
 
@@ -245,8 +246,9 @@ def progress_from_pb(progress: pb.Progress) -> Progress:
         ShardAway(shard.address, shard.index if shard.HasField("index") else None, shard.for_s)
         for shard in map(_within, progress.away)
     )
+    last_rounds = frozenset(_within(progress.leaving).fragment_ids) if progress.HasField("leaving") else None
     return Progress(
-        progress.inner_step, progress.tokens, loss, progress.step_time_s, away, progress.counts_samples
+        progress.inner_step, progress.tokens, loss, progress.step_time_s, away, progress.counts_samples, last_rounds
     )  # fmt: skip
 
 

@@ -133,20 +133,28 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., seeded: bool = ..., version: _Optional[int] = ..., merged_version: _Optional[int] = ..., epoch: _Optional[int] = ..., forgotten_version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away", "counts_samples")
+    __slots__ = ("inner_step", "tokens", "loss", "step_time_s", "away", "counts_samples", "leaving")
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
     AWAY_FIELD_NUMBER: _ClassVar[int]
     COUNTS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     inner_step: int
     tokens: int
     loss: float
     step_time_s: float
     away: _containers.RepeatedCompositeFieldContainer[ShardAway]
     counts_samples: bool
-    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ..., counts_samples: bool = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, inner_step: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., away: _Optional[_Iterable[_Union[ShardAway, _Mapping]]] = ..., counts_samples: bool = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ("fragment_ids",)
+    FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    fragment_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardAway(_message.Message):
     __slots__ = ("address", "index", "for_s")

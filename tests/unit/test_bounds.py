@@ -49,6 +49,7 @@ READ: dict[str, Callable[[Any], object]] = {
     "Tensor": lambda tensor: protobuf.tensors_from_pb([tensor]),
     "Progress": protobuf.progress_from_pb,
     "ShardAway": lambda away: protobuf.progress_from_pb(pb.Progress(away=[away])),
+    "Leaving": lambda leaving: protobuf.progress_from_pb(pb.Progress(leaving=leaving)),
     "Directive": protobuf.directive_from_pb,
     "Collect": lambda collect: protobuf.directive_from_pb(pb.Directive(collect=collect)),
     "Committed": lambda committed: protobuf.directive_from_pb(pb.Directive(committed=committed)),
@@ -188,7 +189,7 @@ def test_a_number_beyond_its_limit_is_refused_by_name(kind: str, name: str, limi
         with pytest.raises(BadRequest) as refused:
             READ[kind](message)
         said = str(refused.value)
-        assert kind == "Tensor" or f"{kind}.{name}" in said
+        assert kind == "Tensor" or f"{kind}.{name.removesuffix('[]')}" in said
         assert str(value) in said
         assert bounds.number(limit.most) in said
 

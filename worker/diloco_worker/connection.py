@@ -56,6 +56,7 @@ class Connection:
         self._dialing = Dialing()
         self._is_leaving = False
         self._progress = progress
+        self._last_rounds: frozenset[int] | None = None  # None: the learner is not leaving
         self._has_progress = asyncio.Event()
         self._down_since: float | None = context.world.clock()
         self.others_away: Callable[[], tuple[ShardAway, ...]] = tuple
@@ -122,6 +123,12 @@ class Connection:
         """Tell the shard, soon."""
         self._progress = progress
         self._has_progress.set()
+
+    def ask_last_rounds(self, fragment_ids: frozenset[int]) -> None:
+        """Tell the shard, soon, that the learner leaves, and which of these fragments it asks a round of."""
+        if (mine := fragment_ids & self.state.owned) != self._last_rounds:
+            self._last_rounds = mine
+            self._has_progress.set()
 
     async def settle(self, timeout_s: float) -> None:
         """Give pushes that are under way time to be answered."""
@@ -222,7 +229,7 @@ class Connection:
         with contextlib.suppress(Unavailable):  # the reader sees the same and says why
             while True:
                 self._has_progress.clear()  # first: a step that ends meanwhile is reported next time
-                await stream.report(replace(self._progress, away=self.others_away()))
+                await stream.report(replace(self._progress, away=self.others_away(), last_rounds=self._last_rounds))
                 await asyncio.sleep(REPORT_EVERY_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.state.heartbeat_s - REPORT_EVERY_S):

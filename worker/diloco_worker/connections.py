@@ -22,7 +22,7 @@ from diloco_common.errors import DilocoError
 from diloco_common.messages import Progress, Pulse, ShardAway
 from diloco_worker.connection import Connection
 from diloco_worker.context import ConnectionContext
-from diloco_worker.core.acts import Act, ModelCut, PushContribution, SeedFragment, StepEnded
+from diloco_worker.core.acts import Act, LastRounds, ModelCut, PushContribution, SeedFragment, StepEnded
 from diloco_worker.core.events import Failed
 
 
@@ -114,6 +114,9 @@ class Connections:
             case StepEnded():
                 for connection in self._connections:
                     connection.report(act.progress)
+            case LastRounds():
+                for connection in self._connections:
+                    connection.ask_last_rounds(act.fragment_ids)
 
     def _to(self, shard_index: int) -> Connection | None:
         """The one to a shard that was joined; None: it came back as another one."""

@@ -27,7 +27,6 @@ from diloco_worker.core.island_parts import Holding, Sharing
 from diloco_worker.core.island_replica import IslandReplica
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.finishing import Finishing
 from diloco_worker.inbox import Inbox
 from diloco_worker.island_boundary import IslandBoundary
 from diloco_worker.island_connections import IslandConnections
@@ -106,4 +105,4 @@ def make_island_learner(
     connections = IslandConnections(addresses, Progress(start.inner_step, start.tokens), context, goodbye)
     boundary = IslandBoundary(replica, addresses, inbox, lambda: connections.pulse, world, start, log, exchange)
     telemetry.figures = boundary.figures
-    return Learner(boundary, connections, background, context, Finishing(boundary, connections, agree), watch)
+    return Learner(boundary, connections, background, context, watch, agree)

@@ -37,7 +37,7 @@ from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
-from diloco_worker.core.acts import Act, GiveUp, PushAnswered, PushContribution, StepEnded, VersionApplied
+from diloco_worker.core.acts import Act, GiveUp, LastRounds, PushAnswered, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.counted import counted
 from diloco_worker.core.diverging import Diverging
@@ -48,6 +48,7 @@ from diloco_worker.finishing import Finishing
 from diloco_worker.following import Amount, Following
 from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
+from diloco_worker.leaving import Leaving
 from diloco_worker.patience import Patience
 from diloco_worker.state import LearnerState
 from diloco_worker.telemetry import LearnerTelemetry
@@ -66,6 +67,8 @@ LOOK_S = 0.2
 """How often a learner that waits looks around; sooner where something arrives."""
 FINISH_S = 60.0
 """For the last versions; what is waited for is a pull of each fragment, at most."""
+LEAVE_S = 25.0
+"""For what was trained since the last contributions. Clouds give 30 seconds of warning, or more."""
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
 
@@ -88,9 +91,11 @@ class Learner(LearnerView):
 
     def __init__(
         self, boundary: StepBoundary, connections: Connections, background: Background, context: ConnectionContext,
-        finishing: Finishing, watch: ModelWatch | None = None,
+        watch: ModelWatch | None = None, agree: Callable[[str], str] | None = None,
     ) -> None:  # fmt: skip
-        """`watch`: looks whether the model is still the one that joined; None: nobody can replace it."""
+        """`watch`: looks whether the model is still the one that joined; None: nobody can replace it.
+
+        `agree`: what the leader of an island says; all ranks ask alike, and wait for it. None: there is one rank."""
         super().__init__(boundary, connections, context.telemetry, context.index)
         self.step_time_s = 0.0
         """Moving average."""
@@ -102,12 +107,13 @@ class Learner(LearnerView):
         self._began = self._step_ended = self._clock()
         self._loss: float | None = None
         self._loss_read = 0.0
-        self._finishing = finishing
+        self._finishing = Finishing(boundary, connections, agree)
+        self._leaving = Leaving(boundary, connections, agree)
         self._watch = watch
         self._diverging = Diverging()
         self._following: Following | None = None
         self._is_whole: bool | None = None
-        """Whether `finish` got everything; None: it was not called."""
+        """Whether `finish` got everything, or `leave` handed everything over; None: neither was called."""
         self._steps_told = boundary.figures().inner_step
 
     # ------------------------------------------------------------ joining
@@ -232,6 +238,45 @@ class Learner(LearnerView):
             self.telemetry.log.warning("not everything is of the last version", why=missing)
         self.close()
         return self._is_whole
+
+    def leave(self, wait_s: float = LEAVE_S) -> bool:
+        """Leave the run, and leave nothing behind: what was trained since the last contributions goes into a round that
+        is opened for it. The model stays as it is.
+
+        Takes about as long as the slowest of the other learners takes for a step and a push, which they are asked for,
+        too. Repeating it changes nothing. SIGTERM does the same (`join`).
+
+        Returns whether versions hold everything within `wait_s` seconds; the log says what else was trained. What was
+        contributed by then still counts, if its round closes. Raises ModelChanged, and what `step` raises.
+        """
+        if self._is_whole is not None:
+            return self._is_whole
+        self._check_not_ended()
+        if self._watch is not None:
+            self._watch.check_in_place()
+        began = self._clock()
+        patience = Patience(self.telemetry.log, "waiting until others have what was trained", began)
+        while True:
+            waited_s = self._clock() - began
+            is_over, missing = self.hand_over(waited_s, wait_s)
+            if is_over:
+                break
+            patience.still(missing, began + waited_s)
+            self._inbox.wait(LOOK_S)
+        self._is_whole = not missing
+        patience.over(self._clock())
+        if missing:
+            self.telemetry.log.warning("not everything that was trained is in a version", why=missing)
+        self.close()
+        return self._is_whole
+
+    def hand_over(self, waited_s: float, wait_s: float) -> tuple[bool, str]:
+        """One look of `leave`: ask for what is missing, and send it where it is asked for. Never waits, but for the
+        other ranks of an island. Returns whether to wait no longer, and what is in no version, in words."""
+        self.poll()
+        if self.core is not None:
+            self._post([LastRounds(self.core.last_rounds)])
+        return self._leaving.look(waited_s, wait_s)
 
     def state_dict(self) -> dict[str, Any]:
         """What `join(state=...)` goes on from: counters, and who this learner is. Plain values, for any checkpoint.
@@ -365,4 +410,4 @@ def make_learner(
     connections = Connections(addresses, Progress(start.inner_step, start.tokens), context)
     boundary = StepBoundary(replica, addresses, inbox, lambda: connections.pulse, world, start)
     telemetry.figures = boundary.figures
-    return Learner(boundary, connections, background, context, Finishing(boundary, connections), watch)
+    return Learner(boundary, connections, background, context, watch)

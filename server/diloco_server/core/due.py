@@ -1,4 +1,7 @@
-"""Which fragments of a shard are due. The cadence rule decides for the model; companions may be due more rarely."""
+"""Which fragments of a shard are due. The cadence rule decides for the model; companions may be due more rarely.
+
+Out of turn, a fragment is due where a learner leaves that has trained since it contributed last.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class DueFragments:
         fragments = self._versions.fragments
         # Whether a fragment is due follows from these, not from the time.
         found = (
-            [(m.generation, m.first_step, m.counted) for m in live],
+            [(m.generation, m.first_step, m.counted, m.progress.last_rounds) for m in live],
             [(s.phase, s.version, s.rounds_opened) for s in fragments.values()],
         )
         if found == self._found:
@@ -48,9 +51,13 @@ class DueFragments:
         rest = Rest(number, total, state.version, versions.budget.fraction(state), self._sync.sync_every)
         never = state.rounds_opened == 0 and state.version == 0
         steps = interval(self._rule, rest, never=never, times=self._times(fragment))
-        if not fragment.companion and versions.budget.rest_is_trained(state, live):
-            return True
-        return is_due(live, state.base_steps, steps, self._sync.quorum)
+        there = [m for m in live if m.takes_part(fragment.fragment_id)]
+        if not fragment.companion:
+            if any(m.wants_last(fragment.fragment_id) for m in there):
+                return True
+            if versions.budget.rest_is_trained(state, there):
+                return True
+        return is_due(there, state.base_steps, steps, self._sync.quorum)
 
     def _times(self, fragment: Fragment) -> int:
         """H of a fragment, in those of the settings."""

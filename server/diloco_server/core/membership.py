@@ -67,6 +67,9 @@ class Member:
     """Rounds that this process was asked for and is not in, since it last was in one."""
     silent_rounds: int | None = None
     """The same, since it last pushed for one at all, be it too late; None: it never did."""
+    had_last: set[int] = field(default_factory=set)
+    """Fragments of which this generation had the round that it asked for, as it leaves. Once each: so nobody can drive
+    rounds."""
     asked: int = 0
     contributed: int = 0
     merged: int = 0
@@ -94,6 +97,21 @@ class Member:
         """Others are measured by it: it answers when it is asked, be it too late, and goes on."""
         answers = self.silent_rounds is not None and self.silent_rounds < pace.IDLE_ROUNDS
         return answers and self.state is State.ALIVE
+
+    def takes_part(self, fragment_id: int) -> bool:
+        """In rounds of this fragment. Who leaves does so only where it has work that nobody else has."""
+        return self.progress.last_rounds is None or fragment_id in self.progress.last_rounds
+
+    def wants_last(self, fragment_id: int) -> bool:
+        """It leaves, and a round of this fragment is to be opened for what it has trained."""
+        return fragment_id in (self.progress.last_rounds or ()) and fragment_id not in self.had_last
+
+    def takes_last(self, fragment_id: int) -> bool:
+        """If it wants that round, this is the one. Returns whether it is."""
+        wants = self.wants_last(fragment_id)
+        if wants:
+            self.had_last.add(fragment_id)
+        return wants
 
     def missed_round(self) -> None:
         """A round closed without it."""

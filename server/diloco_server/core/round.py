@@ -87,6 +87,8 @@ class Round:
     """Learner -> the parts of its contribution that have come, while others are missing.
 
     Of whose generation was asked, is not over, and has not contributed."""
+    last_of: set[str] = field(default_factory=set)
+    """Learners that leave, and for whose work it was opened. It waits for them, beyond the grace window."""
     asleep_s: float = 0.0
     """How long the shard was frozen since it was opened."""
     quorum_at: float | None = None

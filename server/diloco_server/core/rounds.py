@@ -40,6 +40,9 @@ from diloco_server.core.quarantine import CODES, Quarantine, far_off
 from diloco_server.core.round import Contribution, Round, total_norm
 from diloco_server.core.versions import Versions
 
+LAST_S = 30.0
+"""So long a round waits for the learner that leaves and for whose work it was opened. Machines get no more warning."""
+
 
 class Rounds:
     """The rounds of all fragments of one shard, and the account of what was pushed to them."""
@@ -110,6 +113,7 @@ class Rounds:
         else:
             self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
             member.contributes()
+            member.takes_last(header.fragment_id)  # what an older report asks for is in this one
         self._count(header, ACCEPTED)
         return ACCEPTED
 
@@ -303,6 +307,8 @@ class Rounds:
         if collecting.quorum_at is None:
             return math.inf
         latest = collecting.quorum_at + grace_s
+        if collecting.last_of.intersection(collecting.missing):
+            return max(latest, collecting.opened_at + LAST_S)
         if not self.grace.waits_for_expected:
             return latest
         until = min(max(collecting.quorum_at, collecting.usual_at) + self.grace.patience_s(grace_s), latest)
@@ -349,9 +355,9 @@ class Rounds:
         due = self._due.among(live)
         for fragment_id, state in self._versions.fragments.items():
             if fragment_id in due:
-                self._open(state, live, now)
+                self._open(state, [m for m in live if m.takes_part(fragment_id)], now)
             elif state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
-                self._ask(state, state.ask_again(live, now))
+                self._ask(state, state.ask_again([m for m in live if m.takes_part(fragment_id)], now))
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """All that counted when the round asked is merged with this: its next contribution is what came since."""
@@ -363,7 +369,9 @@ class Rounds:
 
     def _open(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         opened = state.open_round(live, now)
-        self._outbox.add(RoundOpened(state.fragment.fragment_id, opened.round, len(live)))
+        fragment_id = state.fragment.fragment_id
+        opened.last_of |= {m.learner_id for m in live if m.takes_last(fragment_id)}
+        self._outbox.add(RoundOpened(fragment_id, opened.round, len(live)))
         self._ask(state, live)
 
     def _ask(self, state: FragmentState, members: Sequence[Member]) -> None:

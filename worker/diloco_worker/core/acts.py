@@ -1,6 +1,6 @@
 """What a step boundary asks for: plain values, from the training thread to the network thread.
 
-`StepBoundary` makes them in order. The connections carry out the first three (`Connections.perform`). The telemetry
+`StepBoundary` makes them in order. The connections carry out what is for shards (`Connections.perform`). The telemetry
 writes all of them down.
 """
 
@@ -97,6 +97,13 @@ class StepEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class LastRounds:
+    """The learner leaves, and asks for a round of each of these fragments."""
+
+    fragment_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseTaken:
     """The leader of the island has this lease: the other ranks speak under it too."""
 
@@ -132,8 +139,8 @@ class GiveUp:
 
 
 Act = (
-    ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | WorkCarried | StepEnded | LeaseTaken
-    | FetchVersion | FetchEnded | GiveUp
+    ModelCut | PushContribution | SeedFragment | PushAnswered | VersionApplied | WorkCarried | StepEnded | LastRounds
+    | LeaseTaken | FetchVersion | FetchEnded | GiveUp
 )  # fmt: skip
 
 

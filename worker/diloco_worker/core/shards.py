@@ -33,6 +33,10 @@ class Shards:
         """All of them have reached the token budget."""
         return len(self._stopped) == self._num_addresses
 
+    def has_stopped(self, shard_index: int) -> bool:
+        """It has reached the token budget."""
+        return shard_index in self._stopped
+
     def join(self, joined: Joined) -> bool:
         """A shard gave a lease; says whether it is new. Raises ConfigError if the addresses are not a run's."""
         other = self._joined.get(joined.shard_index)

@@ -1,0 +1,100 @@
+"""Leaving with warning: real learners and real shards, of which one learner leaves in the middle of H steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from in_process import InProcessShard, settings_with
+from training import Training
+
+from diloco_common.errors import LearnerEnded
+
+H = 500
+EXACT = {"push": "float32", "pull": "float32", "sync_every": H, "fragments": 2}
+
+
+def shards_of(serve, **sync):
+    sections = {"sync": EXACT | sync}
+    return [serve(settings_with(**sections, shard={"index": i, "count": 2})) for i in range(2)]
+
+
+def merged(shard: InProcessShard, learner_id: str) -> int:
+    """Tokens, summed over the shard's fragments."""
+    return shard.loop.look(lambda: shard.core.membership.get(learner_id).tokens_merged)
+
+
+@contextmanager
+def training_on(*others: Training) -> Iterator[None]:
+    """In the background, as the others of a run do."""
+    is_over = threading.Event()
+
+    def train() -> None:
+        while not is_over.wait(0.001):
+            for training in others:
+                training.step()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("quorum", [1, 2, "all", 5])
+def test_what_was_trained_is_merged_before_the_learner_is_gone(serve, train, quorum):
+    """H = 500: less than one round. Without a last one, nothing of it would be in any version."""
+    shards = shards_of(serve, quorum=quorum)
+    addresses = ",".join(shard.address for shard in shards)
+    a, b = train(addresses, "a"), train(addresses, "b", seed=1)
+    for _ in range(120):
+        a.step()
+        b.step()
+    with training_on(a):
+        assert b.learner.leave()
+    assert [merged(shard, "b") for shard in shards] == [120 * 8] * 2
+    assert [shard.member_state("b") for shard in shards] == ["left"] * 2
+    assert [shard.version(i) for i, shard in enumerate(shards)] == [1, 1], "one round, for all"
+    assert b.learner.leave(), "repeating it changes nothing"
+    with pytest.raises(LearnerEnded):
+        b.step()
+
+
+def test_a_learner_alone_hands_over_too(serve, train):
+    shards = shards_of(serve)
+    a = train(",".join(shard.address for shard in shards), "a")
+    for _ in range(7):
+        a.step()
+    assert a.learner.leave()
+    assert [merged(shard, "a") for shard in shards] == [7 * 8] * 2
+
+
+def test_who_has_nothing_to_hand_over_opens_no_round(serve, train):
+    shards = shards_of(serve)
+    a = train(",".join(shard.address for shard in shards), "a")
+    assert a.learner.leave()
+    assert [shard.version(i) for i, shard in enumerate(shards)] == [0, 0]
+
+
+def test_leave_says_what_is_in_no_version(serve, train, written):
+    gone, there = shards_of(serve)
+    a = train(f"{gone.address},{there.address}", "a")
+    a.step()
+    gone.stop()
+    assert not a.learner.leave(wait_s=0.5)
+    assert merged(there, "a") == 8
+    assert "not everything that was trained is in a version" in written.getvalue()
+    assert f"work on 1 fragments of {gone.address}" in written.getvalue()
+
+
+def test_a_run_that_has_its_budget_wants_no_more(serve, train):
+    shard = serve(settings_with(run={"tokens": 64}, sync=EXACT | {"sync_every": 4, "quorum": 1}))
+    a = train(shard.address, "a")
+    a.until(lambda: a.learner.done, "the budget is reached")
+    for _ in range(3):
+        a.step()
+    assert a.learner.leave()

@@ -1,0 +1,156 @@
+"""A learner that leaves: a round is opened for what it has trained, out of turn, once, and waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_shard import ACCEPTED, TOKENS, Rig
+from torch import nn
+
+from builders import make_settings
+from diloco_common.messages import Collect
+from diloco_server.core.rounds import LAST_S
+from lockstep import Lockstep
+
+NOTHING, FRAGMENT_0 = frozenset[int](), frozenset([0])
+
+
+def leaving(*learner_ids: str, quorum: object = "all") -> Rig:
+    """Round 1 is over, two of the four steps are taken that make the next one due, and the last learner leaves."""
+    rig = Rig(sync={"quorum": quorum}).started(*learner_ids)
+    for learner_id in learner_ids:
+        rig.contribute(learner_id, 1)
+    rig.step(*learner_ids, steps=2)
+    assert rig.state.round is None
+    for learner_id in learner_ids:
+        rig.take_told(learner_id)
+    rig.report(learner_ids[-1], last_rounds=FRAGMENT_0)
+    return rig
+
+
+def test_a_learner_that_leaves_gets_a_round_out_of_turn_and_all_are_asked() -> None:
+    rig = leaving("a", "b", "c")
+    assert [rig.told_of(i, Collect) for i in "abc"] == [[Collect(0, 2, 7)]] * 3
+    for learner_id in "abc":
+        assert rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2).outcome is ACCEPTED
+    assert rig.state.version == 2
+    rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("last_rounds", [None, NOTHING, frozenset([7])])
+def test_who_stays_or_has_nothing_there_gets_none(last_rounds: frozenset[int] | None) -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1)
+    rig.contribute("b", 1)
+    rig.step("a", "b", steps=2)
+    rig.report("b", last_rounds=last_rounds)
+    assert rig.state.round is None
+
+
+def test_it_gets_one_per_generation() -> None:
+    rig = leaving("a", "b")
+    for learner_id in "ab":
+        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+    rig.step("a")
+    for _ in range(3):
+        rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round is None, "b has had its round"
+    rig.join("b")
+    rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round is not None, "it has joined again since"
+
+
+def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> None:
+    rig = leaving("a", "b", "c", quorum=2)
+    for learner_id in "ab":
+        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+    began = rig.now
+    while rig.now < began + LAST_S - 1.0:
+        rig.now += 1.0
+        for learner_id in "ab":
+            rig.report(learner_id)
+        rig.report("c", last_rounds=FRAGMENT_0)
+        assert rig.state.version == 1, "quorum and grace are there, c is not"
+    rig.now += 1.0
+    rig.advance()
+    assert rig.state.version == 2
+
+
+def test_nobody_waits_for_one_that_is_gone() -> None:
+    rig = leaving("a", "b", "c", quorum=2)
+    for learner_id in "ab":
+        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+    rig.shard.leave(rig.members["c"])
+    rig.advance()
+    assert rig.state.version == 2
+
+
+def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> None:
+    """It waits for other fragments. So it counts neither for when a round of this one is due, nor in it."""
+    rig = leaving("a", "b")
+    for learner_id in "ab":
+        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+    rig.report("b", last_rounds=NOTHING)
+    rig.step("a", steps=4)
+    assert rig.state.round is not None
+    assert rig.state.round.missing == ["a"]
+
+
+def test_an_open_round_is_the_round_of_who_leaves() -> None:
+    rig = Rig().started("a", "b")
+    rig.report("b", last_rounds=FRAGMENT_0)
+    rig.contribute("a", 1)
+    rig.contribute("b", 1)
+    assert rig.state.version == 1
+    rig.report("b", last_rounds=NOTHING)
+    assert rig.state.round is None
+
+
+# ------------------------------------------------------------------ with learners
+
+
+class Counting(nn.Module):
+    """Every value counts the steps, in thousandths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64))
+        self.v = nn.Parameter(torch.ones(64))
+
+
+H = 500
+
+
+def step(cluster: Lockstep, models: dict[str, Counting], learner_ids: str) -> None:
+    for learner_id in learner_ids:
+        with torch.no_grad():
+            for p in models[learner_id].parameters():
+                p += 2.0**-10
+        cluster.stepped(learner_id, tokens=8)
+
+
+@pytest.mark.parametrize("quorum", [1, 2, 3, "all"])
+@pytest.mark.parametrize("last_step", [3, H - 1, H, 1000, 1234, 1700])
+def test_all_that_was_trained_is_merged_wherever_it_leaves(last_step: int, quorum: object) -> None:
+    """H = 500. Without a last round, half of H is lost on average: 250 of 1234 steps is a fifth."""
+    sync = {"sync_every": H, "quorum": quorum, "fragments": 2, "merge": "mean", "push": "float32", "pull": "float32"}
+    outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+    cluster = Lockstep(make_settings(sync=sync, outer=outer), num_shards=2)
+    models = {learner_id: Counting() for learner_id in "abc"}
+    for learner_id, model in models.items():
+        cluster.join(learner_id, model)
+    for _ in range(last_step):
+        step(cluster, models, "abc")
+        cluster.exchange()
+
+    leaver = cluster.learners["c"].core
+    rounds = sum(f.version for f in leaver.of_model)
+    for _ in range(2):  # what is under way first, if anything is
+        step(cluster, models, "ab")
+        cluster.leaving("c")
+        cluster.exchange()
+    cluster.leave("c")
+
+    merged = sum(shell.shard.membership.get("c").tokens_merged for shell in cluster.shards) / 2
+    assert merged == 8 * last_step
+    assert sum(f.version for f in leaver.of_model) - rounds <= 2, "one round of each fragment, for all"
