@@ -103,6 +103,12 @@ attack: $(INSTALLED) ## Do the 18 attacks to a real shard beside honest learners
 fuzz: $(INSTALLED) ## Offer 100,000 wrong messages, requests, files and settings; each has to be refused by its code
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
 
+FORKS ?= --times 300
+
+.PHONY: forks
+forks: $(INSTALLED) ## Give a learner 300 children in each way that scripts have; none may die (an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/fork_soak.py $(FORKS)
+
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill and freeze the processes of a cluster for a minute; nothing may be lost
 	$(BIN)/diloco chaos $(CHAOS)
