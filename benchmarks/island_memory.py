@@ -78,7 +78,7 @@ def rank(shards: str, params: float, steps: int, step_s: float, out: str) -> Non
                     part.add_(noise[: part.numel()])
         learner.step(tokens=1000)
 
-    names = {t.name.replace(".", "_") for t in tensors if t.mean_merge}
+    names = {t.name.replace(".", "_") for t in tensors if t.rule == "mean"}
     with join(
         shards, model, learner_id="island", island=dist.group.WORLD, mean_merge=names, wait_s=600.0, log=None
     ) as learner:

@@ -60,7 +60,7 @@ def tensors_of(parameters: int) -> tuple[TensorSpec, ...]:
     ]
     tensors = [TensorSpec(f"layers.{i}.{name}.weight", shape) for i in range(LAYERS) for name, shape in layer]
     rest = parameters - sum(t.num_elements for t in tensors)
-    return (TensorSpec("embedding.weight", (max(1, rest // width), width), mean_merge=True), *tensors)
+    return (TensorSpec("embedding.weight", (max(1, rest // width), width), rule="mean"), *tensors)
 
 
 def noise(fragment: Fragment, scale: float, encoding: str) -> Payload:

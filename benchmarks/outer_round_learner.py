@@ -61,7 +61,7 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
     tune_allocator()
     torch.set_num_threads(1)
     model = Weights(spec.tensors)
-    mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.mean_merge}
+    mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
     reduced = torch.ones(sum(t.num_elements for t in spec.tensors)) if spec.gloo_address else None
     if reduced is not None:
         dist.init_process_group(

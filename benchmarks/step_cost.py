@@ -126,7 +126,7 @@ def run_loop(spec: LoopSpec, pipe: Connection) -> None:
     torch.set_num_threads(1)
     loop = Loop(spec.tensors, spec.rank)
     memory = OwnMemory()
-    mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.mean_merge}
+    mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
     learner = diloco_worker.join(
         spec.shards, loop.model, learner_id=f"learner-{spec.rank}", mean_merge=mean_merge, wait_s=WAIT_S
     )

@@ -49,7 +49,7 @@ def merge(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: 
 
 
 def one_piece(num_elements: int, *, mean_merge: bool = False) -> tuple[Piece, ...]:
-    return (Piece("w", 0, num_elements, 0, mean_merge),)
+    return (Piece("w", 0, num_elements, 0, "mean" if mean_merge else "run"),)
 
 
 def make_contribution(

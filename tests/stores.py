@@ -17,7 +17,7 @@ from diloco_server.storage.store import FileStore, Found
 from diloco_server.storage.version import Origin, StoredVersion
 
 SIZE = 700
-TENSORS = [TensorSpec("a.weight", (10, 70)), TensorSpec("b.weight", (7, 100), mean_merge=True)]
+TENSORS = [TensorSpec("a.weight", (10, 70)), TensorSpec("b.weight", (7, 100), rule="mean")]
 MANIFEST = cut(TENSORS, 2, 1)
 """Two fragments of 700 elements."""
 ORIGIN = Origin("run", 0, 1, 2, "nesterov", "bfloat16")

@@ -7,8 +7,10 @@ The cut: tensors larger than 1/P of the model are split by rows into pieces. The
 fragment, largest piece first, ties by name (greedy bin packing). This keeps the peak of bandwidth low. Fragments go to
 shards by the same rule.
 
-Companion tensors (the momentum of inner optimizers) are cut and placed by the same rule, apart from the model: their
-fragments come after those of the model, which are what they would be without companions.
+Companion tensors (the momentum of inner optimizers, and buffers) are cut and placed by the same rule, apart from the
+model: their fragments come after those of the model, which are what they would be without companions. Momentum and
+buffers share no fragment. A fragment of buffers is no smaller than those of the model, and what one rule of a module
+needs together, or takes from one learner, is in one fragment.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import heapq
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -26,30 +28,86 @@ from typing import Any, Literal, NamedTuple, get_args
 from diloco_common import bounds
 from diloco_common.errors import BadRequest
 
+Kind = Literal["parameter", "momentum", "buffer"]
+"""What a tensor is. Those that are no parameter are companions: they have fragments, and a cadence, of their own, take
+no outer step, and do not count as progress."""
+Rule = Literal["run", "mean", "variance", "most", "one"]
+"""How what learners have of a tensor becomes one value, by their weights:
+
+    run        the run's merge rule
+    mean       the mean, whatever the run's rule: embeddings and output heads, momentum, most buffers
+    variance   of `running_var`: the mean of the variances, and the variance of what is `running_mean` in that module
+    most       the largest: counters
+    one        all of what the learner with the most weight has: what has no mean
+"""
+Dtype = Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+"""Of a buffer, in the model: exports have it again."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MEAN, VARIANCE = "running_mean", "running_var"
+"""The last part of their names."""
+
 Momentum = Literal["Adam", "Muon", "SGD"]
 """Whose momentum a companion is. Averaged are only values of one kind: Adam (and AdamW) and Muon keep a mean of
 gradients, over different times; SGD keeps their sum, which with mu = 0.9 is ten times as long."""
 
 
 class TensorSpec(NamedTuple):
-    """One trainable parameter of the model, or a companion of one. A tuple, because models have many and callers send
-    them."""
+    """One tensor that learners share. A tuple, because models have many and callers send them."""
 
     name: str
     shape: tuple[int, ...]
-    mean_merge: bool = False
-    """Merged by plain weighted mean, whatever the run's merge rule (embeddings and output heads)."""
-    companion: bool = False
-    """No parameter, but what an inner optimizer keeps for one, and learners average: it takes no outer step."""
+    rule: Rule = "run"
+    kind: Kind = "parameter"
+    dtype: Dtype = "float32"
+    """Of a buffer. Parameters and momentum are float32 to others, whatever they are here."""
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def companion(self) -> bool:
+        return self.kind != "parameter"
+
+    @property
+    def mark(self) -> str:
+        """What it is beyond a parameter; "" for one."""
+        if self.kind == "buffer":
+            return f"buffer {self.rule} {self.dtype}"
+        return "companion" if self.kind == "momentum" else ""
+
     def as_json(self) -> list[Any]:
-        """As version files and checkpoints have it. A parameter has no fourth entry, so files of models without
-        companions are what they were."""
-        return [self.name, list(self.shape), self.mean_merge, *([True] if self.companion else [])]
+        """As version files and checkpoints have it: name, shape, whether a parameter is merged by the mean; of momentum
+        also true. Of a buffer: name, shape, rule, dtype."""
+        if self.kind == "buffer":
+            return [self.name, list(self.shape), self.rule, self.dtype]
+        return [self.name, list(self.shape), self.rule == "mean", *([True] if self.companion else [])]
+
+
+BUFFER_RULES: tuple[Rule, ...] = ("mean", "variance", "most", "one")
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+
+def spec_of(entries: Sequence[Any]) -> TensorSpec:
+    """The inverse of `as_json`. Raises ValueError."""
+    name, shape, rule, *rest = entries
+    if not (isinstance(name, str) and isinstance(shape, list | tuple) and all(type(n) is int for n in shape)):
+        raise ValueError("a tensor has no name, or no shape")
+    match rule, *rest:
+        case bool(), *marks if marks in ([], [True], [False]):  # a False is of older releases
+            return TensorSpec(name, tuple(shape), "mean" if rule else "run", "momentum" if any(marks) else "parameter")
+        case str(), str(dtype):
+            return buffer_spec(name, tuple(shape), rule, dtype)
+    raise ValueError(f"tensor {name[:64]!r} has other entries than name, shape, and what it is")
+
+
+def buffer_spec(name: str, shape: tuple[int, ...], rule: str, dtype: str) -> TensorSpec:
+    """A buffer. Raises ValueError if there is no such rule, or dtype."""
+    for known in BUFFER_RULES:
+        for kept in DTYPES:
+            if (known, kept) == (rule, dtype):
+                return TensorSpec(name, shape, known, "buffer", kept)
+    raise ValueError(f"buffer {name[:64]!r} is merged by {rule[:16]!r}, as {dtype[:16]!r}, which is not known here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +120,7 @@ class Piece:
     num_elements: int
     offset: int
     """First element, in the flat fragment."""
-    mean_merge: bool
+    rule: Rule = "run"
 
     @property
     def tensor_bounds(self) -> slice:
@@ -77,17 +135,25 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of the model that is synchronised on its own, or one of its companions. Its pieces lie end to end."""
+    """A part of the model that is synchronised on its own, or of its companions. Its pieces lie end to end."""
 
     fragment_id: int
     shard_index: int
     pieces: tuple[Piece, ...]
-    companion: bool = field(default=False, kw_only=True)
-    """All its pieces are of companion tensors; else none is."""
+    kind: Kind = field(default="parameter", kw_only=True)
+    """Of all its pieces."""
 
     @property
     def num_elements(self) -> int:
         return sum(piece.num_elements for piece in self.pieces)
+
+    @property
+    def companion(self) -> bool:
+        return self.kind != "parameter"
+
+    def encoding(self, of_run: str) -> str:
+        """Of its values on the wire. Buffers are small, and neither counters nor variances bear rounding in blocks."""
+        return "float32" if self.kind == "buffer" else of_run
 
 
 @dataclass(frozen=True)
@@ -97,7 +163,7 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     """Sorted by name."""
     fragments: tuple[Fragment, ...]
-    """By id: those of the model, then those of companions."""
+    """By id: those of the model, then those of momentum, then those of buffers."""
     num_shards: int
 
     def owned_by(self, shard_index: int) -> tuple[Fragment, ...]:
@@ -118,19 +184,27 @@ class Manifest:
         """Without those of companions."""
         return tuple(f for f in self.fragments if not f.companion)
 
+    @cached_property
+    def exported(self) -> tuple[TensorSpec, ...]:
+        """What a file of the model holds: its parameters and its buffers."""
+        return tuple(t for t in self.tensors if t.kind != "momentum")
+
+    @cached_property
+    def _of_kind(self) -> dict[Kind, tuple[int, int]]:
+        """Kind -> the first fragment of it, and how many there are."""
+        kinds = [f.kind for f in self.fragments]
+        return {kind: (kinds.index(kind), kinds.count(kind)) for kind in set(kinds)}
+
     def place(self, fragment: Fragment) -> tuple[int, int]:
-        """Its number among the fragments of the model, or among those of companions, and how many of these there
-        are."""
-        first = len(self.model_fragments)
-        if fragment.companion:
-            return fragment.fragment_id - first, len(self.fragments) - first
-        return fragment.fragment_id, first
+        """Its number among the fragments of its kind, and how many of these there are."""
+        first, count = self._of_kind[fragment.kind]
+        return fragment.fragment_id - first, count
 
     @cached_property
     def digest(self) -> str:
         """32 hex digits over the tensors, the cut and the placement."""
         lines = [f"shards {self.num_shards}"]
-        lines += [f"tensor {t.name!r} {t.shape} {t.mean_merge}{' companion' * t.companion}" for t in self.tensors]
+        lines += [f"tensor {t.name!r} {t.shape} {t.rule == 'mean'} {t.mark}".rstrip() for t in self.tensors]
         for fragment in self.fragments:
             lines.append(f"fragment {fragment.fragment_id} {fragment.shard_index}")
             lines += [f"piece {p.tensor!r} {p.tensor_offset} {p.num_elements}" for p in fragment.pieces]
@@ -158,13 +232,20 @@ def momentum_of(parameter: str, kind: Momentum) -> str:
 
 def kinds_of(tensors: Iterable[TensorSpec]) -> list[str]:
     """Whose momentum the companions among these tensors are, by their names."""
-    kinds = (kind for kind in get_args(Momentum) for t in tensors if t.companion and t.name.endswith(f" ({kind})"))
+    kinds = (
+        kind for kind in get_args(Momentum) for t in tensors if t.kind == "momentum" and t.name.endswith(f" ({kind})")
+    )
     return sorted(set(kinds))
 
 
 def companion_of(parameter: TensorSpec, kind: Momentum) -> TensorSpec:
     """Its momentum, as learners declare it."""
-    return TensorSpec(momentum_of(parameter.name, kind), parameter.shape, mean_merge=True, companion=True)
+    return TensorSpec(momentum_of(parameter.name, kind), parameter.shape, "mean", "momentum")
+
+
+def mean_of(variance: str) -> str:
+    """What the running mean is called that belongs to a running variance."""
+    return variance.removesuffix(VARIANCE) + MEAN
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
@@ -183,8 +264,12 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
 
 
 def check_companions(tensors: Sequence[TensorSpec]) -> None:
-    """Each companion is the momentum of a parameter of its shape, and the only one. Raises BadRequest."""
-    companions = [t for t in tensors if t.companion]
+    """Each momentum is that of a parameter of its shape, and the only one, and each variance has its mean. Raises
+    BadRequest."""
+    means = {(t.name, t.shape) for t in tensors if t.kind == "buffer" and t.rule == "mean"}
+    if alone := [t.name for t in tensors if t.rule == "variance" and (mean_of(t.name), t.shape) not in means]:
+        raise BadRequest(f"the buffer {alone[0][:64]!r} is a variance, and no running mean is there that belongs to it")
+    companions = [t for t in tensors if t.kind == "momentum"]
     parameters = [t for t in tensors if not t.companion] if companions else []
     known = {(momentum_of(t.name, kind), t.shape): t.name for t in parameters for kind in get_args(Momentum)}
     taken: dict[str, TensorSpec] = {}
@@ -218,16 +303,22 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
         raise ValueError(f"two tensors have the same name: {twice[:3]}")
     if negative := [t for t in specs if any(n < 0 for n in t.shape)]:
         raise ValueError(f"tensor {negative[0].name!r} has shape {list(negative[0].shape)}")
-    model = _cut([t for t in specs if not t.companion], num_fragments, num_shards)
-    if not model:
-        raise ValueError("the model has no trainable elements")
-    companions = _cut([t for t in specs if t.companion], num_fragments, num_shards, first=len(model), companion=True)
-    if len(model) + len(companions) > bounds.FRAGMENTS_MAX:
+    fragments: list[Fragment] = []
+    for kind in KINDS:
+        of_kind = [t for t in specs if t.kind == kind]
+        number = num_fragments
+        if kind == "buffer":
+            elements, of_model = (sum(t.num_elements for t in specs if t.kind == k) for k in (kind, "parameter"))
+            number = max(1, min(number, -(-elements * number // of_model)))
+        fragments += _cut(of_kind, number, num_shards, kind, first=len(fragments))
+        if not fragments:
+            raise ValueError("the model has no trainable elements")
+    if len(fragments) > bounds.FRAGMENTS_MAX:
         raise ValueError(
-            f"model and companions have {len(model) + len(companions)} fragments together; at most "
+            f"model and companions have {len(fragments)} fragments together; at most "
             f"{bounds.FRAGMENTS_MAX} are taken: set sync.fragments to half of that or less"
         )
-    return Manifest(specs, model + companions, num_shards)
+    return Manifest(specs, tuple(fragments), num_shards)
 
 
 def turn(fragment_id: int, num_fragments: int) -> int:
@@ -263,26 +354,40 @@ def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit:
 def _describe(spec: TensorSpec | None) -> str:
     if spec is None:
         return "absent"
-    return f"{list(spec.shape)}{' (companion)' if spec.companion else ' (mean merge)' if spec.mean_merge else ''}"
+    what = spec.mark or ("mean merge" if spec.rule == "mean" else "")
+    return f"{list(spec.shape)}{f' ({what})' if what else ''}"
 
 
 def _cut(
-    specs: Sequence[TensorSpec], num_fragments: int, num_shards: int, *, first: int = 0, companion: bool = False
+    specs: Sequence[TensorSpec], num_fragments: int, num_shards: int, kind: Kind, *, first: int
 ) -> tuple[Fragment, ...]:
     """The fragments of these tensors, with ids from `first` on. None, if they have no elements. Raises ValueError."""
     target = math.ceil(sum(t.num_elements for t in specs) / num_fragments)
-    pieces = [rows for t in specs if t.num_elements for rows in _split(t, target)]
-    pieces.sort(key=lambda r: (-r.num_elements, r.tensor.name, r.tensor_offset))
-    bins = _pack([r.num_elements for r in pieces], min(num_fragments, len(pieces)))
-    if pieces and len(bins) < num_shards and not companion:  # before shards are made: a file may claim any number
+    lots = list(_lots([t for t in specs if t.num_elements], kind, target))
+    sizes = {lot: sum(r.num_elements for r in lot) for lot in lots}
+    lots.sort(key=lambda lot: (-sizes[lot], lot[0].tensor.name, lot[0].tensor_offset))
+    bins = _pack([sizes[lot] for lot in lots], min(num_fragments, len(lots)))
+    if lots and len(bins) < num_shards and kind == "parameter":  # before shards are made: a file may claim any number
         raise ValueError(
             f"{num_shards} shards are too many for {len(bins)} fragments: every shard must own at least one"
         )
-    homes = _pack_index([sum(pieces[i].num_elements for i in members) for members in bins], num_shards)
+    homes = _pack_index([sum(sizes[lots[i]] for i in members) for members in bins], num_shards)
     return tuple(
-        Fragment(first + number, homes[number], _lay_out([pieces[i] for i in members]), companion=companion)
+        Fragment(first + number, homes[number], _lay_out([r for i in members for r in lots[i]]), kind=kind)
         for number, members in enumerate(bins)
     )
+
+
+def _lots(specs: Sequence[TensorSpec], kind: Kind, target: int) -> Iterator[tuple[_Rows, ...]]:
+    """Pieces that stay together: one by one, but for the buffers of a module that are not just averaged."""
+    means = {mean_of(t.name) for t in specs if t.rule == "variance"}
+    modules: dict[str, list[_Rows]] = {}
+    for t in specs:
+        if kind == "buffer" and (t.rule != "mean" or t.name in means):
+            modules.setdefault(t.name.rpartition(".")[0], []).append(_Rows(t, 0, t.num_elements))
+        else:
+            yield from ((rows,) for rows in _split(t, target))
+    yield from map(tuple, modules.values())
 
 
 def _split(tensor: TensorSpec, target: int) -> list[_Rows]:
@@ -319,6 +424,6 @@ def _lay_out(rows: Sequence[_Rows]) -> tuple[Piece, ...]:
     """Lay pieces end to end in a fragment, by name."""
     pieces, offset = [], 0
     for r in sorted(rows, key=lambda r: (r.tensor.name, r.tensor_offset)):
-        pieces.append(Piece(r.tensor.name, r.tensor_offset, r.num_elements, offset, r.tensor.mean_merge))
+        pieces.append(Piece(r.tensor.name, r.tensor_offset, r.num_elements, offset, r.tensor.rule))
         offset += r.num_elements
     return tuple(pieces)

@@ -16,7 +16,7 @@ from diloco_common import bounds, errors
 from diloco_common.codec import Chunk, Payload, PayloadHeader
 from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.entries import has_at_most, size_of
-from diloco_common.manifest import TensorSpec
+from diloco_common.manifest import Kind, TensorSpec, buffer_spec
 from diloco_common.messages import (
     Collect,
     Committed,
@@ -98,7 +98,13 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 def tensors_to_pb(tensors: Sequence[TensorSpec]) -> list[pb.Tensor]:
-    return [pb.Tensor(name=t.name, shape=t.shape, mean_merge=t.mean_merge, companion=t.companion) for t in tensors]
+    return [_tensor_to_pb(t) for t in tensors]
+
+
+def _tensor_to_pb(t: TensorSpec) -> pb.Tensor:
+    if t.kind == "buffer":
+        return pb.Tensor(name=t.name, shape=t.shape, buffer=t.rule, dtype=t.dtype)
+    return pb.Tensor(name=t.name, shape=t.shape, mean_merge=t.rule == "mean", companion=t.companion)
 
 
 def tensors_from_pb(tensors: Sequence[pb.Tensor]) -> list[TensorSpec]:
@@ -129,7 +135,14 @@ def _tensor_from_pb(tensor: pb.Tensor) -> TensorSpec:
         raise bounds.beyond("Tensor.name", name, bounds.LIMITS["Tensor"]["name"])
     if len(shape) > bounds.DIMENSIONS_MAX:
         raise bounds.beyond("Tensor.shape", shape, bounds.LIMITS["Tensor"]["shape"])
-    spec = TensorSpec(name, tuple(shape), tensor.mean_merge, tensor.companion)
+    if tensor.buffer:
+        try:
+            spec = buffer_spec(name, tuple(shape), tensor.buffer, tensor.dtype)
+        except ValueError as error:
+            raise errors.BadRequest(f"{error}; a newer release of decoupled-diloco may know it") from None
+    else:
+        kind: Kind = "momentum" if tensor.companion else "parameter"
+        spec = TensorSpec(name, tuple(shape), "mean" if tensor.mean_merge else "run", kind)
     for n in spec.shape:
         if not 0 <= n <= bounds.ELEMENTS_MAX:
             raise errors.BadRequest(

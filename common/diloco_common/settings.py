@@ -70,6 +70,8 @@ class SyncSettings(Section):
     companions_every: int = Field(default=1, ge=1, le=1000)
     """Where learners average their inner momentum (`join(companions=)`, `train.average_momentum`): a fragment of it is
     due so many times as rarely as one of the model."""
+    buffers_every: int = Field(default=1, ge=1, le=1000)
+    """The same for buffers of the model, such as the statistics of BatchNorm."""
     on_commit: Literal["carry", "overwrite", "blend"] = "carry"
     """What a learner does with its own progress when a version arrives."""
     blend_alpha: float = Field(default=0.5, ge=0, le=1)

@@ -81,7 +81,7 @@ class EffectDriver:
         self._sync = shard.settings.sync
 
     def making(self, fragment: Fragment) -> Making:
-        """How versions of a fragment are made: of the model by the settings, of companions by the mean alone."""
+        """How versions of a fragment are made: of the model by the settings, of companions by their rules alone."""
         return self._of_companions if fragment.companion else self._of_model
 
     def carry_out_all(self) -> None:
@@ -105,11 +105,12 @@ class EffectDriver:
     async def _seed(self, effect: SeedFragment) -> None:
         """Make version 0 of a fragment."""
 
-        making = self.making(self._shard.fragments[effect.fragment_id].fragment)
+        fragment = self._shard.fragments[effect.fragment_id].fragment
+        making = self.making(fragment)
 
         def work() -> tuple[Values, Published]:
             values = arithmetic.seed(effect.payload, making.optimizer)
-            return values, arithmetic.publish(values, self._sync.pull)
+            return values, arithmetic.publish(values, fragment.encoding(self._sync.pull))
 
         try:
             values, published = await self._shell.compute("seed", work)
@@ -134,7 +135,7 @@ class EffectDriver:
                 outer_step=effect.version, making=self.making(state.fragment),
             )  # fmt: skip
             merged_s = stopwatch() - began
-            return arithmetic.publish(values, self._sync.pull, before), merged_s
+            return arithmetic.publish(values, state.fragment.encoding(self._sync.pull), before), merged_s
 
         async with self._shell.changing(effect):
             published, merged_s = await self._shell.compute("merge", work)
@@ -145,5 +146,6 @@ class EffectDriver:
         self._witness.announcing(state)
 
     def _version(self, record: Record, values: Values, published: Published) -> StoredVersion:
-        anchor = None if self._sync.pull in VALUES else published.values
+        pull = self._shard.fragments[record.fragment_id].fragment.encoding(self._sync.pull)
+        anchor = None if pull in VALUES else published.values
         return StoredVersion(record, values, anchor)

@@ -41,8 +41,9 @@ def recover(
         )
     fragments = {f.fragment_id: f for f in recovered.manifest.fragments}
     restored = [
-        _restored(found, settings, making(fragments[found.stored.record.fragment_id]).optimizer)
+        _restored(found, settings, fragment, making(fragment).optimizer)
         for found in recovered.versions
+        for fragment in [fragments[found.stored.record.fragment_id]]
     ]
     for r in restored:
         log.event(
@@ -65,7 +66,7 @@ def _name_missing(manifest: Manifest, restored: list[Restored], settings: Settin
         )  # fmt: skip
 
 
-def _restored(found: Found, settings: Settings, optimizer: OuterOptimizer) -> Restored:
+def _restored(found: Found, settings: Settings, fragment: Fragment, optimizer: OuterOptimizer) -> Restored:
     stored, pull = found.stored, settings.sync.pull
     if len(stored.values.buffers) != optimizer.num_buffers:
         raise WrongFolder(
@@ -78,5 +79,5 @@ def _restored(found: Found, settings: Settings, optimizer: OuterOptimizer) -> Re
     if stored.anchor is not None and is_same_encoding:
         published = arithmetic.Published(stored.anchor)
     else:
-        published = arithmetic.publish(values, pull)
+        published = arithmetic.publish(values, fragment.encoding(pull))
     return Restored(stored.record, values, published, found.is_behind or not is_same_encoding)

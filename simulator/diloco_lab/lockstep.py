@@ -201,9 +201,9 @@ class LearnerRig:
         self.after(took, self.step)
 
     def _push(self, contribution: Contribution) -> None:
-        policy = self.core.policy
+        fragment = self.core.manifest.fragments[contribution.fragment_id]
         try:
-            payload = contribution.tensors.encode(policy.push_encoding)
+            payload = contribution.tensors.encode(fragment.encoding(self.core.policy.push_encoding))
         except NotFinite:
             self._run.outcome.stalled = True
             return

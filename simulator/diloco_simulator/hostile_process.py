@@ -17,7 +17,9 @@ from diloco_simulator.transport import UntrustedTransport
 if TYPE_CHECKING:
     from diloco_simulator.cluster import Cluster
 
-TENSORS = tuple(TensorSpec(name, shape, name in AVERAGED) for name, shape in sorted(SHAPES.items()))
+TENSORS = tuple(
+    TensorSpec(name, shape, "mean" if name in AVERAGED else "run") for name, shape in sorted(SHAPES.items())
+)
 
 
 class HostileProcess:

@@ -52,7 +52,7 @@ class TornReplica(Replica):
         """`meanwhile` is called in the middle of every snapshot with the first half of it."""
         super().__init__(model, AVERAGED)
         if has_companion:
-            self.specs = [spec._replace(companion=spec.name == COMPANION) for spec in self.specs]
+            self.specs = [spec._replace(kind="momentum") if spec.name == COMPANION else spec for spec in self.specs]
             values = self._tensors[COMPANION]
             self._companions = {COMPANION: Companion("Adam", values, torch.full_like(values, torch.inf))}
         self._meanwhile = meanwhile

@@ -317,6 +317,6 @@ def test_a_shard_that_knows_its_model_takes_no_other_from_whoever_comes_first(se
 def test_companions_of_no_parameter_are_refused(serve: Serve, clock: Clock, name: str) -> None:
     """Else whoever comes first may add as many bytes to everyone's rounds as it likes."""
     shard = serve(settings_with(), clock)
-    stray = TensorSpec(name, (2**20, 2**10), mean_merge=True, companion=True)
+    stray = TensorSpec(name, (2**20, 2**10), rule="mean", kind="momentum")
     assert refusal(lambda: shard.caller("mallory").join([*TENSORS, stray])).code == "BAD_REQUEST"
     mallory(shard, "honest").seed()

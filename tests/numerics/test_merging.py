@@ -136,7 +136,7 @@ def test_directions_that_cancel_fall_back_to_the_mean() -> None:
 
 
 def test_only_the_piece_whose_directions_cancel_falls_back() -> None:
-    pieces = (Piece("a", 0, 300, 0, False), Piece("b", 0, 400, 300, False))
+    pieces = (Piece("a", 0, 300, 0), Piece("b", 0, 400, 300))
     a, b, c = random_values(300, 0), random_values(400, 1), 2 * random_values(400, 2)
     result = merged([torch.cat([a, b]), torch.cat([-1.5 * a, c])], "rda", pieces=pieces)
     assert_close(result[:300], torch.zeros(300))
@@ -155,7 +155,7 @@ def test_zeros_merge_to_zeros(rule: str) -> None:
 
 def test_pieces_marked_for_it_take_the_mean_and_the_others_rda_each_on_its_own() -> None:
     pieces = (
-        Piece("embedding", 0, 300, 0, True), Piece("w", 0, 150, 300, False), Piece("x", 0, 250, 450, False)
+        Piece("embedding", 0, 300, 0, "mean"), Piece("w", 0, 150, 300), Piece("x", 0, 250, 450)
     )  # fmt: skip
     vectors = randoms(2)
     result = merged(vectors, "rda", [(4, 4), (6, 6)], pieces)
@@ -276,7 +276,7 @@ def test_the_order_of_contributions_changes_no_bit(rule: str, encoding: str) -> 
 
 @pytest.mark.parametrize("rule", BY_FORMULA)
 def test_contributions_may_be_chunked_differently(rule: str) -> None:
-    pieces = (Piece("a", 0, 333, 0, False), Piece("b", 0, 367, 333, False))
+    pieces = (Piece("a", 0, 333, 0), Piece("b", 0, 367, 333))
     a, b = randoms(2)
     mixed = [
         make_contribution("a", a, pieces=pieces, chunk_elements=256),
@@ -286,7 +286,7 @@ def test_contributions_may_be_chunked_differently(rule: str) -> None:
 
 
 def test_norms_are_those_of_the_pieces_across_chunks() -> None:
-    pieces = (Piece("a", 0, 250, 0, False), Piece("b", 0, 300, 250, False), Piece("c", 0, 150, 550, False))
+    pieces = (Piece("a", 0, 250, 0), Piece("b", 0, 300, 250), Piece("c", 0, 150, 550))
     v = random_values(SIZE, 0)
     norms = piece_norms(encode_payload(v.clone(), "float32", chunk_elements=256), pieces)
     assert norms == pytest.approx([float(v[s].norm()) for s in (slice(0, 250), slice(250, 550), slice(550, 700))])

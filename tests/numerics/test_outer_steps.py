@@ -135,7 +135,7 @@ def test_heloco_leaves_a_gradient_alone_while_there_is_no_momentum() -> None:
 def test_every_rule_takes_merged_contributions_as_it_takes_a_gradient(name: str) -> None:
     """Kernels or not: `step_merged` is `step` of the sum."""
     contributions = [make_contribution(f"l{i}", random_values(300, seed=i), tokens=10 + i) for i in range(3)]
-    pieces = [Piece("w", 0, 300, 0, mean_merge=False)]
+    pieces = [Piece("w", 0, 300, 0)]
     optimizer = make_outer_optimizer(make_settings(outer=RATES | {"optimizer": name}).outer)
     thetas = [random_values(300, seed=9) for _ in range(2)]
     states = [optimizer.new_buffers(300) for _ in range(2)]

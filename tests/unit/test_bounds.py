@@ -28,6 +28,8 @@ FRAMES = {f"{kind}.{name}" for kind in ("PushRequest", "PullResponse") for name 
 BY_OTHER_MEANS = {
     *FRAMES,
     "Evicted.message",
+    "Tensor.buffer",  # known ones alone are taken
+    "Tensor.dtype",
     "PushResponse.message",
     # serves no learner: the shard counts the bytes itself, and only the doctor prints what comes back
     "ProbeRequest.zeros",

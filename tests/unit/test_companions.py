@@ -292,7 +292,7 @@ def test_momentum_of_others_is_cut_to_what_the_own_second_moment_allows() -> Non
     second = torch.tensor([[0.0, 1.0, 4.0, 100.0]])
     held = {"weight": Companion("SGD", torch.zeros(1, 4), second, partial(Pace, most=2.0))}
     replica = Replica(linear(), companions=held)
-    assert replica.specs[1] == TensorSpec("momentum of weight (SGD)", (1, 4), mean_merge=True, companion=True)
+    assert replica.specs[1] == TensorSpec("momentum of weight (SGD)", (1, 4), rule="mean", kind="momentum")
     cluster = cluster_of()
     others = momentum()
     cluster.join("a", linear(), others)

@@ -90,7 +90,7 @@ def test_bounded_gradients_make_bounded_steps(name: str) -> None:
 def merged(name: str, vectors: list[torch.Tensor]) -> torch.Tensor:
     contributions = [make_contribution(f"l{i}", vector, tokens=10 * (i + 1)) for i, vector in enumerate(vectors)]
     rule = find_rules(make_settings(sync={"merge": name})).merge
-    pieces = [Piece("w", 0, SIZE, 0, mean_merge=False)]
+    pieces = [Piece("w", 0, SIZE, 0)]
     return torch.cat([part.tensor().clone() for part in merge(contributions, pieces, rule)])
 
 
@@ -112,7 +112,7 @@ def test_the_order_of_arrival_does_not_matter(name: str) -> None:
     rule = find_rules(make_settings(sync={"merge": name})).merge
     contributions = [make_contribution(f"l{i}", random_values(SIZE, i), tokens=10) for i in range(3)]
     found = [
-        torch.cat([part.tensor().clone() for part in merge(order, [Piece("w", 0, SIZE, 0, mean_merge=False)], rule)])
+        torch.cat([part.tensor().clone() for part in merge(order, [Piece("w", 0, SIZE, 0)], rule)])
         for order in itertools.permutations(contributions)
     ]
     assert all(torch.equal(found[0], other) for other in found)
@@ -122,7 +122,7 @@ def test_a_rule_that_gives_nonsense_is_named() -> None:
     contributions = [make_contribution(f"l{i}", random_values(SIZE, i), tokens=10) for i in range(2)]
     for nonsense in ([1.0], [1.0, float("nan")]):
         with pytest.raises(ValueError, match=r"sync\.merge"):
-            list(merge(contributions, [Piece("w", 0, SIZE, 0, mean_merge=False)], lambda *_, n=nonsense: n))
+            list(merge(contributions, [Piece("w", 0, SIZE, 0)], lambda *_, n=nonsense: n))
 
 
 # ------------------------------------------------------------------ finding them
@@ -175,7 +175,7 @@ def test_a_rule_of_ours_may_keep_float32() -> None:
     contributions = [make_contribution(f"l{i}", random_values(SIZE, i), tokens=10) for i in range(2)]
     optimizer, theta = Exact(make_settings().outer), torch.zeros(SIZE)
     (b,) = buffers = optimizer.new_buffers(SIZE)
-    (part,) = merge(contributions, [Piece("w", 0, SIZE, 0, mean_merge=False)], "mean")
+    (part,) = merge(contributions, [Piece("w", 0, SIZE, 0)], "mean")
     optimizer.step_merged(theta, part, buffers, 1)
     assert torch.equal(b, part.tensor())
 

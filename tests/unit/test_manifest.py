@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from contextlib import nullcontext
@@ -14,18 +15,23 @@ from diloco_common.bounds import FRAGMENTS_MAX
 from diloco_common.errors import BadRequest
 from diloco_common.manifest import (
     Manifest,
+    Rule,
     TensorSpec,
+    buffer_spec,
     check_companions,
     companion_of,
     cut,
     differences,
     model_digest,
+    spec_of,
 )
+from diloco_common.protobuf import tensors_from_pb, tensors_to_pb
+from diloco_protos import parameter_server_pb2 as pb
 
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
 MODELS = (
     st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(SHAPES, st.booleans()), max_size=12)
-    .map(lambda named: [TensorSpec(name, shape, mean) for name, (shape, mean) in named.items()])
+    .map(lambda named: [TensorSpec(name, shape, "mean" if mean else "run") for name, (shape, mean) in named.items()])
     .filter(lambda tensors: any(t.num_elements for t in tensors))
 )
 
@@ -114,7 +120,7 @@ def test_the_order_in_which_tensors_are_named_changes_nothing(
 
 
 def transformer(width: int = 64, layers: int = 6) -> list[TensorSpec]:
-    tensors = [TensorSpec("embedding.weight", (256, width), True), TensorSpec("norm.weight", (width,))]
+    tensors = [TensorSpec("embedding.weight", (256, width), "mean"), TensorSpec("norm.weight", (width,))]
     for i in range(layers):
         tensors += [
             TensorSpec(f"layers.{i}.qkv.weight", (3 * width, width)),
@@ -136,7 +142,7 @@ def test_traffic_is_flat(num_fragments: int, peak: float) -> None:
 
 def test_pieces_know_whether_they_take_the_mean() -> None:
     manifest = cut(transformer(), 24, 2)
-    assert {p.tensor for f in manifest.fragments for p in f.pieces if p.mean_merge} == {"embedding.weight"}
+    assert {p.tensor for f in manifest.fragments for p in f.pieces if p.rule == "mean"} == {"embedding.weight"}
 
 
 def test_a_large_tensor_is_split_by_rows_into_nearly_equal_pieces() -> None:
@@ -151,7 +157,7 @@ def test_what_has_one_row_is_not_split(shape: tuple[int, ...]) -> None:
 
 # The digest is part of the protocol: another implementation must come to the same one.
 def test_the_digest_is_the_same_in_every_release() -> None:
-    manifest = cut([TensorSpec("b", ()), TensorSpec("a", (4, 2), True), TensorSpec("empty", (0,))], 2, 1)
+    manifest = cut([TensorSpec("b", ()), TensorSpec("a", (4, 2), "mean"), TensorSpec("empty", (0,))], 2, 1)
     assert manifest.digest == "c8d66a4914d647d78cb123ebc99a8c58"
 
 
@@ -161,7 +167,7 @@ def test_the_digest_is_the_same_in_every_release() -> None:
         cut([TensorSpec("a", (4, 3)), TensorSpec("b", (6,))], 3, 1),
         cut([TensorSpec("a", (4, 3)), TensorSpec("b", (6,))], 2, 2),
         cut([TensorSpec("a", (3, 4)), TensorSpec("b", (6,))], 2, 1),
-        cut([TensorSpec("a", (4, 3), True), TensorSpec("b", (6,))], 2, 1),
+        cut([TensorSpec("a", (4, 3), "mean"), TensorSpec("b", (6,))], 2, 1),
         cut([TensorSpec("A", (4, 3)), TensorSpec("b", (6,))], 2, 1),
         cut([TensorSpec("a", (4, 3)), TensorSpec("b", (6,)), TensorSpec("c", (0,))], 2, 1),
     ],
@@ -195,7 +201,7 @@ def test_what_cannot_be_cut_is_refused(
 
 def test_differences_are_named_with_both_sides() -> None:
     same = TensorSpec("same", (2,))
-    mine = [same, TensorSpec("shape", (2, 3)), TensorSpec("merge", (4,), True), TensorSpec("mine", ())]
+    mine = [same, TensorSpec("shape", (2, 3)), TensorSpec("merge", (4,), "mean"), TensorSpec("mine", ())]
     theirs = [same, TensorSpec("shape", (3, 2)), TensorSpec("merge", (4,)), TensorSpec("theirs", (5,))]
     assert differences(mine, theirs) == [
         "merge: [4] (mean merge) <-> [4]",
@@ -222,7 +228,7 @@ def test_a_model_does_not_differ_from_itself(tensors: list[TensorSpec]) -> None:
 
 def with_companions(tensors: list[TensorSpec]) -> list[TensorSpec]:
     """Each tensor, and a companion of the same shape whose name sorts before, between or after the others."""
-    return [*tensors, *(TensorSpec(f"b of {t.name}", t.shape, mean_merge=True, companion=True) for t in tensors)]
+    return [*tensors, *(TensorSpec(f"b of {t.name}", t.shape, rule="mean", kind="momentum") for t in tensors)]
 
 
 @given(tensors=MODELS, num_fragments=st.integers(1, 12), num_shards=st.integers(1, 4))
@@ -248,11 +254,11 @@ def test_companions_change_nothing_of_the_model_and_are_never_mixed_with_it(
 
 
 def test_companions_are_in_both_digests() -> None:
-    model = [TensorSpec("w", (4, 2)), TensorSpec("v", (3,), mean_merge=True)]
+    model = [TensorSpec("w", (4, 2)), TensorSpec("v", (3,), rule="mean")]
     tensors = with_companions(model)
     assert cut(model, 2, 1).digest != cut(tensors, 2, 1).digest
     assert model_digest(model) != model_digest(tensors) == model_digest(tensors[::-1])
-    as_parameters = [t._replace(companion=False) for t in tensors]
+    as_parameters = [t._replace(kind="parameter") for t in tensors]
     assert cut(as_parameters, 4, 1).digest != cut(tensors, 2, 1).digest
     assert model_digest(as_parameters) != model_digest(tensors)
     # What earlier releases have computed, and runs have in their settings and files.
@@ -270,17 +276,17 @@ def test_model_and_companions_share_the_ids_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("companion", "is_taken"),
     [
-        (TensorSpec("momentum of w (Adam)", (4, 2), True, True), True),
-        (TensorSpec("momentum of w (Adam)", (2, 4), True, True), False),
-        (TensorSpec("momentum of v (Adam)", (4, 2), True, True), False),
-        (TensorSpec("momentum of w", (4, 2), True, True), False),
-        (TensorSpec("momentum of w (Lion)", (4, 2), True, True), False),
-        (TensorSpec("w", (4, 2), True, True), False),
-        (TensorSpec("momentum of momentum of w (Adam) (Adam)", (4, 2), True, True), False),
+        (TensorSpec("momentum of w (Adam)", (4, 2), "mean", "momentum"), "mean"),
+        (TensorSpec("momentum of w (Adam)", (2, 4), "mean", "momentum"), False),
+        (TensorSpec("momentum of v (Adam)", (4, 2), "mean", "momentum"), False),
+        (TensorSpec("momentum of w", (4, 2), "mean", "momentum"), False),
+        (TensorSpec("momentum of w (Lion)", (4, 2), "mean", "momentum"), False),
+        (TensorSpec("w", (4, 2), "mean", "momentum"), False),
+        (TensorSpec("momentum of momentum of w (Adam) (Adam)", (4, 2), "mean", "momentum"), False),
     ],
 )
 def test_a_companion_is_the_momentum_of_a_parameter_of_its_shape(companion: TensorSpec, is_taken: bool) -> None:
-    tensors = [TensorSpec("w", (4, 2)), TensorSpec("momentum of w (Adam)", (4, 2), True, True), companion]
+    tensors = [TensorSpec("w", (4, 2)), TensorSpec("momentum of w (Adam)", (4, 2), "mean", "momentum"), companion]
     with nullcontext() if is_taken else pytest.raises(BadRequest, match="the momentum of no parameter of shape"):
         check_companions(tensors)
 
@@ -306,4 +312,60 @@ def test_the_kind_of_momentum_does_not_change_the_cut() -> None:
 
 def test_companions_alone_are_no_model() -> None:
     with pytest.raises(ValueError, match="no trainable elements"):
-        cut([TensorSpec("b", (3,), mean_merge=True, companion=True)], 1, 1)
+        cut([TensorSpec("b", (3,), rule="mean", kind="momentum")], 1, 1)
+
+
+# ------------------------------------------------------------------ buffers
+
+
+def norm(path: str, width: int, rule: Rule = "variance") -> list[TensorSpec]:
+    """The buffers of a BatchNorm."""
+    named = {"running_mean": "mean", "running_var": rule, "num_batches_tracked": "most"}
+    dtypes = {"num_batches_tracked": "int64"}
+    return [
+        buffer_spec(f"{path}.{leaf}", () if leaf in dtypes else (width,), of, dtypes.get(leaf, "float32"))
+        for leaf, of in named.items()
+    ]
+
+
+@given(tensors=MODELS, num_fragments=st.integers(1, 12), widths=st.lists(st.integers(1, 5000), max_size=6))
+def test_buffers_come_last_and_what_one_rule_needs_is_in_one_fragment(
+    tensors: list[TensorSpec], num_fragments: int, widths: list[int]
+) -> None:
+    buffers = [t for i, width in enumerate(widths) for t in norm(f"n{i}", width)]
+    buffers.append(buffer_spec("teacher.weight", (4000, 2), "mean", "bfloat16"))
+    before = cut(with_companions(tensors), num_fragments, 1)
+    manifest = cut([*with_companions(tensors), *buffers], num_fragments, 1)
+    assert manifest.fragments[: len(before.fragments)] == before.fragments
+    of_buffers = manifest.fragments[len(before.fragments) :]
+    assert {f.kind for f in of_buffers} == {"buffer"}
+    assert sum(f.num_elements for f in of_buffers) == sum(t.num_elements for t in buffers)
+    assert [manifest.place(f) for f in of_buffers] == [(i, len(of_buffers)) for i in range(len(of_buffers))]
+    for i in range(len(widths)):
+        homes = [f.fragment_id for f in of_buffers for p in f.pieces if p.tensor.startswith(f"n{i}.")]
+        assert len(homes) == 3
+        assert len(set(homes)) == 1
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [TensorSpec("w", (4, 2)), TensorSpec("w", (), "mean"), companion_of(TensorSpec("w", (3,)), "Adam"), *norm("n", 4)],
+)
+def test_a_tensor_survives_files_and_the_wire(spec: TensorSpec) -> None:
+    assert spec_of(json.loads(json.dumps(spec.as_json()))) == spec
+    (message,) = tensors_to_pb([spec])
+    assert tensors_from_pb([type(message).FromString(message.SerializeToString())]) == [spec]
+
+
+def test_tensors_that_nobody_can_mean_are_refused() -> None:
+    for entries in (
+        ["w"], ["w", [1]], ["w", [1], None], ["w", [1], "median", "float32"], ["w", [1], "mean", "evil"],
+        ["w", [1], "run", "float32"], [1, [1], True], ["w", ["1"], True], ["w", [1], True, "x"],
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"tensor|buffer|unpack"):
+            spec_of(entries)
+    with pytest.raises(BadRequest, match="not known here"):
+        tensors_from_pb([pb.Tensor(name="w", shape=[1], buffer="median", dtype="float32")])
+    with pytest.raises(BadRequest, match="no running mean"):
+        check_companions([TensorSpec("w", (4,)), *norm("n", 4)[1:]])
+    check_companions([TensorSpec("w", (4,)), *norm("n", 4)])

@@ -9,7 +9,7 @@ from diloco_worker.core.replica import Replica
 
 
 def averaged(model: nn.Module) -> list[str]:
-    return [spec.name for spec in Replica(model).specs if spec.mean_merge]
+    return [spec.name for spec in Replica(model).specs if spec.rule == "mean"]
 
 
 class Decoder(nn.Module):

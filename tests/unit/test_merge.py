@@ -33,7 +33,7 @@ def test_contributions_stay_compressed_until_they_are_merged(encoding: str, rule
 
 @pytest.mark.parametrize(("values", "finite"), [([1.0, 2.0], True), ([1.0, math.nan], False), ([math.inf, 0.0], False)])
 def test_a_norm_is_finite_exactly_where_its_piece_is(values: list[float], finite: bool) -> None:
-    pieces = (Piece("a", 0, 2, 0, False), Piece("b", 0, 2, 2, False))
+    pieces = (Piece("a", 0, 2, 0), Piece("b", 0, 2, 2))
     data = torch.tensor([0.5, 0.5, *values]).numpy().tobytes()
     header = encode_payload(torch.zeros(4), "float32").header
     first, second = piece_norms(Payload(header, (data,)), pieces)

@@ -18,7 +18,7 @@ from diloco_worker.builtin.training import make_optimizer
 from diloco_worker.declared import declared_digest
 from parts import Parts
 
-A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,), mean_merge=True)
+A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,), rule="mean")
 
 
 def test_the_order_of_the_tensors_does_not_matter() -> None:
@@ -26,7 +26,7 @@ def test_the_order_of_the_tensors_does_not_matter() -> None:
     assert re.fullmatch("[0-9a-f]{32}", model_digest([A, B]))
 
 
-@pytest.mark.parametrize("other", [[A], [A, B._replace(mean_merge=False)], [A._replace(shape=(3, 2)), B],
+@pytest.mark.parametrize("other", [[A], [A, B._replace(rule="run")], [A._replace(shape=(3, 2)), B],
                                    [A._replace(name="c"), B], [A, B, B]])  # fmt: skip
 def test_whatever_differs_gives_another_digest(other: list[TensorSpec]) -> None:
     assert model_digest(other) != model_digest([A, B])

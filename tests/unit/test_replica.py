@@ -38,7 +38,7 @@ def names(model: nn.Module) -> list[str]:
 
 
 def averaged(model: nn.Module) -> list[str]:
-    return sorted(spec.name for spec in Replica(model).specs if spec.mean_merge)
+    return sorted(spec.name for spec in Replica(model).specs if spec.rule == "mean")
 
 
 # ------------------------------------------------------------------ which, and under which names
@@ -70,12 +70,12 @@ def test_embeddings_and_heads_of_their_size_take_the_mean() -> None:
 
 def test_the_user_may_say_what_takes_the_mean() -> None:
     specs = Replica(Language(tied=False), mean_merge={"body.weight"}).specs
-    assert [s.name for s in specs if s.mean_merge] == ["body.weight"]
+    assert [s.name for s in specs if s.rule == "mean"] == ["body.weight"]
 
 
 def test_any_name_of_a_tied_weight_will_do() -> None:
     specs = Replica(Language(tied=True), mean_merge={"tokens.weight"}).specs
-    assert [s.name for s in specs if s.mean_merge] == ["head.weight"]
+    assert [s.name for s in specs if s.rule == "mean"] == ["head.weight"]
 
 
 # ------------------------------------------------------------------ what is refused, and in which words

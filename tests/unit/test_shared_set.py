@@ -62,7 +62,7 @@ def test_what_is_private_is_not_compared() -> None:
 @pytest.mark.parametrize("tied", ["object", "memory"])
 def test_a_tie_is_one_tensor_to_the_run(tied: str) -> None:
     (spec,) = Replica(Net(tied)).specs
-    assert (spec.name, spec.mean_merge) == ("head.weight", True)
+    assert (spec.name, spec.rule) == ("head.weight", "mean")
 
 
 @pytest.mark.parametrize(

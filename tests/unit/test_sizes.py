@@ -120,7 +120,7 @@ def test_what_is_under_way_at_once_is_of_several_ranks() -> None:
 
 def test_companions_are_kept_and_moved_as_the_model_is_but_without_residuals_and_are_no_parameters() -> None:
     model = [TensorSpec(f"layer.{i}", (1024, 512)) for i in range(48)]
-    companions = [TensorSpec(f"m {t.name}", t.shape, mean_merge=True, companion=True) for t in model]
+    companions = [TensorSpec(f"m {t.name}", t.shape, rule="mean", kind="momentum") for t in model]
     found = shares(cut([*model, *companions], 24, 2))
     assert found == shares(cut(model, 24, 2))
     alone, both = learner_bytes(found), learner_bytes(found, companions=found)

@@ -201,7 +201,7 @@ def _evaluate(settings: Settings, outputs: _Outputs) -> None:
 def _check_is_built_in(tensors: Mapping[str, Tensor], settings: Settings) -> None:
     """Raises ConfigError unless these are the tensors of the built-in model with these settings."""
     theirs = [TensorSpec(name, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
-    mine = [spec._replace(mean_merge=False) for spec in sorted(gpt_tensors(settings.model))]
+    mine = [spec._replace(rule="run") for spec in sorted(gpt_tensors(settings.model))]
     if lines := differences(mine, theirs):
         shown = "; ".join(lines[:3])
         raise ConfigError(

@@ -363,7 +363,8 @@ class Learner(LearnerView):
         for act in acts:
             match act:
                 case PushContribution():
-                    self._codec.begin(act.contribution, self._core.policy.push_encoding)
+                    fragment = self._core.manifest.fragments[act.contribution.fragment_id]
+                    self._codec.begin(act.contribution, fragment.encoding(self._core.policy.push_encoding))
                 case PushAnswered():
                     error = error or self._diverging.answered(act.fragment_id, act.round, act.answer)
                 case VersionApplied(fate=Fate.MERGED):

@@ -93,8 +93,10 @@ class Puller:
         assert state.manifest is not None
         assert state.policy is not None
         epoch, local = state.epoch, codec.local(fragment_id)
-        held = num_elements = (local or state.manifest.fragments[fragment_id]).num_elements
-        request = PullRequest(fragment_id, pull_encodings(state.policy.pull_encoding), codec.base(fragment_id))
+        fragment = local or state.manifest.fragments[fragment_id]
+        held = num_elements = fragment.num_elements
+        encodings = pull_encodings(fragment.encoding(state.policy.pull_encoding))
+        request = PullRequest(fragment_id, encodings, codec.base(fragment_id))
         if local is not None:
             have = None if request.have == want else request.have  # it may have been dropped since
             request = replace(request, have=have, want=want, ranges=local.ranges)

@@ -96,7 +96,7 @@ class Pusher:
         assert self._state.manifest is not None
         fragment = self._c.codec.local(fragment_id) or self._state.manifest.fragments[fragment_id]
         num_elements = fragment.num_elements
-        encoding = self._state.policy.push_encoding
+        encoding = fragment.encoding(self._state.policy.push_encoding)
         return Payload(PayloadHeader(encoding, num_elements, usual_chunk_elements(encoding), 0, 0), ())
 
     def _contribution_header(self, contribution: Contribution, payload: Payload, *, not_finite: bool) -> PushHeader:

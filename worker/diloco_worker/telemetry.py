@@ -106,7 +106,7 @@ class LearnerTelemetry:
     def model(self, tensors: Sequence[TensorSpec], num_frozen: int) -> None:
         """What will be synchronised, and how; `num_frozen` parameters will not."""
         trained = [t for t in tensors if not t.companion]
-        averaged = " ".join(t.name for t in trained if t.mean_merge)
+        averaged = " ".join(t.name for t in trained if t.rule == "mean")
         self.log.event(
             "model", digest=model_digest(tensors), trained=sum(t.num_elements for t in trained), frozen=num_frozen,
             plain_mean=averaged or "nothing",

@@ -52,7 +52,7 @@ def by_header(
     guards.check_round(header, state, learner_id, sync.staleness_max)
     if header.not_finite:
         raise NotFinite(f"fragment {header.fragment_id}: {learner_id} says that its values are not finite")
-    guards.check_sizes(header, state, (sync.push,))
+    guards.check_sizes(header, state, (state.fragment.encoding(sync.push),))
     assert state.round is not None
     return _by_other_parts(header, state.round.halves.get(learner_id))
 

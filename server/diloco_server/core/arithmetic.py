@@ -13,6 +13,7 @@ from diloco_common.manifest import Fragment
 from diloco_server.core.merge import MergeRule, merge
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.core.parts import PartedPayload
+from diloco_server.core.pool import pool
 from diloco_server.core.round import Contribution
 
 
@@ -67,7 +68,11 @@ def step(
     outer_step: int,
     making: Making,
 ) -> None:
-    """Merge a closed round and take one outer step, in place."""
+    """Merge a closed round and take one outer step, in place. Buffers take what they are merged to."""
+    if fragment.kind == "buffer":
+        for bounds, merged_values in pool(contributions, fragment.pieces):
+            values.theta[bounds] = merged_values
+        return
     for merged in merge(contributions, fragment.pieces, making.rule):
         part = merged.bounds
         making.optimizer.step_merged(values.theta[part], merged, [b[part] for b in values.buffers], outer_step)

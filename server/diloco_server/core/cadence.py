@@ -3,7 +3,8 @@
 Steps are counted per learner, as far as its reports count (pace.py). An absolute clock would stop with the fastest
 learner. No clock at all would let a fast network drive H towards 1, which ruins learning.
 
-Companions keep a cadence of their own: every `sync.companions_every` times as many steps.
+Companions keep a cadence of their own: momentum every `sync.companions_every` times as many steps, buffers every
+`sync.buffers_every` times.
 
 The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
 the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
@@ -27,7 +28,7 @@ class Rest:
     """A fragment between two rounds: what a cadence rule may look at."""
 
     fragment_id: int
-    """Its number: among the fragments of the model, or, of a companion, among those of companions."""
+    """Its number among the fragments of its kind: of the model, of momentum, or of buffers."""
     num_fragments: int
     """So many of these there are."""
     version: int

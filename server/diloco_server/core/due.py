@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_common.manifest import Fragment
+from diloco_common.manifest import Fragment, Kind
 from diloco_common.settings import SyncSettings
 from diloco_server.core.cadence import CadenceRule, Rest, interval, is_due
 from diloco_server.core.fragment import FragmentState, Phase
@@ -61,4 +61,5 @@ class DueFragments:
 
     def _times(self, fragment: Fragment) -> int:
         """H of a fragment, in those of the settings."""
-        return self._sync.companions_every if fragment.companion else 1
+        every: dict[Kind, int] = {"momentum": self._sync.companions_every, "buffer": self._sync.buffers_every}
+        return every.get(fragment.kind, 1)

@@ -9,7 +9,7 @@ and shares s = w / sum w:
 
 Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M); RDA
 averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
-marked `mean_merge` (embeddings and output heads) take the mean instead of RDA.
+whose rule is the mean (embeddings and output heads) take the mean instead of RDA.
 
 The cuts are why one liar of many moves little, whatever it sends (docs/quality.md). A contribution with more inner
 steps than the median may be heavier in proportion, and longer in the radius of RDA, up to twice. centered_clip has a
@@ -162,12 +162,23 @@ def merge(
     ordered = sorted(contributions, key=lambda c: c.learner_id)
     sources = [_source(c.payload) for c in ordered]
     allowed = robust.allowed([c.steps for c in ordered])
-    weights = robust.capped([c.weight for c in ordered], None if rule == "centered_clip" else allowed)
-    total = sum(weights)
-    shares = [weight / total for weight in weights]  # not weights, whose squares could leave the range of float32
+    shares = shares_of(ordered, None if rule == "centered_clip" else allowed)
     for i, piece in enumerate(pieces):
         norms = [c.piece_norms[i] for c in ordered]
         yield from _slices(sources, piece, _weights(sources, piece, rule, shares, norms, allowed))
+
+
+def shares_of(ordered: Sequence[Contribution], allowed: Sequence[float] | None = None) -> list[float]:
+    """Of each contribution in the sum of all weights."""
+    weights = robust.capped([c.weight for c in ordered], allowed)
+    total = sum(weights)
+    return [weight / total for weight in weights]  # not weights, whose squares could leave the range of float32
+
+
+def rows(ordered: Sequence[Contribution], piece: Piece) -> Iterator[tuple[slice, Tensor]]:
+    """A piece of all contributions, decoded, some elements at a time: float32 (M, n), and where they lie in the
+    fragment."""
+    yield from _rows([_source(c.payload) for c in ordered], piece)
 
 
 def chunk_tensors(payload: Payload) -> list[Tensor]:
@@ -189,7 +200,7 @@ def _weights(
     if rule == "centered_clip":
         return robust.centered_clip(_dot_products(sources, piece), shares)
     clipped = [share * kept for share, kept in zip(shares, robust.clipping(norms), strict=True)]
-    if rule == "mean" or piece.mean_merge:
+    if "mean" in (rule, piece.rule):
         return clipped
     if not isinstance(rule, str):
         return _checked(rule(norms, shares, partial(_dot_products, sources, piece)), len(sources))
@@ -219,13 +230,19 @@ def _rda_weights(
 def _dot_products(sources: Sequence[_Source], piece: Piece) -> Tensor:
     """Of each contribution to a piece with each: float64 (M, M). Reads them once; holds 12 M DOT_SLICE bytes."""
     products = torch.zeros(len(sources), len(sources), dtype=torch.float64)
+    for _, values in _rows(sources, piece):
+        doubles = values.double()
+        products += doubles @ doubles.T
+    return products
+
+
+def _rows(sources: Sequence[_Source], piece: Piece) -> Iterator[tuple[slice, Tensor]]:
+    """A piece of all contributions, decoded, at most DOT_SLICE elements at a time: float32 (M, n)."""
     for some in _slices(sources, piece, [0.0] * len(sources), DOT_SLICE):
         values = torch.empty(len(sources), some.num_elements)
         for row, part in zip(values, some.parts, strict=True):
             some.codec.weighted_sum([part], [1.0], row)
-        doubles = values.double()
-        products += doubles @ doubles.T
-    return products
+        yield some.bounds, values
 
 
 class _Source(Protocol):

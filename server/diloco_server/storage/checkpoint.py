@@ -17,7 +17,7 @@ import google_crc32c
 from pydantic import TypeAdapter
 
 from diloco_common.errors import BadRequest, DataError
-from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut, differences
+from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut, differences, spec_of
 from diloco_server.storage.filesystem import Files, FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import (
@@ -232,20 +232,13 @@ def decode_manifest(text: bytes, where: str) -> Contents:
             raise DataError(
                 f"{where} has format {found!r}, but this release reads {FORMAT!r}: use the release that made it"
             )
-        tensors = [_fields_of(tensor) for tensor in body["tensors"]]
+        tensors = [spec_of(tensor)._asdict() for tensor in body["tensors"]]
         contents = _CONTENTS.validate_json(_dump(body | {"tensors": tensors}), strict=True)
         _check_files(contents)
         return contents
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = str(error).splitlines()[0]
         raise CheckpointDamaged(f"{where} is damaged: it is not the manifest of a checkpoint ({why})") from None
-
-
-def _fields_of(tensor: Sequence[Any]) -> dict[str, Any]:
-    """A tensor as `TensorSpec.as_json` gives it, with names. Raises ValueError."""
-    if len(tensor) not in (3, 4):  # a parameter has no fourth
-        raise ValueError(f"a tensor has {len(tensor)} entries, not 3 or 4")
-    return dict(zip(TensorSpec._fields, tensor, strict=False))
 
 
 def _check_files(contents: Contents) -> None:

@@ -32,7 +32,7 @@ from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.change import ANCHOR
 from diloco_common.codec.frames import NewFrame
 from diloco_common.errors import BadRequest, DataError, plain
-from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut
+from diloco_common.manifest import Manifest, check_tensors, cut, spec_of
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record, check_record
 from diloco_server.storage.filesystem import Files, NewFile, OldFile
@@ -268,7 +268,7 @@ def _decode_header(name: str, head: bytes) -> Header:
             )
         origin = _ORIGIN.validate_json(metadata["origin"], strict=True)
         model = _MODEL.validate_json(metadata["manifest"], strict=True)
-        specs = [TensorSpec(*spec) for spec in model.tensors]
+        specs = [spec_of(entries) for entries in model.tensors]
         check_tensors(specs)
         manifest = cut(specs, origin.num_fragments, origin.num_shards)
         if manifest.digest != model.digest:
@@ -303,7 +303,8 @@ class _Model:
     """The field `manifest` of a header."""
 
     digest: str
-    tensors: list[tuple[str, tuple[int, ...], bool] | tuple[str, tuple[int, ...], bool, bool]]
+    tensors: list[list[Any]]
+    """As `spec_of` reads them."""
 
 
 _ORIGIN, _RECORD, _MODEL = TypeAdapter(Origin), TypeAdapter(Record), TypeAdapter(_Model)

@@ -30,7 +30,8 @@ def gpt_tensors(settings: ModelSettings) -> list[TensorSpec]:
             f"layers.{i}.gate_up": (2 * hidden, width),
             f"layers.{i}.down": (width, hidden),
         }
-    return [TensorSpec(f"{name}.weight", shape, name in ("embedding", "lm_head")) for name, shape in shapes.items()]
+    means = "embedding", "lm_head"
+    return [TensorSpec(f"{name}.weight", shape, "mean" if name in means else "run") for name, shape in shapes.items()]
 
 
 def built_in_companions(settings: Settings) -> list[TensorSpec]:

@@ -73,7 +73,7 @@ def local_fragment(
             found.append((piece, start - held.start, Range(at, at + stop - start)))
     laid = spans([r for _, _, r in found])
     pieces = tuple(
-        Piece(piece.tensor, offset, r.stop - r.start, span.start + span.shift, piece.mean_merge)
+        Piece(piece.tensor, offset, r.stop - r.start, span.start + span.shift, piece.rule)
         for (piece, offset, r), span in zip(found, laid, strict=True)
     )
     ranges = joined([r for _, _, r in found])
@@ -90,6 +90,7 @@ def local_fragment(
         own_ranges,
         rank,
         size,
+        kind=fragment.kind,
     )
 
 

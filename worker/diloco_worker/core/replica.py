@@ -82,7 +82,9 @@ class Replica:
         self._tensors: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
         self._companions = {momentum_of(name, of.kind): of for name, of in companions.items()}
         self._tensors |= {name: companion.values for name, companion in self._companions.items()}
-        self.specs = [TensorSpec(name, tuple(p.shape), name in averaged) for name, p in parameters.items()]
+        self.specs = [
+            TensorSpec(name, tuple(p.shape), "mean" if name in averaged else "run") for name, p in parameters.items()
+        ]
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
         self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
         """The further names of those that are tied."""

@@ -1,0 +1,60 @@
+"""Contributions to buffers -> the next version of them, by the rule of each.
+
+A learner pushes what it has of a buffer, whole, as the difference to nothing. So these values are relative to no base
+version, and the formulas are exact also where learners have different ones. With values x of the learners, weights as
+in merge.py, and shares s = w / sum w:
+
+    mean       sum s x
+    variance   sum s x + sum s (m - mean)^2,   m and mean of the running mean beside it
+    most       max x
+    one        x of the learner with the largest weight, the first of these by id
+
+What is the same at all learners stays that, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from diloco_common.manifest import Piece, mean_of
+from diloco_server.core import robust
+from diloco_server.core.merge import rows, shares_of
+from diloco_server.core.round import Contribution
+
+
+def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iterator[tuple[slice, Tensor]]:
+    """The merged values, float32, slice by slice of the fragment in order."""
+    ordered = sorted(contributions, key=lambda c: c.learner_id)
+    weights = shares_of(ordered, robust.allowed([c.steps for c in ordered]))
+    shares = torch.tensor(weights, dtype=torch.float64).unsqueeze(1)
+    by_name = {piece.tensor: piece for piece in pieces}
+    for piece in pieces:
+        means = by_name.get(mean_of(piece.tensor)) if piece.rule == "variance" else None
+        spread = None if means is None else _spread(ordered, means, shares)
+        for bounds, deltas in rows(ordered, piece):
+            values = -deltas.double()
+            match piece.rule:
+                case "most":
+                    merged = values.amax(0)
+                case "one":
+                    merged = values[weights.index(max(weights))]
+                case _:
+                    merged = _mean(values, shares)
+            if spread is not None:
+                merged = (merged + spread[bounds.start - piece.offset : bounds.stop - piece.offset]).clamp_(min=0.0)
+            yield bounds, merged.float()
+
+
+def _spread(ordered: Sequence[Contribution], means: Piece, shares: Tensor) -> Tensor:
+    """The variance of running means among learners: float64 [num_elements]."""
+    values = -torch.cat([deltas for _, deltas in rows(ordered, means)], dim=1).double()
+    return ((values - _mean(values, shares)).square() * shares).sum(0)
+
+
+def _mean(values: Tensor, shares: Tensor) -> Tensor:
+    """Of values [M, n], by their shares [M, 1]."""
+    first = values[0]
+    return first + ((values - first) * shares).sum(0)
