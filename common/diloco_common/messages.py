@@ -162,6 +162,8 @@ class JoinRequest:
     ties: tuple[Tie, ...] = ()
     index: int | None = None
     """The number that this learner had before; None: it never had one."""
+    take_number: bool = False
+    """Keep a number for this learner id, and do not join yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class JoinAnswer:
     """Filled for observers only, and so are `ties`."""
     ties: tuple[Tie, ...] = ()
     index: int = 0
-    """The learner's number: the smallest that no other live learner of this shard has."""
+    """The learner's number: the smallest that no other live learner of this shard has, and none that waits to join."""
     rules: str = ""
     """Merge rule, outer optimizer and cadence of the shard, as words; empty: it does not say."""
 

@@ -401,6 +401,7 @@ def join_request_to_pb(request: JoinRequest) -> pb.JoinRequest:
         frozen=frozen_to_pb(request.frozen),
         ties=ties_to_pb(request.ties),
         index=request.index,
+        take_number=request.take_number,
     )
 
 
@@ -417,6 +418,7 @@ def join_request_from_pb(request: pb.JoinRequest, tensors: Sequence[TensorSpec] 
         frozen=tuple(frozen_from_pb(request.frozen)),
         ties=tuple(ties_from_pb(request.ties)),
         index=request.index if request.HasField("index") else None,
+        take_number=request.take_number,
     )
 
 

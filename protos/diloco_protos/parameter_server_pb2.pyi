@@ -41,7 +41,7 @@ class Tie(_message.Message):
     def __init__(self, name: _Optional[str] = ..., of: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index")
+    __slots__ = ("protocol", "process_id", "tensors", "decodes", "observe", "held", "frozen", "ties", "index", "take_number")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class JoinRequest(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     TIES_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    TAKE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     process_id: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
@@ -60,7 +61,8 @@ class JoinRequest(_message.Message):
     frozen: _containers.RepeatedCompositeFieldContainer[FrozenTensor]
     ties: _containers.RepeatedCompositeFieldContainer[Tie]
     index: int
-    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
+    take_number: bool
+    def __init__(self, protocol: _Optional[int] = ..., process_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., decodes: _Optional[_Iterable[str]] = ..., observe: bool = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[FrozenTensor, _Mapping]]] = ..., ties: _Optional[_Iterable[_Union[Tie, _Mapping]]] = ..., index: _Optional[int] = ..., take_number: bool = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("fragment_id", "epoch", "version")

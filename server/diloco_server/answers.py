@@ -14,7 +14,6 @@ def join_answer(
     rules: str = "",
 ) -> JoinAnswer:  # fmt: skip
     """What a learner, or an observer (neither id nor generation), needs to know of the run."""
-    assert shard.manifest is not None
     settings = shard.settings
     return JoinAnswer(
         generation=generation,
@@ -23,7 +22,7 @@ def join_answer(
         shard_index=settings.shard.index,
         num_shards=settings.shard.count,
         num_fragments=settings.sync.fragments,
-        manifest_digest=shard.manifest.digest,
+        manifest_digest="" if shard.manifest is None else shard.manifest.digest,
         policy=shard.policy(),
         fragments=tuple(shard.fragment_statuses(learner_id)),
         pulse=shard.pulse(),

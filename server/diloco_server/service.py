@@ -127,6 +127,10 @@ class Service:
         bounds.check("JoinRequest", "process_id", request.process_id)  # it is kept, and written into every version
         if not caller.learner_id:
             raise BadRequest("metadata diloco-learner is missing")
+        if request.take_number:
+            self._check_home(caller)
+            self._homes[caller.learner_id] = caller.account
+            return self._host.take_number(caller.learner_id)
         check_codecs(self._host.settings.sync, self._host.driver.rules.sources, request.decodes)
         self._check_home(caller)
         answer = self._host.join(caller.learner_id, request)
@@ -150,13 +154,14 @@ class Service:
         """Leave leases to learners of other hosts, where nothing proves who they are. Raises Busy."""
         if not caller.peer or caller.proof is not None:
             return
-        live, most = self._host.shard.membership.live(), self._host.settings.shard.max_learners_per_host
-        self._homes = {m.learner_id: self._homes.get(m.learner_id, "") for m in live}
+        membership, most = self._host.shard.membership, self._host.settings.shard.max_learners_per_host
+        expected = {*(m.learner_id for m in membership.live()), *membership.waiting(self._host.clock())}
+        self._homes = {name: self._homes.get(name, "") for name in expected}
         neighbours = sum(home == caller.account and name != caller.learner_id for name, home in self._homes.items())
         if neighbours >= most:
             raise Busy(
-                f"{most} learners from {caller.account} hold a lease already (shard.max_learners_per_host); "
-                "try again later"
+                f"{most} learners from {caller.account} hold a lease or a number already "
+                "(shard.max_learners_per_host); try again later"
             )
 
     async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:

@@ -80,7 +80,8 @@ NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 PRODUCTION = frozenset({
     "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.http", "diloco_common.metrics",
     "diloco_server.server", "diloco_server.servicer", "diloco_worker.joining", "diloco_worker.grpc_transport",
-    "diloco_worker.network_thread", "grpc", "threading", "ssl", "cryptography", "diloco_common.tls",
+    "diloco_worker.network_thread", "diloco_worker.number", "grpc", "threading", "ssl", "cryptography",
+    "diloco_common.tls",
     "diloco_common.handshake", "diloco_common.tokens", "diloco_server.access", "diloco_server.callers",
     "diloco_server.health", "diloco_worker.credentials",
 })  # fmt: skip
@@ -108,6 +109,7 @@ RULES = {
         "diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE - {"datetime"} | NETWORK
     ),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),
+    "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.builtin": allow(
         "diloco_worker.builtin", "diloco_worker.progress_lr", "diloco_common", never=NETWORK
     ),

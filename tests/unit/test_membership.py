@@ -15,7 +15,7 @@ from diloco_common.errors import (
     Superseded,
 )
 from diloco_common.messages import Progress
-from diloco_server.core.membership import Member, Membership, State
+from diloco_server.core.membership import NUMBER_S, Member, Membership, State
 
 
 def make_membership(max_learners: int = 8, **lease: float) -> Membership:
@@ -232,3 +232,31 @@ def test_a_learner_keeps_its_number_over_restarts_of_itself_and_of_the_shard() -
     assert restarted.join("b", "p", 0.0, 1).index == 1
     assert restarted.join("a", "p", 0.0, 0).index == 0
     assert restarted.join("c", "p", 0.0, 1).index == 2  # b has it
+
+
+def test_a_number_is_kept_for_who_takes_it_before_joining() -> None:
+    members = make_membership()
+    assert [members.take_number(name, 0.0) for name in ("a", "b", "b", "c")] == [0, 1, 1, 2]
+    assert members.join("d", "p", 1.0).index == 3
+    assert members.join("b", "p", 2.0).index == 1
+    assert members.take_number("b", 3.0) == 1, "it has joined"
+
+    members.leave(members.all()[0])  # b
+    assert members.take_number("e", 4.0) == 1, "b no longer waits"
+
+
+@pytest.mark.parametrize(("at", "index"), [(NUMBER_S - 1, 1), (NUMBER_S, 0)])
+def test_a_number_is_kept_for_ten_minutes(at: float, index: int) -> None:
+    members = make_membership()
+    members.take_number("a", 0.0)
+    assert members.join("b", "p", at).index == index
+
+
+def test_numbers_are_kept_for_as_many_as_may_join() -> None:
+    members = make_membership(max_learners=2)
+    for name in ("a", "b"):
+        members.take_number(name, 0.0)
+    with pytest.raises(Busy, match="2 learners have a number"):
+        members.take_number("c", 0.0)
+    assert members.take_number("a", 0.0) == 0
+    assert members.take_number("c", NUMBER_S) == 0

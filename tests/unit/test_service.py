@@ -377,10 +377,11 @@ def test_what_is_made_for_one_caller_is_the_latest_version_and_all_of_it(asked: 
 
 def test_one_host_leaves_leases_to_others() -> None:
     async def play(rig: Rig) -> None:
-        for name in ("ann", "ben"):
-            await rig.service.join(Identity("local", name, peer="ipv4:10.0.0.1"), JOIN)
-        with pytest.raises(Busy, match=r"2 learners from ipv4:10\.0\.0\.1 .*shard\.max_learners_per_host"):
-            await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.1"), JOIN)
+        await rig.service.join(Identity("local", "ann", peer="ipv4:10.0.0.1"), JOIN)
+        await rig.service.join(Identity("local", "ben", peer="ipv4:10.0.0.1"), replace(JOIN, take_number=True))
+        for request in (JOIN, replace(JOIN, take_number=True)):
+            with pytest.raises(Busy, match=r"2 learners from ipv4:10\.0\.0\.1 .*shard\.max_learners_per_host"):
+                await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.1"), request)
         await rig.service.join(Identity("local", "ben", peer="ipv4:10.0.0.1"), JOIN)  # again
         await rig.service.join(Identity("local", "cat", peer="ipv4:10.0.0.2"), JOIN)
         proof = Proof(Subject("local", Scope.LEARNER, "dan"), "1", 0.0)

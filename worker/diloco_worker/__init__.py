@@ -17,16 +17,18 @@ import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
 if TYPE_CHECKING:
     from diloco_worker.joining import digest_of, join
     from diloco_worker.learner import Learner
+    from diloco_worker.number import take_number
     from diloco_worker.progress_lr import ProgressLR
     from diloco_worker.state import blank_state
 
-__all__ = ["Learner", "ProgressLR", "blank_state", "digest_of", "join"]
+__all__ = ["Learner", "ProgressLR", "blank_state", "digest_of", "join", "take_number"]
 _MODULES = {
     "Learner": "diloco_worker.learner",
     "ProgressLR": "diloco_worker.progress_lr",
     "blank_state": "diloco_worker.state",
     "digest_of": "diloco_worker.joining",
     "join": "diloco_worker.joining",
+    "take_number": "diloco_worker.number",
 }
 
 

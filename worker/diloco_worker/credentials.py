@@ -6,10 +6,12 @@ So a learner that runs for longer than its certificate is valid goes on with the
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Scope, Subject
+from diloco_common.identity import Scope, Subject, check_learner_id
 from diloco_common.security import read_bearer_token
 from diloco_common.settings import SecuritySettings
 from diloco_common.tls import TlsFiles, TlsFolder
@@ -52,11 +54,14 @@ class Credentials:
         return self._token
 
     def learner_id(self, wanted: str, run_id: str) -> str:
-        """Under which id to join: the certificate's, if there is one. Raises ConfigError if it says otherwise."""
+        """Under which id to join: the certificate's, if there is one; else what is wanted; else host name and process
+        id. Raises ConfigError if the certificate says otherwise, and BadLearnerId."""
         files = self.tls()
         subject = None if files is None else files.subject
         if files is None or subject is None:
-            return wanted
+            name = wanted or f"{socket.gethostname()[:40]}-{os.getpid()}"
+            check_learner_id(name)
+            return name
         if subject != Subject(run_id, Scope.LEARNER, wanted or subject.name):
             who = f"learner {wanted or '?'} of run {run_id}"
             raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -23,7 +22,6 @@ from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
 from diloco_common.history import HistoryFile
 from diloco_common.http import HttpServer
 from diloco_common.http_tls import TlsDoor
-from diloco_common.identity import check_learner_id
 from diloco_common.logs import Log
 from diloco_common.manifest import model_digest
 from diloco_common.metrics import WorkerMetrics
@@ -45,6 +43,7 @@ from diloco_worker.island import form_island, make_island_learner, make_replica
 from diloco_worker.island_exchange import IslandGroup
 from diloco_worker.learner import LOOK_S, Learner, make_learner
 from diloco_worker.network_thread import NetworkThread
+from diloco_worker.number import taken
 from diloco_worker.patience import Patience
 from diloco_worker.state import read_state
 from diloco_worker.telemetry import LearnerTelemetry
@@ -137,8 +136,7 @@ def join(
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
     wanted = learner_id or (saved.learner_id if saved is not None else "")
-    name = credentials.learner_id(wanted, run) or f"{socket.gethostname()[:40]}-{os.getpid()}"
-    check_learner_id(name)
+    name = credentials.learner_id(wanted, run)
     children.check_may_join(run, name)
     forks.refuse_if_dangerous()
     module = as_module(model)
@@ -173,7 +171,9 @@ def join(
     start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
     declared = frozen_tensors.declare(chosen, resumed=start.resumed) if frozen == "same" else ()
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
-    dial, index = partial(GrpcTransport, credentials=credentials), None if saved is None else saved.index
+    dial, index = partial(GrpcTransport, credentials=credentials), taken(run, caller.learner_id)
+    if index is None and saved is not None:
+        index = saved.index
     watch = None if replica.is_spread else ModelWatch(chosen, averaged)
     if group is None:
         learner = make_learner(

@@ -21,6 +21,8 @@ from diloco_server.core.pace import Pace, Trail
 
 LOOK_EVERY_S = 1.0
 """How often the pace of the usual learner is looked up: it needs all of them, and reports come from all of them."""
+NUMBER_S = 600.0
+"""How long a number is kept for a learner that has not joined yet: it reads its data meanwhile, and makes its model."""
 REPLACED_MAX = 16
 """Processes of a learner id that are remembered as replaced."""
 
@@ -138,6 +140,7 @@ class Membership:
         self.max_gone = max_learners
         """How many learners without a lease are remembered."""
         self._members: dict[str, Member] = {}
+        self._numbers: dict[str, tuple[int, float]] = {}  # learner id -> its number before it joins, and until when
         self._live: tuple[Member, ...] | None = None  # what `live` answers, until somebody comes or goes
         self._generations = 0  # grows; never reset within an epoch
         self._expires_at = 0.0  # nothing can expire or stall before
@@ -160,7 +163,8 @@ class Membership:
         self._generations += 1
         self._since = now if self._since is None else self._since
         member = Member(learner_id, process_id, self._generations, last_heard=now, last_step_at=now)
-        member.index = self._index(learner_id, index, None if old is None else old.index)
+        member.index = self._index(learner_id, now, index)
+        self._numbers.pop(learner_id, None)
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
             member.replaced = (*old.replaced, old.process_id)[-REPLACED_MAX:] if old is not None else ()
@@ -175,11 +179,33 @@ class Membership:
         self._live = None
         return member
 
-    def _index(self, learner_id: str, *had: int | None) -> int:
-        """The first number of these that no other live learner has; otherwise the smallest one."""
+    def take_number(self, learner_id: str, now: float) -> int:
+        """The number that this learner has, or gets if it joins within `NUMBER_S`. Raises Busy when too many wait."""
+        member = self._members.get(learner_id)
+        if member is not None and member.live:
+            return member.index
+        waiting = self.waiting(now)
+        if learner_id not in waiting and len(waiting) >= self._max_learners:
+            raise Busy(f"{self._max_learners} learners have a number, and have not joined yet; try again later")
+        index = self._index(learner_id, now)
+        self._numbers[learner_id] = index, now + NUMBER_S
+        return index
+
+    def waiting(self, now: float) -> tuple[str, ...]:
+        """Learners for which a number is kept."""
+        self._numbers = {name: (index, until) for name, (index, until) in self._numbers.items() if now < until}
+        return tuple(self._numbers)
+
+    def _index(self, learner_id: str, now: float, had: int | None = None) -> int:
+        """The first that nobody else has: of the number that it says it had, the one kept for it, and that of its last
+        lease; otherwise the smallest."""
+        waiting, old = self.waiting(now), self._members.get(learner_id)
         taken = {m.index for m in self.live() if m.learner_id != learner_id}
-        candidates: tuple[int, ...] = (*(i for i in had if i is not None), *range(len(taken) + 1))
-        return next(i for i in candidates if i not in taken)
+        taken |= {self._numbers[name][0] for name in waiting if name != learner_id}
+        kept = self._numbers[learner_id][0] if learner_id in waiting else None
+        last = None if old is None else old.index
+        candidates: tuple[int | None, ...] = (had, kept, last, *range(len(taken) + 1))
+        return next(i for i in candidates if i is not None and i not in taken)
 
     def replace(self, member: Member, processes: set[str]) -> None:
         """These processes used the member's id before, perhaps before a restart of the shard."""

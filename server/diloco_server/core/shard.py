@@ -75,9 +75,17 @@ class Shard:
 
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
+        self._check_not_draining()
+        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index)
+
+    def take_number(self, learner_id: str, now: float) -> int:
+        """The number of a learner that has not joined yet. Raises Draining or Busy."""
+        self._check_not_draining()
+        return self.membership.take_number(learner_id, now)
+
+    def _check_not_draining(self) -> None:
         if self.draining:
             raise Draining(f"shard {self.settings.shard.index} is shutting down; try again when it is back")
-        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index)
 
     def observe(self, tensors: Sequence[TensorSpec]) -> None:
         """Check an observer's model, if it brings one. Raises NotSeeded or ManifestMismatch."""

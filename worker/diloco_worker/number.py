@@ -1,0 +1,102 @@
+"""A learner's number before it has a model: how many words, users or classes a model has may be in the data, and which
+part of the data this learner reads depends on its number.
+
+    index = diloco_worker.take_number(shards)
+    data = load(part=index)
+    learner = diloco_worker.join(shards, Model(data.num_words))      # learner.index == index
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from diloco_common import forks, logs
+from diloco_common.errors import Busy, CannotConnect, ConfigError, Draining, HandshakeFailed
+from diloco_common.identity import Identity
+from diloco_common.logs import Log
+from diloco_common.messages import JoinAnswer, JoinRequest
+from diloco_common.ports import Unavailable
+from diloco_common.protocol import PROTOCOL
+from diloco_worker import children, uncaught
+from diloco_worker.credentials import Credentials
+from diloco_worker.grpc_transport import GrpcTransport
+from diloco_worker.patience import Patience
+from diloco_worker.whereabouts import addresses_of
+
+ATTEMPT_S = 1.0
+"""For the answers of all shards; then it is tried again."""
+
+_taken: dict[tuple[str, str], int] = {}
+"""Run and learner id -> the number that this process has taken."""
+
+
+def take_number(
+    shards: str | Sequence[str], *, run: str = "local", learner_id: str = "", tls: str | Path | None = None,
+    token: str | Path | None = None, wait_s: float | None = None,
+) -> int:  # fmt: skip
+    """The `index` that this learner will have: from 0, no other learner has it. Waits for shard 0, which gives it.
+
+    The arguments are those of `join`. The number is kept for ten minutes for the `join` of this process under this
+    learner id, and for as long as nobody else takes it. Repeating it gives the same number. All ranks of an island have
+    one number if they give one `learner_id`.
+
+    Raises:
+        ConfigError: an address is no address, or shard 0 is not among the shards.
+        CannotConnect: shard 0 did not answer within `wait_s` seconds; None waits for ever, and says so.
+        HandshakeFailed, Refusal, ChildOfLearner: as `join` does.
+    """
+    logs.listen()
+    uncaught.say_in_one_line()
+    addresses = addresses_of(shards)
+    credentials = Credentials(None if tls is None else Path(tls), token)
+    name = credentials.learner_id(learner_id, run)
+    children.check_may_join(run, name)
+    forks.refuse_if_dangerous()
+    began = time.monotonic()
+    patience = Patience(Log(name), "waiting for a number", began)
+    with ThreadPoolExecutor(1, "diloco-number") as thread:  # a notebook has a running event loop in this one
+        while True:
+            found, missing = thread.submit(asyncio.run, _ask(addresses, credentials, Identity(run, name))).result()
+            now = time.monotonic()
+            if found is not None:
+                break
+            if wait_s is not None and now - began > wait_s:
+                raise CannotConnect(f"no number after {wait_s:g} s: {missing}")
+            patience.still(missing, now)
+    patience.over(now)
+    _taken[run, name] = found
+    return found
+
+
+def taken(run: str, learner_id: str) -> int | None:
+    """The number that this process has taken for this learner."""
+    return _taken.get((run, learner_id))
+
+
+async def _ask(addresses: Sequence[str], credentials: Credentials, caller: Identity) -> tuple[int | None, str]:
+    """The number; or None, and why not yet. Raises ConfigError, HandshakeFailed and Refusal."""
+    heard = await asyncio.gather(*(_ask_one(address, credentials, caller) for address in addresses))
+    answers = [answer for answer in heard if isinstance(answer, JoinAnswer)]
+    for answer in answers:
+        if answer.shard_index == 0:
+            return answer.index, ""
+    if len(answers) == len(addresses):
+        raise ConfigError("shard 0 is not among these shards; give the addresses of all shards of the run")
+    return None, "; ".join(words for words in heard if isinstance(words, str))
+
+
+async def _ask_one(address: str, credentials: Credentials, caller: Identity) -> JoinAnswer | str:
+    transport = GrpcTransport(address, credentials, waits_for_shard=True)
+    try:
+        return await transport.join(caller, JoinRequest(PROTOCOL, "", take_number=True), ATTEMPT_S)
+    except HandshakeFailed:
+        raise
+    except (Unavailable, Busy, Draining) as error:
+        await asyncio.sleep(ATTEMPT_S / 4)
+        return f"{address}: {error}"
+    finally:
+        await transport.close(0.0)
