@@ -37,7 +37,7 @@ from diloco_worker.declared import declared_digest
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 10.0
-_DRAIN_S = 20.0
+_DRAIN_S = 35.0
 """Seconds for a process to end after SIGTERM."""
 
 

@@ -36,7 +36,7 @@ from diloco_deploy.web.beside import PageThread
 
 _TICK_S = 0.1
 _SAMPLE_EVERY_S = 1.0
-_DRAIN_S = 20.0
+_DRAIN_S = 35.0
 """Seconds for a child to end after SIGTERM, before it is killed."""
 _TAIL_LINES = 8
 

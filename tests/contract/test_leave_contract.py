@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,3 +100,57 @@ def test_a_run_that_has_its_budget_wants_no_more(serve, train):
     for _ in range(3):
         a.step()
     assert a.learner.leave()
+
+
+# ------------------------------------------------------------------ SIGTERM
+
+
+def test_sigterm_hands_over_at_the_next_step_and_ends_the_process(serve, train, capsys):
+    shards = shards_of(serve)
+    addresses = ",".join(shard.address for shard in shards)
+    b, a = train(addresses, "b"), train(addresses, "a", seed=1)
+    for _ in range(120):
+        a.step()
+        b.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with training_on(a), pytest.raises(SystemExit) as ended, b.learner:
+        b.step()
+    assert ended.value.code == 143
+    assert [merged(shard, "b") for shard in shards] == [121 * 8] * 2
+    assert capsys.readouterr().err.endswith(
+        "diloco: SIGTERM; b has left the run after 121 steps; all of it is merged\n"
+    )
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_says_what_is_not_merged(serve, train, capsys):
+    gone, there = shards_of(serve)
+    a = train(f"{gone.address},{there.address}", "a")
+    a.step()
+    gone.stop()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        a.learner.poll()
+    words = f"50% of what it alone had is merged, but not work on 1 fragments of {gone.address}"
+    assert words in capsys.readouterr().err
+
+
+def test_a_wait_for_shards_ends_by_sigterm(train, capsys):
+    """In the main thread nothing else would: `join` looks, and sees that it is to leave."""
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit) as ended:
+        train("127.0.0.1:9", "a", wait_s=None)
+    assert ended.value.code == 143
+
+
+def test_a_handler_of_the_users_own_stays(serve, train):
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        a = train(serve(settings_with()).address, "a")
+        os.kill(os.getpid(), signal.SIGTERM)
+        a.step()
+        a.learner.close()
+        assert came == [1]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -69,6 +69,8 @@ class StepBoundary:
         self._inbox = inbox
         self._pulse = pulse
         self._is_stop_asked = False
+        self.leave_asked_at: float | None = None
+        """When this process was asked to."""
         self._clock = world.clock
         self._cpu_clock = world.cpu_clock
         self._start = start
@@ -88,6 +90,15 @@ class StepBoundary:
     def ask_stop(self) -> None:
         """Make `is_stop_asked` true, soon. In any thread, and in signal handlers."""
         self._is_stop_asked = True
+
+    @property
+    def is_leave_asked(self) -> bool:
+        """Whether to hand over what is trained, and go."""
+        return self.leave_asked_at is not None
+
+    def ask_leave(self) -> None:
+        """Make `is_leave_asked` true, soon. In any thread, and in signal handlers."""
+        self.leave_asked_at = self._clock()
 
     def stepped(self, tokens: int) -> None:
         """An inner step on so many tokens has ended."""

@@ -118,8 +118,14 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
         address_file=outputs.address, history=run.history,
         island="alone",  # the built-in loop shares its model with nobody, whatever has started this process
     )  # fmt: skip
+    came: set[int] = set()
+
+    def stop(number: int, _: object) -> None:
+        came.add(number)
+        learner.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: learner.stop())
+        signal.signal(number, stop)
     stream = TokenStream(
         corpus.train, learner_id=learner.learner_id, seed=run.seed, context=settings.model.context,
         batch=settings.train.batch,
@@ -142,6 +148,8 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
             step_min_s=worker.step_min_s, saver=saver,
             on_step=lambda step: [watch(step) for watch in watchers],
         )  # fmt: skip
+        if signal.SIGTERM in came:
+            learner.leave()
     finally:
         learner.close()
         if curves is not None:

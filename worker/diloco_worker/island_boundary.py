@@ -41,11 +41,15 @@ class IslandBoundary(StepBoundary):
         self._own_inbox = inbox
         self._own_pulse = pulse
         self._tokens: int | None = None
-        self._has_asked_stop = False
+        self._has_asked_stop = self._has_asked_leave = False
 
     @property
     def is_stop_asked(self) -> bool:
         return self._log.is_stop_asked
+
+    @property
+    def is_leave_asked(self) -> bool:
+        return self._log.is_leave_asked
 
     def stepped(self, tokens: int) -> None:
         """This rank's tokens. They count at the next boundary, when the sum over all ranks is known."""
@@ -129,6 +133,9 @@ class IslandBoundary(StepBoundary):
         if self._is_stop_asked and not self._has_asked_stop:
             self._has_asked_stop = True
             self._log.ask_stop()
+        if self.leave_asked_at is not None and not self._has_asked_leave:
+            self._has_asked_leave = True
+            self._log.ask_leave()
         tokens, self._tokens = self._tokens, None
         self._exchange.begin(self._log.frame(tokens))
 

@@ -75,6 +75,9 @@ def join(
 ) -> Learner:
     """Join a run, and return once the model holds the latest version of every fragment.
 
+    In the main thread, and where nobody handles SIGTERM yet: from then on it makes the learner leave at its next step
+    boundary (`Learner.leave`), and ends the process by SystemExit(143).
+
     Args:
         shards: addresses of all shards, host:port, in any order; a string separates them by commas. `@FILE`: the
             address file of a shard that may move; it is read again when it changes.
@@ -186,6 +189,7 @@ def join(
             group.goodbye, declared, index=index, watch=watch, agree=group.agree,
         )  # fmt: skip
     children.joined(run, caller.learner_id)
+    learner.listen()
     try:
         learner.start()
         if address_file is not None:

@@ -49,6 +49,7 @@ from diloco_worker.following import Amount, Following
 from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.leaving import Leaving
+from diloco_worker.notice import Notice, as_exit
 from diloco_worker.patience import Patience
 from diloco_worker.state import LearnerState
 from diloco_worker.telemetry import LearnerTelemetry
@@ -69,6 +70,8 @@ FINISH_S = 60.0
 """For the last versions; what is waited for is a pull of each fragment, at most."""
 LEAVE_S = 25.0
 """For what was trained since the last contributions. Clouds give 30 seconds of warning, or more."""
+LEAVE_LEAST_S = 5.0
+"""Of that, if a step took long after the warning."""
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
 
@@ -112,6 +115,8 @@ class Learner(LearnerView):
         self._watch = watch
         self._diverging = Diverging()
         self._following: Following | None = None
+        self._notice: Notice | None = None
+        self._is_leaving = False
         self._is_whole: bool | None = None
         """Whether `finish` got everything, or `leave` handed everything over; None: neither was called."""
         self._steps_told = boundary.figures().inner_step
@@ -178,6 +183,7 @@ class Learner(LearnerView):
         progress = Progress(core.inner_step, core.tokens, self._loss, self.step_time_s, counts_samples=is_samples)
         acts.append(StepEnded(progress, amount, step_s, self._clock() - began))
         self._post(acts)
+        self._heed()
 
     def follow(
         self, optimizer: Optimizer, *, tokens: Amount | None = None, samples: Amount | None = None
@@ -204,6 +210,7 @@ class Learner(LearnerView):
         if wait_s > 0:
             self._inbox.wait(wait_s)
         self._post(self._cross(math.inf))
+        self._heed()
 
     def finish(self, wait_s: float = FINISH_S) -> bool:
         """End the training of this learner, and leave the global model in the user's module.
@@ -222,18 +229,9 @@ class Learner(LearnerView):
         self._check_not_ended()
         if self._watch is not None:
             self._watch.check_in_place()
-        began = self._clock()
-        patience = Patience(self.telemetry.log, "waiting for the last versions", began)
-        while True:
-            waited_s = self._clock() - began
-            is_over, missing = self._finishing.look(waited_s, wait_s)
-            if is_over:
-                break
-            patience.still(missing or "a round that holds work of this learner", began + waited_s)
-            self.poll(LOOK_S)
+        missing = self._wait("waiting for the last versions", self._finishing.look, wait_s)
         self._is_whole = not missing
         self._finishing.write()
-        patience.over(self._clock())
         if missing:
             self.telemetry.log.warning("not everything is of the last version", why=missing)
         self.close()
@@ -244,36 +242,33 @@ class Learner(LearnerView):
         is opened for it. The model stays as it is.
 
         Takes about as long as the slowest of the other learners takes for a step and a push, which they are asked for,
-        too. Repeating it changes nothing. SIGTERM does the same (`join`).
+        too. Repeating it changes nothing. SIGTERM does the same, and ends the process (`join`).
 
-        Returns whether versions hold everything within `wait_s` seconds; the log says what else was trained. What was
-        contributed by then still counts, if its round closes. Raises ModelChanged, and what `step` raises.
+        Returns whether versions hold everything within `wait_s` seconds; the log says where not. What was contributed
+        by then still counts, if its round closes. Raises ModelChanged, and what `step` raises.
         """
         if self._is_whole is not None:
             return self._is_whole
         self._check_not_ended()
+        self._is_leaving = True
         if self._watch is not None:
             self._watch.check_in_place()
-        began = self._clock()
-        patience = Patience(self.telemetry.log, "waiting until others have what was trained", began)
-        while True:
-            waited_s = self._clock() - began
-            is_over, missing = self.hand_over(waited_s, wait_s)
-            if is_over:
-                break
-            patience.still(missing, began + waited_s)
-            self._inbox.wait(LOOK_S)
+        before = self._boundary.figures().tokens_unmerged
+        missing = self._wait("waiting until what was trained is merged", self.hand_over, wait_s)
         self._is_whole = not missing
-        patience.over(self._clock())
         if missing:
             self.telemetry.log.warning("not everything that was trained is in a version", why=missing)
         self.close()
+        if self._boundary.is_leave_asked:
+            share = 1 - self._boundary.figures().tokens_unmerged / before if before else 1.0
+            merged = (
+                f"{share:.0%} of what it alone had is merged, but not {missing}" if missing else "all of it is merged"
+            )
+            raise as_exit(f"{self.learner_id} has left the run after {self.inner_step} steps; {merged}")
         return self._is_whole
 
     def hand_over(self, waited_s: float, wait_s: float) -> tuple[bool, str]:
-        """One look of `leave`: ask for what is missing, and send it where it is asked for. Never waits, but for the
-        other ranks of an island. Returns whether to wait no longer, and what is in no version, in words."""
-        self.poll()
+        """After a `poll`: ask for the rounds that are missing. As `Leaving.look`."""
         if self.core is not None:
             self._post([LastRounds(self.core.last_rounds)])
         return self._leaving.look(waited_s, wait_s)
@@ -295,6 +290,10 @@ class Learner(LearnerView):
         """Make `done` true. May be called from a signal handler."""
         self._boundary.ask_stop()
 
+    def listen(self) -> None:
+        """From now on SIGTERM is the notice to leave, unless somebody handles it already."""
+        self._notice = Notice(self._boundary.ask_leave)
+
     def close(self) -> None:
         """Leave the run: what is being pushed gets a few seconds. Repeating it is fine; in a forked child, nothing."""
         if not self._home.is_here:
@@ -311,6 +310,8 @@ class Learner(LearnerView):
             self._background.stop()
         finally:
             self._codec.close()
+            if self._notice is not None:
+                self._notice.end(is_heeded=self._is_leaving and self._boundary.is_leave_asked)
 
     def __enter__(self) -> Self:
         return self
@@ -323,6 +324,27 @@ class Learner(LearnerView):
             raise as_one_line(f"{self.learner_id} has left the run after {self.inner_step} steps") from None
 
     # ------------------------------------------------------------ helpers
+
+    def _heed(self) -> None:
+        """If SIGTERM has come: hand over, and end the process."""
+        if self._boundary.is_leave_asked and not self._is_leaving:
+            asked_at = self._boundary.leave_asked_at
+            gone_s = 0.0 if asked_at is None else self._clock() - asked_at
+            self.leave(max(LEAVE_LEAST_S, LEAVE_S - gone_s))
+
+    def _wait(self, what: str, look: Callable[[float, float], tuple[bool, str]], wait_s: float) -> str:
+        """Until `look` says so, given the seconds waited, and at most. Returns what is missing, in words."""
+        began = self._clock()
+        patience = Patience(self.telemetry.log, what, began)
+        while True:
+            self.poll()
+            waited_s = self._clock() - began
+            is_over, missing = look(waited_s, wait_s)
+            if is_over:
+                patience.over(began + waited_s)
+                return missing
+            patience.still(missing or "a round that holds work of this learner", began + waited_s)
+            self._inbox.wait(LOOK_S)
 
     def _check_not_ended(self) -> None:
         self._home.check(self.learner_id)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from diloco_common.errors import IslandBroken
 from diloco_common.messages import Outcome, Pulse
 from diloco_worker.core.events import Announced, Answered, Arrived, Event, Failed, Gone, Joined
-from diloco_worker.core.island_words import Ready, StopAsked, Word, read_word, write_word
+from diloco_worker.core.island_words import LeaveAsked, Ready, StopAsked, Word, read_word, write_word
 
 LEADER = 0
 LEADER_BYTES = 4096
@@ -76,6 +76,8 @@ class IslandLog:
         """The state of the run, as all ranks have it."""
         self.is_stop_asked = False
         """Whether a rank has asked all to stop."""
+        self.is_leave_asked = False
+        """Whether a rank has asked all to leave."""
         self.elements: Mapping[int, int] = {}
         """Fragment -> its elements, once the model is cut."""
         self._unsaid = bytearray()
@@ -115,6 +117,10 @@ class IslandLog:
     def ask_stop(self) -> None:
         """All ranks shall stop."""
         self._say(StopAsked())
+
+    def ask_leave(self) -> None:
+        """All ranks shall hand over what they have trained, and leave."""
+        self._say(LeaveAsked())
 
     def frame(self, tokens: int | None) -> bytes:
         """What to post at this boundary. `tokens`: trained by this rank in the step that has ended; None: a poll."""
@@ -158,6 +164,8 @@ class IslandLog:
                 self.pulse = word
             case StopAsked():
                 self.is_stop_asked = True
+            case LeaveAsked():
+                self.is_leave_asked = True
             case Joined():
                 self._joined(word)
                 self._events.append(word)

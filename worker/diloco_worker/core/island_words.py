@@ -39,7 +39,12 @@ class StopAsked:
     """All ranks shall stop."""
 
 
-Word = Event | Ready | StopAsked | Pulse
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """All ranks shall leave."""
+
+
+Word = Event | Ready | StopAsked | LeaveAsked | Pulse
 
 
 def write_word(word: Word) -> bytes:
@@ -66,6 +71,8 @@ def write_word(word: Word) -> bytes:
             said = ["pulse", *astuple(word)]
         case StopAsked():
             said = ["stop"]
+        case LeaveAsked():
+            said = ["leave"]
         case Arrived():
             raise AssertionError("values are never said, only that they are ready")
     return json.dumps(said, separators=(",", ":")).encode() + b"\n"
@@ -98,4 +105,6 @@ def read_word(line: bytes) -> Word:
             return Pulse(*said)
         case "stop":
             return StopAsked()
+        case "leave":
+            return LeaveAsked()
     raise AssertionError(f"there is no word {kind!r}")
