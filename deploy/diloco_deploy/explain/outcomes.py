@@ -55,4 +55,5 @@ EXITS = (
     _exit(6, "refused by a shard", "See the code of the message."),
     _exit(7, "`diloco status --strict`: somebody who is expected is not there", "Do what it says of each."),
     _exit(130, "interrupted", NOTHING),
+    _exit(143, "ended by SIGTERM, once what a learner had trained was handed over", NOTHING),
 )
