@@ -36,7 +36,7 @@ DANGER = danger(os.environ.get(VARIABLE, ""), is_loaded=_LIBRARY in sys.modules)
 os.environ[VARIABLE] = os.environ.get(VARIABLE) or "0"
 
 _ports: WeakSet[socket.socket] = WeakSet()
-_refuses = False
+_is_listening = _refuses = False
 
 
 def close_in_children(listening: socket.socket) -> None:
@@ -44,16 +44,17 @@ def close_in_children(listening: socket.socket) -> None:
     _ports.add(listening)
 
 
-def refuse_if_dangerous() -> None:
-    """From now on a fork raises ForkUnsafe, if children may die."""
-    global _refuses
-    if DANGER and not _refuses:
-        _refuses = True
-        sys.addaudithook(_refuse)
+def refuse(refuses: bool) -> None:
+    """From now on a fork raises ForkUnsafe, if children may die; or no longer."""
+    global _is_listening, _refuses
+    _refuses = refuses
+    if DANGER and not _is_listening:
+        _is_listening = True
+        sys.addaudithook(_hear)  # Python has no way to take it away again
 
 
-def _refuse(event: str, _: tuple[Any, ...]) -> None:
-    if event in ("os.fork", "os.forkpty"):
+def _hear(event: str, _: tuple[Any, ...]) -> None:
+    if _refuses and event in ("os.fork", "os.forkpty"):
         raise ForkUnsafe(
             f"{DANGER}, so gRPC starts its threads in forked children, which die of it: start this process with "
             f"{VARIABLE}=0"

@@ -19,12 +19,16 @@ FORK = """
 import os, threading
 from diloco_common import forks
 from diloco_common.errors import ForkUnsafe
-forks.refuse_if_dangerous()
+forks.refuse(True)
 try:
     pid = os.fork()
 except ForkUnsafe as error:
+    forks.refuse(False)
     print("refused:", error)
+    pid = os.fork()
 else:
+    print("not refused")
+finally:
     if pid == 0:
         os._exit(0)
     print("forked", os.waitpid(pid, 0)[1])
@@ -34,8 +38,8 @@ else:
 @pytest.mark.parametrize(
     ("first", "variable", "said"),
     [
-        ("import diloco_worker, grpc", "", "forked 0"),
-        ("import grpc", "0", "forked 0"),
+        ("import diloco_worker, grpc", "", "not refused"),
+        ("import grpc", "0", "not refused"),
         ("import grpc", "", "refused: grpc was imported before diloco_worker"),
         ("import diloco_worker, grpc", "1", "refused: GRPC_ENABLE_FORK_SUPPORT=1 is set"),
     ],
@@ -47,6 +51,7 @@ def test_a_fork_that_would_die_is_refused(first: str, variable: str, said: str) 
         capture_output=True, text=True, env=environment, check=False, timeout=60,
     )  # fmt: skip
     assert ended.stdout.startswith(said), ended.stderr
+    assert ended.stdout.endswith("forked 0\n"), ended.stderr
 
 
 def in_a_fork(call: Callable[[], None]) -> str:

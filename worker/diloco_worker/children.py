@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
+from diloco_common import forks
 from diloco_common.errors import ChildOfLearner
 
 MARK = "_DILOCO_LEARNERS"
@@ -75,6 +76,7 @@ def left(run: str, learner_id: str) -> None:
 
 
 def _mark() -> None:
+    forks.refuse(bool(_here))
     if _here:
         os.environ[MARK] = " ".join([str(os.getpid()), *_here])
     else:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco_common import forks, logs
+from diloco_common import logs
 from diloco_common.codec import memory, native
 from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
@@ -141,7 +141,6 @@ def join(
     wanted = learner_id or (saved.learner_id if saved is not None else "")
     name = credentials.learner_id(wanted, run)
     children.check_may_join(run, name)
-    forks.refuse_if_dangerous()
     module = as_module(model)
     _check_ranks(module, island)
     chosen = SharedSet(module, shared, private)

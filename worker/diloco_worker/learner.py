@@ -279,6 +279,7 @@ class Learner(LearnerView):
         Save it together with the model and the optimizer, between two steps. In an island it is the same at all ranks;
         one that dies meanwhile raises IslandBroken at the others.
         """
+        self._home.check(self.learner_id)
         caller = self.telemetry.caller
         return LearnerState(caller.run_id, caller.learner_id, self.index, *self._boundary.trained()).as_dict()
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from diloco_common import forks, logs
+from diloco_common import logs
 from diloco_common.errors import Busy, CannotConnect, ConfigError, Draining, HandshakeFailed
 from diloco_common.identity import Identity
 from diloco_common.logs import Log
@@ -55,7 +55,6 @@ def take_number(
     credentials = Credentials(None if tls is None else Path(tls), token)
     name = credentials.learner_id(learner_id, run)
     children.check_may_join(run, name)
-    forks.refuse_if_dangerous()
     began = time.monotonic()
     patience = Patience(Log(name), "waiting for a number", began)
     with ThreadPoolExecutor(1, "diloco-number") as thread:  # a notebook has a running event loop in this one

@@ -6,6 +6,7 @@ The stack says where in the script it was; the line is named. All other errors k
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +14,7 @@ from diloco_common.command import one_line
 from diloco_common.errors import DilocoError
 
 OURS = ("diloco_worker", "diloco_common")
+PYTHONS = sysconfig.get_path("stdlib")
 
 
 def say_in_one_line() -> None:
@@ -33,11 +35,11 @@ def say_in_one_line() -> None:
 
 
 def _where(trace: TracebackType | None) -> str:
-    """The last line on the way to the error that is neither ours nor an installed package's."""
+    """The last line on the way to the error that is neither ours, nor Python's, nor an installed package's."""
     where = ""
     while trace is not None:
         file, module = trace.tb_frame.f_code.co_filename, str(trace.tb_frame.f_globals.get("__name__", ""))
-        if not module.startswith(OURS) and not file.startswith("<") and "site-packages" not in file:
+        if not module.startswith(OURS) and not file.startswith(("<", PYTHONS)) and "site-packages" not in file:
             where = f"{Path(file).name}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return where
