@@ -85,8 +85,8 @@ class Posted:
     def post(self, acts: Sequence[Act]) -> None:
         self.acts.append(acts)
 
-    def stop(self) -> None:
-        pass
+    def stop(self, settle_s: float) -> None:
+        self.settle_s = settle_s
 
 
 def joined(epoch: int, policy: LearnerPolicy, *, generation: int = 1, num_fragments: int = 1) -> JoinAnswer:

@@ -112,6 +112,11 @@ class Unavailable(DilocoError):
 
     code = "UNAVAILABLE"
 
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        """`is_refused`: nobody listens there."""
+        super().__init__(message)
+        self.is_refused = is_refused
+
 
 class HandshakeFailed(Unavailable):
     """No call got through, and this is why. One class per cause; `common/handshake.py` finds it."""

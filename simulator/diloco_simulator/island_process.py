@@ -211,7 +211,7 @@ class Rank:
         if self.is_alive and self._connections is not None:
             self._connections.perform(acts)
 
-    def stop(self) -> None:
+    def stop(self, settle_s: float) -> None:
         """Its end is that of the process."""
 
     def die(self) -> None:

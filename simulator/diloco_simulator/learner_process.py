@@ -140,7 +140,7 @@ class LearnerProcess:
         self._handed_over = max(self._handed_over, now + HAND_OVER_S * self._random.random())
         self.process.loop.call_at(self._handed_over, self._connections.perform, acts)
 
-    def stop(self) -> None:
+    def stop(self, settle_s: float) -> None:
         """Its end is that of the process."""
 
     def _dial(self, address: str) -> MemoryTransport:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import pickle
+import threading
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from training import Training, tiny_model
 
 import diloco_worker
 from diloco_common.errors import ConfigError, LearnerEnded, ModelChanged, NotFinite
+from diloco_worker import connection
 from diloco_worker.core.diverging import REFUSALS_MAX
 from diloco_worker.export import lay_out
+from diloco_worker.finishing import Finishing
 from diloco_worker.interrupts import Interrupted
 from waiting import until
 
@@ -93,6 +97,32 @@ def test_finish_says_which_shard_is_away_and_gives_what_there_is(serve, train, w
         lay_out(values, fragment, tensors)
     assert all(torch.equal(p, tensors[name]) for name, p in a.model.named_parameters())
     assert not torch.equal(a.values(), before)
+
+
+def test_finish_does_not_wait_for_shards_that_are_gone(serve, train, written, monkeypatch):
+    """Nobody listens there any more: it says so, long before the minute that it would wait for a silent one."""
+    monkeypatch.setattr(connection, "GONE_S", 0.5)
+    monkeypatch.setattr(Finishing, "usual_s", math.inf)
+    shard = serve(settings_with(sync=EXACT))
+    a = train(shard.address, "a")
+    a.until(lambda: shard.version() >= 2, "versions")
+    shard.stop()
+    assert not a.learner.finish()
+    assert f'not everything is of the last version why="no answer from {shard.address}"' in written.getvalue()
+
+
+def test_finish_waits_for_a_shard_that_starts_again(serve, train):
+    shard = serve(settings_with(sync=EXACT | {"sync_every": 500}))
+    a = train(shard.address, "a")
+    a.step()
+    address = shard.address
+    shard.stop()
+    until(lambda: not a.connection.is_up, "the loss is noticed")
+    again = settings_with(sync=EXACT, shard={"listen": address})
+    starting = threading.Timer(1.0, lambda: serve(again))
+    starting.start()
+    assert a.learner.finish()
+    starting.join()
 
 
 def test_after_the_end_a_step_is_refused_in_words(serve, train):

@@ -15,7 +15,7 @@ from diloco_common.errors import CannotConnect
 from diloco_common.identity import Identity
 from diloco_server import server
 from diloco_server.servicer import ParameterServer
-from diloco_worker import boundary, network_thread
+from diloco_worker import boundary, learner
 from waiting import DEADLINE_S
 
 
@@ -43,7 +43,7 @@ def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytes
 def test_a_learner_does_not_wait_for_seeds_on_hold(serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed learner holds its seeds back for 10 s. Pushes under way get half of that."""
     shard = serve()
-    monkeypatch.setattr(network_thread, "SETTLE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(learner, "SETTLE_S", 10 * DEADLINE_S)
     monkeypatch.setattr(boundary, "SEED_HOLD_S", 20 * DEADLINE_S)
     began = time.monotonic()
 

@@ -13,6 +13,7 @@ from in_process import InProcessShard, settings_with
 from training import Training
 
 from diloco_common.errors import LearnerEnded
+from diloco_worker import connection
 
 H = 500
 EXACT = {"push": "float32", "pull": "float32", "sync_every": H, "fragments": 2}
@@ -123,7 +124,8 @@ def test_sigterm_hands_over_at_the_next_step_and_ends_the_process(serve, train, 
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_sigterm_says_what_is_not_merged(serve, train, capsys):
+def test_sigterm_says_what_is_not_merged(serve, train, capsys, monkeypatch):
+    monkeypatch.setattr(connection, "GONE_S", 0.5)
     gone, there = shards_of(serve)
     a = train(f"{gone.address},{there.address}", "a")
     a.step()

@@ -54,7 +54,7 @@ class InLoopBackground:
     def post(self, acts: Sequence[Act]) -> None:
         asyncio.get_running_loop().call_soon(self._connections.perform, acts)
 
-    def stop(self) -> None:
+    def stop(self, settle_s: float) -> None:
         self._running.cancel()
 
 

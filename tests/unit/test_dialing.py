@@ -195,3 +195,27 @@ def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error
     for now in (0.0, 10.0, 100.0):
         dialing.begin(now, has_lease=False)
         assert str(error) in dialing.ended(error, now, 0.0).why
+
+
+REFUSED = Unavailable("unavailable: connection refused", is_refused=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "since"),
+    [
+        ([CUT, REFUSED], 1.0),
+        ([REFUSED, REFUSED, REFUSED], 0.0),
+        ([REFUSED, CUT], None),  # it listens, or is silent
+        ([REFUSED, None], None),
+        ([REFUSED, CUT, REFUSED], 2.0),
+    ],
+)
+def test_it_knows_since_when_nobody_listens(ends: list[DilocoError | None], since: float | None) -> None:
+    dialing = Dialing()
+    dialing.is_up()
+    for now, error in enumerate(ends):
+        dialing.begin(float(now), has_lease=True)
+        dialing.ended(error, float(now), 0.0)
+    assert dialing.refused_since == since
+    dialing.is_up()
+    assert dialing.refused_since is None

@@ -179,3 +179,10 @@ def test_what_was_done_before_the_end_is_still_told(learner, parts):
         learner.poll()
     assert [type(act) for act in parts.posted.acts[-1]] == [VersionApplied, GiveUp]
     assert learner.state == "stopped"
+
+
+@pytest.mark.parametrize(("error", "settle_s"), [(KeyboardInterrupt, shell.HURRY_S), (ValueError, shell.SETTLE_S)])
+def test_pushes_under_way_get_less_time_after_ctrl_c(learner, parts, error, settle_s):
+    with pytest.raises(error), learner:
+        raise error
+    assert parts.posted.settle_s == settle_s

@@ -31,7 +31,7 @@ from diloco_common.protocol import PROTOCOL
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import FetchEnded, FetchVersion
 from diloco_worker.core.connection import ConnectionState
-from diloco_worker.core.dialing import CALL_S, SILENCE_HEARTBEATS, Dialing
+from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
 from diloco_worker.puller import Puller
 from diloco_worker.pusher import Pusher
@@ -72,6 +72,12 @@ class Connection:
         if self._down_since is None:
             return None
         return ShardAway(self.address, self.state.shard_index, self._c.world.clock() - self._down_since)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has listened there for long: it is not merely starting again."""
+        since = self._dialing.refused_since
+        return since is not None and self._c.world.clock() - since >= GONE_S
 
     async def run(self) -> None:
         """Keep the connection up until cancelled, or until the shard refuses for good."""
@@ -135,12 +141,12 @@ class Connection:
         if self.is_up:
             await self.pusher.settle(timeout_s)
 
-    async def leave(self) -> None:
+    async def leave(self, at_most_s: float) -> None:
         """Say goodbye, if anybody is there."""
         self._is_leaving = True
         if self.is_up:
             try:
-                await self._transport.leave(self.state.identity, GOODBYE_S)
+                await self._transport.leave(self.state.identity, min(GOODBYE_S, at_most_s))
             except (Refusal, Unavailable) as error:
                 self._c.telemetry.log.debug("goodbye not heard", shard=self.address, why=error)
 

@@ -97,7 +97,7 @@ class Connections:
     async def leave(self, settle_s: float) -> None:
         """Give pushes that are under way so many seconds to be answered; then say goodbye. `run` goes on."""
         await asyncio.gather(*(connection.settle(settle_s) for connection in self._connections))
-        await asyncio.gather(*(connection.leave() for connection in self._connections))
+        await asyncio.gather(*(connection.leave(settle_s) for connection in self._connections))
 
     def _perform(self, act: Act) -> None:
         match act:

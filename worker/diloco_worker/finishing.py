@@ -7,40 +7,30 @@ Work of this learner that is on its way gets some seconds to be in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.connections import Connections
+from diloco_worker.ending import Ending
 
 CONTRIBUTIONS_S = 5.0
 """The rounds that hold work of this learner have so many seconds to become versions."""
-WORDS_MAX = 150
-"""What the leader of an island says to its other ranks."""
+FINISH_S = 60.0
+"""For the last versions; what is waited for is a pull of each fragment, at most."""
 
 
-class Finishing:
-    """What is still missing of the last versions. Owned by the training thread."""
+class Finishing(Ending):
+    """What is still missing of the last versions."""
+
+    usual_s = FINISH_S
 
     def __init__(
         self, boundary: StepBoundary, connections: Connections, agree: Callable[[str], str] | None = None
     ) -> None:
-        """`agree`: what the leader of an island says; all ranks ask alike, and wait for it. None: there is one rank."""
-        self._boundary = boundary
-        self._connections = connections
-        self._agree = agree
+        super().__init__(boundary, connections, agree)
         self._wanted: dict[int, tuple[int, int]] = {}  # fragment -> epoch and version, as announced first
-
-    def look(self, waited_s: float, wait_s: float) -> tuple[bool, str]:
-        """Whether to wait no longer, of at most `wait_s` seconds, and what is missing, in words; empty: nothing."""
-        missing = "; ".join(self._missing())
-        is_settling = self._has_contributions and waited_s < CONTRIBUTIONS_S
-        is_over = not self._is_being_read and (waited_s >= wait_s or not (missing or is_settling))
-        if self._agree is None:
-            return is_over, missing
-        said = self._agree(f"{is_over:d}{missing}"[:WORDS_MAX])
-        return said[0] == "1", said[1:]
 
     @torch.no_grad()
     def write(self) -> None:
@@ -49,13 +39,13 @@ class Finishing:
         for fragment in self._boundary.core.of_model:
             fragment.tensors.restore()
 
-    def _missing(self) -> list[str]:
-        """What has not come yet, in words."""
+    def missing(self) -> Mapping[str, str]:
+        """The versions that have not come, and the shards that do not say whether there are some."""
         core = self._boundary.core
         if core is None:
-            return ["the model is not cut yet"]
+            return {"": "the model is not cut yet"}
         there = {c.state.shard_index: c for c in self._connections if c.is_up}
-        away = [c.address for c in self._connections if not c.is_up]
+        away = {c.address: f"no answer from {c.address}" for c in self._connections if not c.is_up}
         late: dict[str, int] = {}
         for fragment in core.of_model:
             i = fragment.fragment.fragment_id
@@ -68,8 +58,10 @@ class Finishing:
                 wanted = self._wanted[i] = announced
             if wanted is None or fragment.epoch != wanted[0] or fragment.version < wanted[1]:
                 late[connection.address] = late.get(connection.address, 0) + 1
-        fragments = [f"the last version of {n} fragments of {address}" for address, n in late.items()]
-        return [*(f"no answer from {address}" for address in away), *fragments]
+        return away | {shard: f"the last version of {n} fragments of {shard}" for shard, n in late.items()}
+
+    def is_settling(self, waited_s: float) -> bool:
+        return self._has_contributions and waited_s < CONTRIBUTIONS_S
 
     @property
     def _has_contributions(self) -> bool:
@@ -80,7 +72,7 @@ class Finishing:
         return any(fragment.contribution is not None for fragment in core.of_model)
 
     @property
-    def _is_being_read(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a snapshot is being taken: not the moment to write to the model."""
         core = self._boundary.core
         return core is not None and any(f.tensors.is_being_read for f in core.fragments.values())

@@ -221,4 +221,5 @@ def _error_of(error: grpc.aio.AioRpcError) -> DilocoError:
 
 
 def _unavailable(error: grpc.aio.AioRpcError) -> Unavailable:
-    return Unavailable(f"{error.code().name.lower()}: {error.details()}")
+    is_refused = "Connection refused" in (error.details() or "")
+    return Unavailable(f"{error.code().name.lower()}: {error.details()}", is_refused=is_refused)

@@ -41,7 +41,7 @@ class IslandConnections(Connections):
         """Pushes settle at all ranks before the leader says goodbye: with the lease, half contributions end."""
         await asyncio.gather(*(connection.settle(settle_s) for connection in self))
         await self._goodbye()
-        await asyncio.gather(*(connection.leave() for connection in self))
+        await asyncio.gather(*(connection.leave(settle_s) for connection in self))
 
     def _perform(self, act: Act) -> None:
         match act:
@@ -145,5 +145,5 @@ class FollowersConnection(Connection):
     async def _stay_connected(self) -> None:
         await asyncio.get_running_loop().create_future()
 
-    async def leave(self) -> None:
+    async def leave(self, at_most_s: float) -> None:
         """The leader does."""

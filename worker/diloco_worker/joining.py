@@ -41,7 +41,7 @@ from diloco_worker.grpc_transport import GrpcTransport
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.island import form_island, make_island_learner, make_replica
 from diloco_worker.island_exchange import IslandGroup
-from diloco_worker.learner import LOOK_S, Learner, make_learner
+from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
 from diloco_worker.network_thread import NetworkThread
 from diloco_worker.number import taken
 from diloco_worker.patience import Patience
@@ -199,7 +199,7 @@ def join(
         if averaged is not None and learner.core is not None:
             _warn_of_noise(learner.core.policy.push_encoding, telemetry.log)
     except KeyboardInterrupt:
-        learner.close()
+        learner.close(HURRY_S)
         raise as_one_line(f"{name} had not joined yet: {learner.telemetry.readiness[1]}") from None
     except BaseException:
         learner.close()

@@ -48,7 +48,7 @@ from diloco_worker.finishing import Finishing
 from diloco_worker.following import Amount, Following
 from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
-from diloco_worker.leaving import Leaving
+from diloco_worker.leaving import LEAVE_S, Leaving
 from diloco_worker.notice import Notice, as_exit
 from diloco_worker.patience import Patience
 from diloco_worker.state import LearnerState
@@ -66,12 +66,12 @@ always applies one. The rest wait for the next step."""
 APPLY_SHARE = 0.005
 LOOK_S = 0.2
 """How often a learner that waits looks around; sooner where something arrives."""
-FINISH_S = 60.0
-"""For the last versions; what is waited for is a pull of each fragment, at most."""
-LEAVE_S = 25.0
-"""For what was trained since the last contributions. Clouds give 30 seconds of warning, or more."""
 LEAVE_LEAST_S = 5.0
-"""Of that, if a step took long after the warning."""
+"""Of `LEAVE_S`, if a step took long after the warning."""
+SETTLE_S = 5.0
+"""Seconds that pushes under way have to be answered when the learner ends."""
+HURRY_S = 0.5
+"""The same, where somebody waits at the keyboard."""
 LOSS_EVERY_S = 0.5
 """On an accelerator the loss is read this often: reading waits for the device."""
 
@@ -85,8 +85,8 @@ class Background(Protocol):
     def post(self, acts: Sequence[Act]) -> None:
         """Have them perform these acts, after those that were posted before. Never waits."""
 
-    def stop(self) -> None:
-        """Let them leave, and end them. Repeating it is fine."""
+    def stop(self, settle_s: float) -> None:
+        """Let them leave, and end them; pushes under way get so many seconds. Repeating it is fine."""
 
 
 class Learner(LearnerView):
@@ -212,7 +212,7 @@ class Learner(LearnerView):
         self._post(self._cross(math.inf))
         self._heed()
 
-    def finish(self, wait_s: float = FINISH_S) -> bool:
+    def finish(self, wait_s: float | None = None) -> bool:
         """End the training of this learner, and leave the global model in the user's module.
 
         Waits for the last version of every fragment, says what it waits for, and puts these in the place of all local
@@ -221,8 +221,9 @@ class Learner(LearnerView):
         Values are those that the run sends (`sync.pull`, bfloat16 by default); `diloco pull` writes them in float32.
         Buffers and frozen parameters stay as they are. Repeating it changes nothing.
 
-        Returns whether all versions came within `wait_s` seconds. Of those that did not, the learner takes the version
-        that it had, and the log names them. Raises ModelChanged, and what `step` raises.
+        Returns whether all versions came within `wait_s` seconds; None: 60, but a shard at which nobody has listened
+        for 10 is not waited for. Of those that did not come, the learner takes the version that it had, and the log
+        names them. Raises ModelChanged, and what `step` raises.
         """
         if self._is_whole is not None:
             return self._is_whole
@@ -237,15 +238,16 @@ class Learner(LearnerView):
         self.close()
         return self._is_whole
 
-    def leave(self, wait_s: float = LEAVE_S) -> bool:
+    def leave(self, wait_s: float | None = None) -> bool:
         """Leave the run, and leave nothing behind: what was trained since the last contributions goes into a round that
         is opened for it. The model stays as it is.
 
         Takes about as long as the slowest of the other learners takes for a step and a push, which they are asked for,
         too. Repeating it changes nothing. SIGTERM does the same, and ends the process (`join`).
 
-        Returns whether versions hold everything within `wait_s` seconds; the log says where not. What was contributed
-        by then still counts, if its round closes. Raises ModelChanged, and what `step` raises.
+        Returns whether versions hold everything within `wait_s` seconds; None: 25, but a shard at which nobody has
+        listened for 10 is not waited for. The log says what is in none. What was contributed by then still counts, if
+        its round closes. Raises ModelChanged, and what `step` raises.
         """
         if self._is_whole is not None:
             return self._is_whole
@@ -267,7 +269,7 @@ class Learner(LearnerView):
             raise as_exit(f"{self.learner_id} has left the run after {self.inner_step} steps; {merged}")
         return self._is_whole
 
-    def hand_over(self, waited_s: float, wait_s: float) -> tuple[bool, str]:
+    def hand_over(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
         """After a `poll`: ask for the rounds that are missing. As `Leaving.look`."""
         if self.core is not None:
             self._post([LastRounds(self.core.last_rounds)])
@@ -295,8 +297,9 @@ class Learner(LearnerView):
         """From now on SIGTERM is the notice to leave, unless somebody handles it already."""
         self._notice = Notice(self._boundary.ask_leave)
 
-    def close(self) -> None:
-        """Leave the run: what is being pushed gets a few seconds. Repeating it is fine; in a forked child, nothing."""
+    def close(self, settle_s: float | None = None) -> None:
+        """Leave the run: what is being pushed gets some seconds (None: 5). Repeating it is fine; in a forked child,
+        nothing."""
         if not self._home.is_here:
             return
         children.left(self.telemetry.caller.run_id, self.learner_id)
@@ -308,7 +311,7 @@ class Learner(LearnerView):
         if self._following is not None:
             self._following.remove()
         try:
-            self._background.stop()
+            self._background.stop(SETTLE_S if settle_s is None else settle_s)
         finally:
             self._codec.close()
             if self._notice is not None:
@@ -320,7 +323,7 @@ class Learner(LearnerView):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(HURRY_S if kind is KeyboardInterrupt else None)
         if kind is KeyboardInterrupt and self._home.is_here:
             raise as_one_line(f"{self.learner_id} has left the run after {self.inner_step} steps") from None
 
@@ -329,12 +332,12 @@ class Learner(LearnerView):
     def _heed(self) -> None:
         """If SIGTERM has come: hand over, and end the process."""
         if self._boundary.is_leave_asked and not self._is_leaving:
-            asked_at = self._boundary.leave_asked_at
-            gone_s = 0.0 if asked_at is None else self._clock() - asked_at
-            self.leave(max(LEAVE_LEAST_S, LEAVE_S - gone_s))
+            if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank of the island was
+                self._leaving.usual_s = max(LEAVE_LEAST_S, LEAVE_S - (self._clock() - asked_at))
+            self.leave()
 
-    def _wait(self, what: str, look: Callable[[float, float], tuple[bool, str]], wait_s: float) -> str:
-        """Until `look` says so, given the seconds waited, and at most. Returns what is missing, in words."""
+    def _wait(self, what: str, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
+        """Until `look` says so (`Ending.look`). Returns what is missing, in words."""
         began = self._clock()
         patience = Patience(self.telemetry.log, what, began)
         while True:

@@ -17,9 +17,7 @@ from diloco_common.http import HttpServer
 from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act
 
-SETTLE_S = 5.0
-"""Seconds that pushes under way have to be answered when the learner ends."""
-STOP_S = 15.0
+STOP_S = 20.0
 LAST_S = 1.0
 """Seconds that tasks of grpc.aio have to end by themselves."""
 
@@ -54,7 +52,7 @@ class NetworkThread:
         if acts and not self._is_stopping:
             self._posted.put(acts)
 
-    def stop(self) -> None:
+    def stop(self, settle_s: float) -> None:
         """Let pushes settle, say goodbye, end the thread."""
         if self._is_stopping or not self._thread.is_alive():
             return
@@ -62,7 +60,7 @@ class NetworkThread:
         self._posted.put(())
         self._waker.join(STOP_S)
         try:
-            self._wait_for(self._stop())
+            self._wait_for(self._stop(settle_s))
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)
@@ -85,8 +83,8 @@ class NetworkThread:
             self.http_address = await self._http.start()
         self._running = asyncio.create_task(self._connections.run(), name="connections")
 
-    async def _stop(self) -> None:
-        await self._connections.leave(SETTLE_S)
+    async def _stop(self, settle_s: float) -> None:
+        await self._connections.leave(settle_s)
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -95,7 +93,7 @@ class NetworkThread:
         await _end_of_all_others()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SETTLE_S + STOP_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(STOP_S)
 
 
 async def _end_of_all_others() -> None:

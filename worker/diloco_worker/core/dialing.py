@@ -25,6 +25,7 @@ from diloco_common.errors import (
     TlsNeeded,
     TlsNotSpoken,
     TornUpload,
+    Unavailable,
     WrongEpoch,
     WrongHost,
 )
@@ -43,6 +44,8 @@ SILENCE_HEARTBEATS = 2.5
 """A shard that says nothing for so many heartbeats is frozen or cut off: dial again."""
 STEADY_S = 5.0
 """A connection that held for so long is dialed again without the wait that its predecessors earned."""
+GONE_S = 10.0
+"""A shard at which nobody has listened for so long is not starting again: a learner that ends does not wait for it."""
 ANNOUNCE_WAIT_S = 10.0
 """How often a learner that cannot reach a shard says so."""
 CALL_S = 15.0
@@ -90,6 +93,8 @@ class Dialing:
         self._attempt = 0  # since a connection was good
         self._silent_s = 0.0  # waited since that was said
         self._was_up = False
+        self.refused_since: float | None = None
+        """Since when nobody listens there; None: somebody does, or nothing is known."""
         self._began = 0.0
         self._had_lease = False
         self._same_since = 0.0
@@ -101,7 +106,7 @@ class Dialing:
 
     def is_up(self) -> None:
         """The shard speaks on the control stream."""
-        self._was_up = True
+        self._was_up, self.refused_since = True, None
 
     def ended(self, error: DilocoError | None, now: float, jitter: float) -> Redial:
         """The attempt, or the connection that it led to, has ended. None: the shard ended the stream.
@@ -109,6 +114,8 @@ class Dialing:
         `jitter` is drawn evenly from [0, 1). Raises `error` where trying again would not change it.
         """
         why = "the stream ended" if error is None else str(error)
+        is_refused = isinstance(error, Unavailable) and error.is_refused
+        self.refused_since = (now if self.refused_since is None else self.refused_since) if is_refused else None
         is_lease_over = isinstance(error, JOIN_AGAIN)
         if isinstance(error, Refusal) and not isinstance(error, JOIN_AGAIN + TRY_AGAIN):
             if not self._was_up or isinstance(error, Superseded):
