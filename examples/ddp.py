@@ -3,7 +3,7 @@
 diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=60_000
 torchrun --nproc-per-node=2 examples/ddp.py 127.0.0.1:50051          # as many as you like, from anywhere
 
-On GPUs: init_process_group() without "gloo", and the model on cuda:LOCAL_RANK.
+On GPUs: init_island() without "gloo", and the model on cuda:LOCAL_RANK.
 """
 
 import sys
@@ -18,7 +18,7 @@ import diloco_worker
 
 
 def main(shards: str) -> None:
-    dist.init_process_group("gloo")
+    diloco_worker.init_island("gloo")
     generator = torch.Generator()  # every rank draws its own data
     generator.seed()
     net = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))

@@ -3,7 +3,7 @@
 diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=60_000
 torchrun --nproc-per-node=2 examples/fsdp2.py 127.0.0.1:50051        # as many as you like, from anywhere
 
-On GPUs: init_process_group() without "gloo", and a mesh of "cuda". No rank moves or holds more than its rows.
+On GPUs: init_island() without "gloo", and a mesh of "cuda". No rank moves or holds more than its rows.
 """
 
 import sys
@@ -19,7 +19,7 @@ import diloco_worker
 
 
 def main(shards: str) -> None:
-    dist.init_process_group("gloo")
+    diloco_worker.init_island("gloo")
     generator = torch.Generator()  # every rank draws its own data
     generator.seed()
     torch.manual_seed(0)  # but all build the same model, of which each keeps its rows

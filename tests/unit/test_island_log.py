@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -259,13 +260,18 @@ def test_errors_that_are_no_refusals_keep_their_words() -> None:
     assert str(error.error) == "no run to join"
 
 
-def test_all_ranks_hear_that_one_of_them_wants_to_stop() -> None:
+@pytest.mark.parametrize(
+    ("ask", "is_asked"), [(IslandLog.ask_stop, "is_stop_asked"), (IslandLog.ask_leave, "is_leave_asked")]
+)
+def test_all_ranks_hear_at_the_same_boundary_what_one_of_them_asks(
+    ask: Callable[[IslandLog], None], is_asked: str
+) -> None:
     island = Island(2)
-    island.logs[1].ask_stop()
+    ask(island.logs[1])
     island.cross()
-    assert not any(log.is_stop_asked for log in island.logs)
+    assert not any(getattr(log, is_asked) for log in island.logs)
     island.cross()
-    assert all(log.is_stop_asked for log in island.logs)
+    assert all(getattr(log, is_asked) for log in island.logs)
 
 
 def test_the_leaders_word_on_the_run_is_that_of_all() -> None:

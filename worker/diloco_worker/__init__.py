@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
 
 if TYPE_CHECKING:
+    from diloco_worker.island_start import init_island
     from diloco_worker.joining import digest_of, join
     from diloco_worker.learner import Learner
     from diloco_worker.number import take_number
     from diloco_worker.progress_lr import ProgressLR
     from diloco_worker.state import blank_state
 
-__all__ = ["Learner", "ProgressLR", "blank_state", "digest_of", "join", "take_number"]
+__all__ = ["Learner", "ProgressLR", "blank_state", "digest_of", "init_island", "join", "take_number"]
 _MODULES = {
     "Learner": "diloco_worker.learner",
     "ProgressLR": "diloco_worker.progress_lr",
     "blank_state": "diloco_worker.state",
     "digest_of": "diloco_worker.joining",
+    "init_island": "diloco_worker.island_start",
     "join": "diloco_worker.joining",
     "take_number": "diloco_worker.number",
 }
