@@ -79,6 +79,9 @@ class Push:
     shard_epoch: int
     """Epoch of the shard that asked for it."""
     round: int
+    base: int
+    """Its base version. A learner that takes no step between may contribute the same tokens twice to a round, of which
+    the first was refused."""
     since: int
     tokens: int
 
@@ -87,8 +90,8 @@ class Push:
         return self.since + self.tokens
 
 
-PushName = tuple[str, int, int, int, int, int]
-"""Learner, epoch of the shard, generation, fragment, round, tokens. Both sides record these of a push."""
+PushName = tuple[str, int, int, int, int, int, int]
+"""Learner, epoch of the shard, generation, fragment, round, base, tokens. Both sides record these of a push."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +138,8 @@ class Histories:
         found: dict[PushName, Push] = {}
         for process in self.learner_processes():
             for line, push in self.pushes_of[process]:
-                found[process.name, push.shard_epoch, line["generation"], push.fragment, push.round, push.tokens] = push
+                place = line["generation"], push.fragment, push.round, line["base"], push.tokens
+                found[process.name, push.shard_epoch, *place] = push
         return found
 
     @cached_property
@@ -181,7 +185,7 @@ def _pushes(process: Process) -> Iterator[tuple[Line, Push]]:
     last: dict[int, Push] = {}
     for line in process.of("pushed"):
         push = last.get(line["fragment"])
-        facts = line["fragment"], line["shard_epoch"], line["round"], line["since"], line["tokens"]
-        if push is None or (push.fragment, push.shard_epoch, push.round, push.since, push.tokens) != facts:
+        facts = tuple(line[fact] for fact in ("fragment", "shard_epoch", "round", "base", "since", "tokens"))
+        if push is None or (push.fragment, push.shard_epoch, push.round, push.base, push.since, push.tokens) != facts:
             last[line["fragment"]] = push = Push(process, *facts)
         yield line, push

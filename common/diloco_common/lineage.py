@@ -175,7 +175,7 @@ class Lineage:
         self.versions.append(version)
         self._names[name] = version
         for c in merging["contributions"] if merging is not None else ():
-            push = self._pushes.get((c["learner"], epoch, c["generation"], name[0], name[2], c["tokens"]))
+            push = self._pushes.get((c["learner"], epoch, c["generation"], name[0], name[2], c["base"], c["tokens"]))
             merge = Merge(
                 float(line["t"]), shard, name[0], name[2], c["learner"], c["tokens"],
                 c.get("counted", c["tokens"]), version, push,

@@ -341,6 +341,12 @@ class Cluster:
         for learner in self.running(learner_id):
             learner.hung_until = self.timeline.now + lasts_s
 
+    def warn_learner(self, learner_id: str) -> None:
+        """Its machine is about to be taken away; another one takes its place soon."""
+        for learner in self.running(learner_id):
+            if isinstance(learner, LearnerProcess):
+                learner.is_warned = True
+
     def diverge(self, learner_id: str, snapshots: int) -> None:
         """So many of its next snapshots hold a value that is not finite."""
         for learner in self.running(learner_id):
@@ -469,7 +475,7 @@ class Cluster:
         for shard in self.shards.values():
             shard.check()
         for learner in self.learners:
-            if learner.process.alive and not learner.process.frozen and learner.state in ("failed", "done"):
+            if learner.process.alive and not learner.process.frozen and learner.state in ("failed", "left", "done"):
                 self._bury(learner)
         if self.healed:
             well, why = self._is_well()
@@ -488,7 +494,7 @@ class Cluster:
                 self.starts[learner.learner_id] + (learner.learner_id in self.claimants), learner.poisoned,
             )  # fmt: skip
         self._end(learner, noticed=True)
-        if learner.state == "failed":
+        if learner.state in ("failed", "left"):
             self.timeline.later(self.options.look_every_s, self._start_if_none, learner.learner_id)
 
     def _is_well(self) -> tuple[bool, str]:

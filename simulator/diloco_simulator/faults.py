@@ -45,6 +45,8 @@ class Faults:
                 cluster.timeline.later(lasts_s * r.random(), cluster.start_learner, learner)
             case "hang learner":
                 cluster.hang_learner(learner, lasts_s)
+            case "warn learner":
+                cluster.warn_learner(learner)
             case "crash shard":
                 cluster.crash_shard(
                     shard, noticed=r.random() < 0.6, back_after_s=min(lasts_s, lease_s), at_await=r.random() < 0.5

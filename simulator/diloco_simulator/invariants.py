@@ -18,6 +18,7 @@ from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Round
+from diloco_server.core.rounds import LAST_S
 from diloco_simulator import wire
 from diloco_worker.core.diverging import REFUSALS_MAX
 
@@ -66,10 +67,13 @@ def rounds_are_bounded(state: FragmentState, collecting: Round, max_learners: in
 def nobody_delays_a_round_beyond_its_grace(
     state: FragmentState, collecting: Round, quorum: Quorum, waited_s: float, grace_s: float
 ) -> None:
-    """P6: while it has its quorum, a round waits for the grace window and no longer, whoever is silent.
+    """P6: while it has its quorum, a round waits for the grace window and no longer, whoever is silent; only for who
+    leaves, and for whose work it was opened, it waits for as long as such a learner has.
 
     `waited_s`: since it had it first. `grace_s`: the window, and until somebody looks.
     """
+    if collecting.last_of.intersection(collecting.missing):
+        grace_s += LAST_S
     enough = max(1, needed(quorum, len(collecting.asked)))
     if waited_s > grace_s and len(collecting.contributions) >= enough:
         raise Violation(

@@ -80,7 +80,7 @@ class Taken:
 
 
 class LearnerProcess:
-    """A process that trains. `state`: "joining", "training", "leaving", "done" or "failed"."""
+    """A process that trains. `state`: "joining", "training", "leaving", "left", "done" or "failed"."""
 
     def __init__(self, cluster: Cluster, learner_id: str, flat: Tensor, start: Start) -> None:
         number = cluster.starts[learner_id]
@@ -90,6 +90,8 @@ class LearnerProcess:
         self.error: DilocoError | None = None
         self.hung_until = 0.0
         """The training loop does nothing until then, while its connections go on."""
+        self.is_warned = False
+        """It is to hand over what it has trained, and leave."""
         self.not_finite = 0
         """So many snapshots to come hold a value that is NaN."""
         self.poisoned = 0
@@ -157,17 +159,31 @@ class LearnerProcess:
             while not self._begins():  # noqa: ASYNC110 - as `join` asks in production
                 await asyncio.sleep(LOOK_S)
             self.state = "training"
-            while not self.learner.done:
+            while not (self.learner.done or self.is_warned):
                 await self._step()
             self.state = "leaving"
+            if self.is_warned:
+                await self._hand_over()
             await self.learner.connections.leave(SETTLE_S)
             if self._running is not None:  # as the network thread does before it ends
                 self._running.cancel()
                 await asyncio.wait([self._running])
             self.learner.close()
-            self.state = "done"
+            self.state = "left" if self.is_warned else "done"
         except DilocoError as error:
             self.error, self.state = error, "failed"
+
+    async def _hand_over(self) -> None:
+        """As `Learner.leave` does."""
+        began = self._cluster.timeline.now
+        while True:
+            self.learner.poll()
+            self._check()
+            is_over, missing = self.learner.hand_over(self._cluster.timeline.now - began, None)
+            if is_over:
+                break
+            await asyncio.sleep(LOOK_S)
+        self._cluster.counts["left with everything merged" if not missing else "left with something"] += 1
 
     def _begins(self) -> bool:
         begins = self.learner.begin()

@@ -85,6 +85,15 @@ def resuming(seed: int) -> Options:
     return replace(short(seed), **settings)
 
 
+def leaving(seed: int, *others: str) -> Options:
+    """Learners leave with warning again and again, long before H steps are over; and other things go wrong."""
+    settings = {
+        "faults": ("warn learner", *others), "fault_every_s": 0.4, "faults_s": 8.0, "budget": 0, "on_commit": "carry",
+        "sync_every": 30, "norm_factor": 1000.0,
+    }  # fmt: skip
+    return replace(short(seed), **settings)
+
+
 def lossy(seed: int, **changes: object) -> Options:
     """Connections break, messages are lost, late and twice; processes live."""
     settings = {

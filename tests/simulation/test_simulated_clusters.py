@@ -76,6 +76,20 @@ def test_what_is_rare_in_drawn_schedules_is_tried_on_its_own(
     assert sum(run_schedule(draw_one(seed)).counts.get(comes_about, 0) for seed in range(10)) > 0
 
 
+def test_who_leaves_with_warning_leaves_nothing_behind() -> None:
+    counts = [run_schedule(schedules.leaving(seed)).counts for seed in range(15)]
+
+    assert sum(c.get("left with everything merged", 0) for c in counts) > 50
+    assert sum(c.get("left with something", 0) for c in counts) == 0
+
+
+def test_leaving_counts_nothing_twice_whatever_goes_wrong() -> None:
+    others = ("crash shard", "cut", "break calls", "freeze learner")
+    counts = [run_schedule(schedules.leaving(seed, *others)).counts for seed in range(15)]
+
+    assert sum(c.get("left with everything merged", 0) for c in counts) > 15
+
+
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_what_was_found_once_stays_fixed(name: str) -> None:
     run_schedule(draw(name))
