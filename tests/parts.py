@@ -111,11 +111,16 @@ class Parts:
         dial: Any = None
         return ConnectionContext(CALLER, (), dial, self.world, Inbox(), codec, self.telemetry)
 
-    def learner(self, model: nn.Module, addresses: Sequence[str] = ("shard:1",), *, resumed: bool = False) -> Learner:
-        """It dials nobody."""
+    def learner(
+        self, model: nn.Module, addresses: Sequence[str] = ("shard:1",), *, resumed: bool = False,
+        reads_later: bool = False,
+    ) -> Learner:  # fmt: skip
+        """It dials nobody. `reads_later`: as with `snapshots="background"`."""
+        replica = Replica(model)
+        replica.reads_later = reads_later
         dial: Any = lambda address: None  # noqa: E731
         return make_learner(
-            Replica(model),
+            replica,
             addresses,
             CALLER,
             dial,

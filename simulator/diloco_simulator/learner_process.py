@@ -43,7 +43,7 @@ SAVES = 0.5
 BUSY_LEASES, BUSY_S = 2.0, 2.0
 """How long a push may be answered BUSY beside hostile learners: as long as theirs may pause, twice, and a moment."""
 TORN = 0.3
-"""How often an optimizer step falls into the middle of a snapshot."""
+"""How often an optimizer step falls into the middle of a snapshot that the codec thread takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +119,7 @@ class LearnerProcess:
         silence: Any = Silence()
         telemetry = LearnerTelemetry(caller, self.process.clock, silence, log, cluster.history_of(learner_id))
         replica = TornReplica(self.model, self._during_a_read, has_companion=options.companions_every > 0)
+        replica.reads_later = options.reads_later
         self.learner = make_learner(
             replica, [str(i) for i in range(options.shards)], caller, self._dial,
             self.process.world(), self, telemetry, start,
@@ -213,9 +214,7 @@ class LearnerProcess:
             self._cluster.checkpoints[self.learner_id].append(saved)
 
     def _during_a_read(self, read: Tensor) -> None:
-        """Values are being read. The codec thread takes a snapshot, while the training goes on."""
-        if self.process.in_thread != "diloco-codec":
-            return
+        """A snapshot is being taken, at a step boundary, or by the codec thread while the training goes on."""
         if self._tokens and not self._ahead and self._random.random() < TORN:
             self.model.train_on(self._tokens)
             self._ahead = self._tokens

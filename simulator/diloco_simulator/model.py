@@ -46,7 +46,7 @@ class Counting(nn.Module):
 
 
 class TornReplica(Replica):
-    """A replica whose snapshots take their time: the optimizer may step while one is being read."""
+    """A replica whose snapshots take their time: the optimizer may step while the codec thread reads one."""
 
     def __init__(self, model: Counting, meanwhile: Callable[[Tensor], None], *, has_companion: bool = False) -> None:
         """`meanwhile` is called in the middle of every snapshot with the first half of it."""

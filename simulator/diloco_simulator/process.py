@@ -43,8 +43,6 @@ class Process:
         self.random = random.Random(f"process {seed}")
         self.loop: Any = VirtualLoop(self)
         self.threads: list[VirtualThreads] = []
-        self.in_thread = ""
-        """Name of the threads of which one does its work just now; nothing: the event loop does."""
         self._orphans: set[Task[Any]] = set()
         self._backlog: list[tuple[Act, tuple[Any, ...]]] = []
         self._takes_s = takes_s
@@ -157,13 +155,10 @@ class VirtualThreads(Executor):
         self.under_way.remove(job)
         outcome: Any = None
         error: Exception | None = None
-        self._process.in_thread = self.name
         try:
             outcome = job()
         except Exception as raised:
             error = raised
-        finally:
-            self._process.in_thread = ""
         timeline = self._process.timeline
         ends_at = timeline.now + self._takes_s * self._process.random.random()
         timeline.at(ends_at, self._end, future, outcome, error, process=self._process)

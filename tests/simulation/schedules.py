@@ -144,7 +144,7 @@ def forgetting_ranks(seed: int) -> Options:
 
 def slow_codec(seed: int) -> Options:
     """Snapshots take longer than a step, and versions arrive meanwhile."""
-    return replace(memory(seed), codec_s=1.0, on_commit="carry", quorum=1, sync_every=2)
+    return replace(memory(seed), codec_s=1.0, reads_later=True, on_commit="carry", quorum=1, sync_every=2)
 
 
 def forgetting_divergence(seed: int) -> Options:

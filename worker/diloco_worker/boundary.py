@@ -1,7 +1,7 @@
 """The step boundary: events in, acts out. Owned by the training thread.
 
-Takes events from the inbox into the core, in their order. Returns what is to be done about them, as plain values.
-Waits for nothing and sends nothing.
+Takes events from the inbox into the core, in their order, and the snapshots that rounds ask for. Returns what else is
+to be done about them, as plain values. Waits for nothing and sends nothing.
 """
 
 from __future__ import annotations
@@ -258,9 +258,13 @@ class StepBoundary:
                 )
             )
 
+    @torch.no_grad()
     def _contribute(self) -> None:
         if self.core is None:
             return
-        for contribution in self.core.contribute():
+        began = self._cpu_clock()
+        taken = self.core.contribute()
+        cpu_seconds = (self._cpu_clock() - began) / max(1, len(taken))
+        for contribution in taken:
             fragment = self.core.fragments[contribution.fragment_id]
-            self._acts.append(PushContribution(contribution, fragment.fragment.shard_index))
+            self._acts.append(PushContribution(contribution, fragment.fragment.shard_index, cpu_seconds))

@@ -1,8 +1,9 @@
 """The codec side of a learner: what is encoded, what is held, and the one thread that encodes and decodes.
 
-Snapshot and encoding are one job, and so are decoding and what applying a version can have computed ahead. Neither the
-training thread nor the event loop waits for a job. A contribution's job begins at the step boundary (`begin`). The
-payload stays here until the contribution's fate is known, and the version pulled last stays until the next one comes.
+Encoding a contribution is one job, and so are decoding and what applying a version can have computed ahead. Neither the
+training thread nor the event loop waits for a job. A contribution's job begins at the step boundary (`begin`); where
+the replica reads later, it takes the snapshot first. The payload stays here until the contribution's fate is known, and
+the version pulled last stays until the next one comes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class CodecThread:
     # ------------------------------------------------------------ in the training thread
 
     def begin(self, contribution: Contribution, encoding: str) -> None:
-        """Take the snapshot of a contribution and encode it, unless that is done or under way, or this is closed."""
+        """Encode a contribution, unless that is done or under way, or this is closed."""
         if contribution not in self._payloads and not self._is_closed and not contribution.tensors.is_others:
             self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
             self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from diloco_common.errors import IslandBroken
 from diloco_common.messages import Pulse
 from diloco_common.ports import World
@@ -94,9 +92,6 @@ class IslandBoundary(StepBoundary):
         """What this rank does of an act; None: nothing."""
         match act:
             case PushContribution():
-                # Now, on every device: a version may come to be applied at the next boundary, at all ranks.
-                with torch.no_grad():
-                    act.contribution.tensors.take_snapshot()
                 act.contribution.may_have_arrived = True  # until a version tells: `_apply`
             case SeedFragment():
                 own = self._local(act.fragment_id).own
@@ -154,4 +149,4 @@ class Agreed(Inbox):
         return self._agreed.popleft() if self._agreed else None
 
     def put_back(self, event: Event) -> None:
-        raise AssertionError("snapshots of an island are taken at the boundary, so no version waits for one")
+        raise AssertionError("an island never reads later, so no version waits for a snapshot")

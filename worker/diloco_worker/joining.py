@@ -71,6 +71,7 @@ def join(
     island: Island = None,
     frozen: FrozenRule = "same",
     residuals: Literal["device", "host"] = "device",
+    snapshots: Literal["step", "background"] = "step",
     log: Literal["stderr"] | None = "stderr",
 ) -> Learner:
     """Join a run, and return once the model holds the latest version of every fragment.
@@ -116,6 +117,9 @@ def join(
         residuals: where the learner keeps what encodings have lost, 2 bytes per parameter (4 with topk64_2bit): beside
             the model, or in pinned "host" memory, from where they come back each time that a contribution is encoded.
             There torch rounds the bytes of each tensor up to a power of two.
+        snapshots: "step": what a contribution holds is copied before `step` returns. "background": on a CPU a thread
+            copies it in the moments after, which takes one pass over a fragment out of the loop. Between steps the loop
+            must then leave the parameters alone. On an accelerator and in an island it changes nothing.
         log: "stderr": what the learner says goes there, unless the process has handlers for its logs already, and an
             error of ours that nobody catches ends the process with its words alone. None: neither.
 
@@ -157,6 +161,9 @@ def join(
         replica, averaged = make_replica(chosen, mean_merge, group), None
     if residuals not in ("device", "host"):
         raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
+    if snapshots not in ("step", "background"):
+        raise ConfigError(f'snapshots={snapshots!r} is neither "step" nor "background"')
+    replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
     if caller.rank:  # the leader speaks for all

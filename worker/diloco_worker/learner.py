@@ -10,13 +10,13 @@
         learner.finish()
     model.save_pretrained("model")
 
-All of this runs in the training thread. Between two steps, `step` takes contributions and puts arrived versions under
-the local progress: one addition, of what was computed ahead. It never waits for anybody. What happens there is decided
-by `StepBoundary`. What it asks for is done by others: the codec thread encodes, `Background` runs the connections.
+All of this runs in the training thread. Between two steps, `step` takes contributions, one pass over the fragment each,
+and puts arrived versions under the local progress: one addition, of what was computed ahead. It never waits for
+anybody. What happens there is decided by `StepBoundary`. What it asks for is done by others: the codec thread encodes,
+`Background` runs the connections.
 
-The codec thread copies the snapshots in the moments after `step` or `poll` returned. So the loop should not put other
-values into the parameters there (averaged ones, to evaluate them). They would be contributed, and only the next
-contribution would take them out again.
+What a contribution holds is fixed when `step` or `poll` returns. Until the next one the parameters are the loop's own:
+it may put other values into them (averaged ones, to evaluate them), if it puts the trained ones back.
 """
 
 from __future__ import annotations

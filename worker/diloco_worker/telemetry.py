@@ -156,6 +156,8 @@ class LearnerTelemetry:
                 self.metrics.training.stepped(tokens=act.tokens, seconds=act.step_s, loss=act.progress.loss)
                 self.metrics.training.stalled(act.stall_s)
                 self._count(self.figures())
+            case PushContribution():
+                self.metrics.training.computed("snapshot", act.cpu_seconds)
             case VersionApplied():
                 self.metrics.exchange.applied(act.fragment_id, act.version, act.seconds)
                 self.metrics.training.computed("apply", act.cpu_seconds)

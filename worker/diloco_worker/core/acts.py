@@ -34,6 +34,8 @@ class PushContribution:
 
     contribution: Contribution
     shard_index: int
+    cpu_seconds: float = 0.0
+    """Of the training thread, for the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,9 @@ class LearnerCore:
     def contribute(self) -> list[Contribution]:
         """The contributions that rounds ask for, where there is something to contribute.
 
-        On a CPU their snapshots are still to be taken, soon and in any thread (`ContributionTensors.take_snapshot`).
-        Until then the fragment `is_being_read`. A round that asks again for the contribution that is under way gets the
-        same one.
+        They hold their snapshots. Where the replica reads later, these are still to be taken, soon and in any thread
+        (`ContributionTensors.take_snapshot`): until then the fragment `is_being_read`. A round that asks again for the
+        contribution that is under way gets the same one.
         """
         taken = []
         for fragment in self.fragments.values():

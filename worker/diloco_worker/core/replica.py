@@ -91,6 +91,8 @@ class Replica:
         self.device = next(p.device for p in parameters.values() if p.numel())
         self.stow: Callable[[Tensor], Tensor] | None = None
         """Where a residual lies between contributions: gives a copy there. None: where it was computed."""
+        self.reads_later = False
+        """Whether the codec thread takes snapshots, after the step boundary."""
 
     @property
     def is_spread(self) -> bool:

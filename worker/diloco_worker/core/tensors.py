@@ -21,12 +21,15 @@ payload, until the next is encoded. A learner may keep its residuals in host mem
 Which contribution is taken, and what becomes of it, is decided in fragment.py. The codec thread encodes and decodes
 with these tensors, and computes ahead what applying a version adds. The training thread puts values into the model.
 
-On a CPU the codec thread takes the snapshot while the training goes on. Each element is then of a value that the
-parameter had (aligned reads of 2 and 4 bytes are whole). Some are from before an optimizer step, some from after it.
-Any such mixture is right: what is not in the snapshot goes into the next contribution. A version must not be applied
-to the fragment meanwhile, though: that would move elements by what no training did. So versions wait while the
-fragment is read (`is_being_read`). The training never waits. On an accelerator the snapshot is queued at the step
-boundary. That takes no time, and it is taken before the next step.
+A snapshot is taken at the step boundary: between two steps the parameters are the loop's own, and it may put other
+values into them. On a CPU that is one pass over the fragment, in the training thread. On an accelerator it is queued,
+which takes no time, and the device takes it before whatever the loop queues next.
+
+With `Replica.reads_later` the codec thread takes it, while the training goes on. Each element is then of a value that
+the parameter had (aligned reads of 2 and 4 bytes are whole). Some are from before an optimizer step, some from after
+it. Any such mixture of what was trained is right: what is not in the snapshot goes into the next contribution. A
+version must not be applied to the fragment meanwhile, though: that would move elements by what no training did. So
+versions wait while the fragment is read (`is_being_read`).
 """
 
 from __future__ import annotations
@@ -210,7 +213,7 @@ class FragmentTensors:
     # ------------------------------------------------------------ at a step boundary, in the training thread
 
     def contribute(self, round_number: int) -> ContributionTensors:
-        """Those of a new contribution. On a CPU its snapshot is still to be taken, soon, by whoever encodes."""
+        """Those of a new contribution, with its snapshot, unless whoever encodes is to take that."""
         assert self.anchor is not None
         assert self.contribution is None
         self.contribution = ContributionTensors(
@@ -221,7 +224,7 @@ class FragmentTensors:
             given_back=self._given_back,
         )  # fmt: skip
         self._given_back = None
-        if self._replica.device.type != "cpu":
+        if not self._replica.reads_later:
             self.contribution.take_snapshot()
         return self.contribution
 
