@@ -9,6 +9,7 @@ Over TLS (`http_tls.py`), /metrics and /status are for those who show a certific
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -21,6 +22,7 @@ from urllib.parse import parse_qsl
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from diloco_common import watchdog
 from diloco_common.addresses import is_loopback, is_no_name, parse_address
 from diloco_common.errors import ConfigError
 from diloco_common.http_listener import HttpListener
@@ -64,16 +66,21 @@ class HttpServer:
         registry: CollectorRegistry,
         status: Callable[[], dict[str, Any]],
         ready: Callable[[], tuple[bool, str]],
+        alive: Callable[[], tuple[bool, str]] = lambda: (True, "it answers"),
         bearer_token: str | None = None,
         door: TlsDoor | None = None,
         pages: Mapping[str, Page] | None = None,
     ) -> None:
-        """`bearer_token`: who sends it, or calls from this machine, sees all of /status. `door`: serve over TLS.
+        """`alive`: whether the process makes progress; one that does not is worth a new start.
+
+        `bearer_token`: who sends it, or calls from this machine, sees all of /status. `door`: serve over TLS.
 
         `pages`: further paths, each for authorised callers alone.
         """
         self._status = status
         self._ready = ready
+        self._alive = alive
+        self._watchdog: asyncio.Task[None] | None = None
         self._registry = registry
         self._bearer_token = bearer_token
         self._door = door
@@ -82,11 +89,18 @@ class HttpServer:
         self._listener = HttpListener(address, self._answer, door)
 
     async def start(self) -> str:
-        """Listen, and return the bound "host:port". Raises ConfigError or InUse."""
-        return await self._listener.start()
+        """Listen, and return the bound "host:port". From then on systemd is told of progress too.
+
+        Raises ConfigError or InUse.
+        """
+        address = await self._listener.start()
+        self._watchdog = asyncio.create_task(watchdog.feed(lambda: self._alive()[0]), name="watchdog")
+        return address
 
     async def stop(self) -> None:
         """Close the socket. Answers in progress get one second to end. Repeating it is fine."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         await self._listener.stop()
 
     async def _answer(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
@@ -107,7 +121,8 @@ class HttpServer:
         elif path in self._pages:
             await self._send_page(self._pages[path], scope, send)
         elif path == "/healthz":
-            await _send_json(send, 200, {"alive": True})
+            alive, reason = self._alive()
+            await _send_json(send, 200 if alive else 503, {"alive": alive, "reason": reason})
         elif path == "/readyz":
             ready, reason = self._ready()
             await _send_json(send, 200 if ready else 503, {"ready": ready, "reason": reason})

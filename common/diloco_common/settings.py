@@ -198,6 +198,9 @@ class WorkerSettings(Section):
     """Unique in the run; empty: made from the host name and the process id."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
+    hung_s: float = Field(default=1800.0, ge=0)
+    """Seconds without the end of an inner step after which a worker that trains counts as hung: /healthz answers 503,
+    and `diloco up`, systemd and Kubernetes start it again. Longer than any compilation or evaluation; 0: never."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     threads: int = Field(default=0, ge=0)
@@ -303,6 +306,9 @@ class ClusterSettings(Section):
     """Folder for versions, logs, addresses, the report and the exported model."""
     restart: bool = True
     """Start a shard or worker again when it dies unexpectedly."""
+    hung_s: float = Field(default=60.0, ge=0)
+    """`diloco up` kills a shard or worker that has answered nothing for so many seconds, or that says itself that it
+    hangs (`worker.hung_s`); 0: never."""
     worker_cpus: float = Field(default=1.0, gt=0)
     """CPU cores that each worker asks Ray for (`up --on ray`)."""
     worker_gpus: float = Field(default=0.0, ge=0)

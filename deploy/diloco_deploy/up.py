@@ -23,6 +23,7 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy.children import EVALUATE, Children, Programs, names
 from diloco_deploy.folder import Files, Outputs, anchored, shown
+from diloco_deploy.hanging import Hanging
 from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.live import Display, display_for
 from diloco_deploy.members import Members
@@ -35,6 +36,7 @@ from diloco_deploy.supervisor import Action, Exit, Supervisor
 from diloco_deploy.web.beside import PageThread
 
 _TICK_S = 0.1
+_LAST_WORD_S = 4.0
 _SAMPLE_EVERY_S = 1.0
 _DRAIN_S = 35.0
 """Seconds for a child to end after SIGTERM, before it is killed."""
@@ -149,6 +151,7 @@ class LocalRun:
         self._lost: set[str] = set()
         self._http: dict[str, str] = {}  # name -> address of /status
         self._asked: dict[str, str] = {}
+        self._hanging = Hanging(settings.cluster.hung_s)
         self._next_sample = 0.0
         self._has_loss = False
         self._report: Report = {}  # filled when training is over
@@ -277,6 +280,7 @@ class LocalRun:
                 self._certificates.renew(now)
             self._look_after_children(now)
             self._kill_who_stays(now)
+            self._kill_who_hangs(now)
             self._look_for_wish()
             self._listen(now)
             self._display.show(self._watch.snapshot(now), now)
@@ -343,6 +347,19 @@ class LocalRun:
                 self._supervisor.signal(name, signal.SIGKILL)
                 self._display.tell(f"{name} did not end by itself and was killed")
 
+    def _kill_who_hangs(self, now: float) -> None:
+        """They are started again as those are that died by themselves."""
+        found = self._hanging.look(self._http, now)
+        if not found:
+            return
+        # A busy machine may have left no time for them among all others: they are asked once more, alone.
+        answers = fetch_all({name: self._http[name] for name in found}, _LAST_WORD_S, self._poller.asker)
+        for name, why in found.items():
+            if not answers.get(name, {"hung": True}).get("hung"):
+                continue
+            self._display.tell(f"{name} hangs, and is killed: {why}")
+            self._supervisor.signal(name, signal.SIGKILL)
+
     def _start_worker(self, index: int, name: str) -> None:
         if self._certificates is not None:
             self._certificates.include(f"learner/{name}")
@@ -372,6 +389,7 @@ class LocalRun:
 
     def _listen(self, now: float) -> None:
         for name, status in self._poller.take().items():
+            self._hanging.heard(name, now, is_hung=bool(status.get("hung")))
             for event in self._watch.heard(name, status, now):
                 self._display.tell(event)
         if now >= self._next_sample:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from diloco_common.endpoints import read_address
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_deploy.children import Programs
@@ -135,6 +136,27 @@ def test_a_killed_worker_is_started_again(
     said = capsys.readouterr().out
     assert "worker-0 died (signal 9)" in said
     assert "worker-0 started again" in said
+
+
+def test_a_worker_that_hangs_is_killed_and_started_again(
+    command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORKER", "waits")
+    up = command("cluster.hung_s=1")
+    all_train(up)
+    found = read_address(up.folder / "run" / "worker-0.json")
+    assert found is not None
+    os.kill(found.pid, signal.SIGSTOP)
+
+    def is_another() -> bool:
+        again = read_address(up.folder / "run" / "worker-0.json")
+        return again is not None and again.pid != found.pid
+
+    until(is_another, "another process of worker-0")
+    up.process.send_signal(signal.SIGINT)
+    _, said = up.end()
+    assert "worker-0 hangs, and is killed: it has answered nothing for" in said
+    assert "worker-1 hangs" not in said
 
 
 def test_without_restart_the_last_lost_worker_ends_the_cluster(

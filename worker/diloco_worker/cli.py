@@ -118,6 +118,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
         address_file=outputs.address, history=run.history,
         island="alone",  # the built-in loop shares its model with nobody, whatever has started this process
     )  # fmt: skip
+    learner.telemetry.hung_s = worker.hung_s
     came: set[int] = set()
 
     def stop(number: int, _: object) -> None:

@@ -317,6 +317,7 @@ def _http_server(
         registry=telemetry.metrics.registry,
         status=lambda: telemetry.status(connections.pulse, connections.figures()),
         ready=lambda: telemetry.readiness,
+        alive=lambda: telemetry.health,
         bearer_token=credentials.token(),
         door=None if files is None or files.pair is None else TlsDoor(credentials.files),
     )

@@ -144,7 +144,7 @@ class Learner(LearnerView):
                 return False
             self.telemetry.log.event("training without a shard", why=missing)
             self._boundary.begin_without()
-        self.telemetry.state = "training"
+        self.telemetry.trains()
         self._step_ended = self._clock()
         return True
 

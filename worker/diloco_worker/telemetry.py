@@ -16,6 +16,7 @@ from diloco_common.messages import Pulse
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.metrics.worker import PushOutcome, SyncPhase
 from diloco_common.ports import Clock, History
+from diloco_common.settings import WorkerSettings
 from diloco_worker.core.acts import (
     Act,
     Figures,
@@ -42,6 +43,8 @@ class LearnerTelemetry:
         """"joining", "training", "done" or "stopped"."""
         self.readiness = False, "the model is not cut yet"
         """Whether the learner has joined every shard and holds every fragment, and what is missing."""
+        self.hung_s = WorkerSettings().hung_s
+        """Seconds without the end of an inner step after which the training thread counts as hung; 0: never."""
         self.is_island = False
         """Whether this process holds only a part of each fragment, perhaps."""
         self.figures: Callable[[], Figures] = Figures
@@ -52,6 +55,7 @@ class LearnerTelemetry:
         self._clock = clock
         self._history = history
         self._began = clock()
+        self._progress_at = self._began
         self._loss: float | None = None
         self._unit = "tokens"
         self._step_time_s = 0.0
@@ -82,6 +86,7 @@ class LearnerTelemetry:
             "step_time_s": step_time_s,
             "sync_stall_s": self._stall_s,
             "sync_stall_max_s": self._stall_max_s,
+            "hung": not self.health[0],
             "uptime_s": round(self._clock() - self._began, 3),
             "tokens_merged": pulse.tokens_merged,
             "tokens_budget": pulse.tokens_budget,
@@ -101,7 +106,20 @@ class LearnerTelemetry:
             "bytes_pulled": self.bytes_pulled,
         }
 
+    @property
+    def health(self) -> tuple[bool, str]:
+        """Whether the training thread makes progress, and what is known of it. Waiting for shards is no hang."""
+        idle_s = self._clock() - self._progress_at
+        if self.state != "training":
+            return True, self.state
+        return not 0 < self.hung_s < idle_s, f"no inner step has ended for {idle_s:.0f} s"
+
     # ------------------------------------------------------------ in the training thread
+
+    def trains(self) -> None:
+        """The learner has joined, and its first step begins."""
+        self._progress_at = self._clock()
+        self.state = "training"
 
     def model(self, tensors: Sequence[TensorSpec], num_frozen: int) -> None:
         """What will be synchronised, and how; `num_frozen` parameters will not."""
@@ -149,6 +167,7 @@ class LearnerTelemetry:
         """Count an act in the metrics."""
         match act:
             case StepEnded():
+                self._progress_at = self._clock()
                 self._loss, self._step_time_s = act.progress.loss, act.progress.step_time_s
                 self._unit = "samples" if act.progress.counts_samples else "tokens"
                 self._stall_s += act.stall_s
