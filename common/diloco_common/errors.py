@@ -87,6 +87,12 @@ class DataError(DilocoError):
     exit_code = EXIT_DATA
 
 
+class NoCheckpoint(DataError):
+    """There is no checkpoint in the given place."""
+
+    code = "NO_CHECKPOINT"
+
+
 class InUse(DilocoError):
     """A port, a folder or a learner id belongs to another process."""
 

@@ -38,8 +38,6 @@ def pull_into(
     from diloco_worker.whereabouts import addresses_of
 
     began = time.perf_counter()
-    if base is not None and not base.is_dir():
-        raise DataError(f"--base {base}: no such folder; give the one that holds config.json")
     addresses = addresses_of(shards)
     found = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait_s)
     tensors = {name: _converted(tensor, dtype) for name, tensor in found.tensors.items()}

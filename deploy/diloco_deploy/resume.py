@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from diloco_common.errors import DataError
+from diloco_common.errors import DataError, NoCheckpoint
 from diloco_common.options import SettingsOptions, settings_from
 from diloco_common.settings_loader import load_saved
 from diloco_deploy.folder import Files, Outputs, anchored, shown
 from diloco_deploy.placing import place_anew, settle
 from diloco_deploy.ray_up import bring_up_on_ray
 from diloco_deploy.up import bring_up, check_cluster
-from diloco_server.storage.checkpoint import NoCheckpoint
 
 
 def resume_run(folder: Path, flags: Mapping[str, object], overrides: Sequence[str]) -> int:

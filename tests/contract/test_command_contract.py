@@ -20,6 +20,13 @@ import pytest
         ["explain", "LATE"],
         ["checkpoint", "--help"],
         ["restore", "--help"],
+        ["plan"],
+        ["plan", "--params", "many"],
+        ["checkpoint", "list", "/nowhere"],
+        ["pull", "--out", "model"],
+        ["pull", "--out", "model", "--folder", "/nowhere"],
+        ["pull", "--out", "model", "--shards", "127.0.0.1:1", "--base", "/nowhere"],
+        ["doctor", "--folder", "/nowhere"],
     ],
 )
 def test_quick_commands_import_neither_torch_nor_grpc(argv: list[str]) -> None:

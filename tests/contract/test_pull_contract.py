@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco_worker
+from diloco_common.endpoints import write_address
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import save
 from diloco_deploy.cli import main
 from diloco_deploy.pull import adapter_name
 
@@ -67,6 +70,19 @@ def test_the_model_is_written_under_all_of_its_names(addresses, tmp_path, capsys
     said = capsys.readouterr().out
     assert f"{out}/model.safetensors: 36 parameters as float32" in said
     assert "of 2 fragments" in said
+
+
+def test_shards_and_run_are_those_of_the_folder_of_a_cluster(addresses, tmp_path):
+    model, cluster = trained(addresses, nn.Linear(3, 2)), tmp_path / "cluster"
+    (cluster / "run").mkdir(parents=True)
+    save(Settings(), cluster / "settings.json")
+    for i, address in enumerate(addresses.split(",")):
+        write_address(cluster / "run" / f"shard-{i}.json", "shard", f"shard-{i}", grpc=address, http="")
+    write_address(cluster / "run" / "worker-0.json", "worker", "worker-0", http="")
+
+    assert main(["pull", "--folder", str(cluster), "--out", str(tmp_path)]) == 0
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], model.weight)
+    assert main(["doctor", "--folder", str(cluster)]) == 0
 
 
 def test_what_the_run_does_not_train_comes_from_the_folder_of_the_model(addresses, tmp_path):

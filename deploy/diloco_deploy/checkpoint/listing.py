@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from diloco_common.command import QuietConsole
-from diloco_common.errors import DataError
+from diloco_common.errors import DataError, NoCheckpoint
 from diloco_deploy import units
 from diloco_deploy.checkpoint.sources import open_checkpoint, shard_folders
-from diloco_server.storage.checkpoint import Contents, NoCheckpoint, joined
+from diloco_server.storage.checkpoint import Contents, joined
 from diloco_server.storage.regular import FOLDER
 
 

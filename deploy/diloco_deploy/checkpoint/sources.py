@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco_common.errors import NoCheckpoint
 from diloco_common.settings_loader import load_saved
 from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
 from diloco_server.storage.checkpoint import (
@@ -14,7 +15,6 @@ from diloco_server.storage.checkpoint import (
     CheckpointIncomplete,
     CheckpointsDiffer,
     Contents,
-    NoCheckpoint,
     contents_of,
     describe,
     joined,

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from diloco_common.command import new_app
+from diloco_common.errors import NoCheckpoint
 from diloco_common.options import Dtype, Json
 
 _SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
@@ -46,9 +47,13 @@ def listing(
     json: Json = False,
 ) -> int:
     """Show all checkpoints in folders."""
+    folders = folders or [Path("runs/local")]
+    for folder in folders:
+        if not folder.is_dir():
+            raise NoCheckpoint(f"there is no folder {folder}")
     from diloco_deploy.checkpoint.commands import show_all
 
-    return show_all(folders or [Path("runs/local")], as_json=json)
+    return show_all(folders, as_json=json)
 
 
 @app.command(help="check every byte; exit code 3 if one is wrong")

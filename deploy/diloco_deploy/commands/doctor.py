@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -19,6 +20,9 @@ def doctor(
         str | None, setting("worker.shards", "HOST:PORT,...", "look at the way from here to these shards")
     ] = None,
     *,
+    folder: Annotated[
+        Path | None, Parameter(metavar="PATH", help="look at the shards of the cluster that `diloco up` runs there")
+    ] = None,
     shard: Annotated[Flag, Parameter(help="look at this machine: is it fit to run the shard of the settings?")] = False,
     run: Annotated[str | None, setting("run.id", "ID", "id of the run")] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "certificate of the caller")] = None,
@@ -45,6 +49,13 @@ def doctor(
     shards, from the name to the bandwidth, and which settings the link allows. With --shard: disk, files, memory and
     kernels. It changes nothing, and ends within 20 s. Exit code 1 if something fails.
     """
+    if folder is not None:
+        if shards is not None:
+            raise ConfigError("give --shards or --folder, one of them")
+        from diloco_deploy.local_shards import shards_in
+
+        found = shards_in(folder)
+        shards, run, tls = ",".join(found.addresses), run or found.run, tls or (str(found.tls) if found.tls else None)
     flags = {
         "worker.shards": shards, "run.id": run, "security.tls": tls, "security.token_file": token_file,
         "shard.data_dir": data_dir,
@@ -53,7 +64,8 @@ def doctor(
     addresses = () if shard and shards is None else settings.worker.shards
     if not addresses and not shard:
         raise ConfigError(
-            "what should be looked at? Name the shards (--shards ps-0:50051,ps-1:50051), or say --shard: this machine"
+            "what should be looked at? Name the shards (--shards ps-0:50051,ps-1:50051), or the --folder of "
+            "`diloco up`, or say --shard: this machine"
         )
     from diloco_deploy.doctor.command import Patient
     from diloco_deploy.doctor.command import doctor as examined

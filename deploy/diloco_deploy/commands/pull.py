@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from diloco_common import quantities
+from diloco_common.errors import ConfigError, DataError
 from diloco_common.options import Dtype, number
 
 _SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
@@ -15,8 +16,11 @@ _SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, 
 
 def pull(
     *,
-    shards: Annotated[str, Parameter(metavar="HOST:PORT,...", help="addresses of all shards")],
     out: Annotated[Path, Parameter(metavar="DIR", help="folder to write; files in it are replaced")],
+    shards: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="addresses of all shards")] = None,
+    folder: Annotated[
+        Path | None, Parameter(metavar="PATH", help="instead: folder of the cluster that `diloco up` runs")
+    ] = None,
     base: Annotated[
         Path | None,
         Parameter(
@@ -26,7 +30,9 @@ def pull(
         ),
     ] = None,
     dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32",
-    run: Annotated[str, Parameter(metavar="ID", help="id of the run")] = "local",
+    run: Annotated[
+        str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
+    ] = None,
     tls: Annotated[Path | None, Parameter(metavar="FOLDER", help="an observer's or learner's certificate")] = None,
     token_file: Annotated[
         Path | None, Parameter(metavar="FILE", help="file with a bearer token, if the shards ask")
@@ -36,6 +42,15 @@ def pull(
     """Pull the latest version of every fragment from the shards, without joining, and write the model into a folder as
     safetensors, under all names that tied parameters have.
     """
+    if (shards is None) == (folder is None):
+        raise ConfigError("give --shards or --folder, one of them: diloco pull --folder runs/local --out model")
+    if base is not None and not base.is_dir():
+        raise DataError(f"--base {base}: no such folder; give the one that holds config.json")
+    if folder is not None:
+        from diloco_deploy.local_shards import shards_in
+
+        found = shards_in(folder)
+        shards, run, tls = ",".join(found.addresses), run or found.run, tls or found.tls
     from diloco_deploy.pull import pull_into
 
-    return pull_into(out, shards, base, dtype, run=run, tls=tls, token_file=token_file, wait_s=wait)
+    return pull_into(out, shards or "", base, dtype, run=run or "local", tls=tls, token_file=token_file, wait_s=wait)

@@ -13,6 +13,8 @@ from diloco_deploy.plan.table import figures, learner_figures, lines_of, process
 def plan(asked: Asked, *, as_json: bool = False) -> int:
     """Print what `choose` proposes. Exit code 1 if the link carries none of it."""
     choice = choose(asked)
+    if not as_json:
+        print("\n".join(_said(asked, choice)), flush=True)  # what a learner holds takes torch: seconds to load
     rows = [*figures(asked, choice), *learner_figures(asked, choice)]
     if as_json:
         found = {
@@ -25,7 +27,6 @@ def plan(asked: Asked, *, as_json: bool = False) -> int:
         }  # fmt: skip
         print(json.dumps(found, indent=2))
     else:
-        print("\n".join(_said(asked, choice)))
         print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
         print(f"\nsettings (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
     return 0 if choice.fits else 1

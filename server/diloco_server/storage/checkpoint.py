@@ -16,7 +16,7 @@ from typing import Any
 import google_crc32c
 from pydantic import TypeAdapter
 
-from diloco_common.errors import BadRequest, DataError
+from diloco_common.errors import BadRequest, DataError, NoCheckpoint
 from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut, differences, spec_of
 from diloco_server.storage.filesystem import Files, FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
@@ -32,12 +32,6 @@ from diloco_server.storage.version_file import (
 
 MANIFEST = "checkpoint.json"
 FORMAT = "diloco-checkpoint-1"
-
-
-class NoCheckpoint(DataError):
-    """There is no checkpoint in the given place."""
-
-    code = "NO_CHECKPOINT"
 
 
 class CheckpointDamaged(DataError):

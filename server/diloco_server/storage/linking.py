@@ -13,13 +13,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco_common.errors import NoCheckpoint
 from diloco_server.storage.checkpoint import (
     MANIFEST,
     CheckpointExists,
     CheckpointFile,
     CheckpointIncomplete,
     Contents,
-    NoCheckpoint,
     contents_of,
     describe,
     write_manifest,
