@@ -167,6 +167,12 @@ class TlsNeeded(HandshakeFailed):
     code = "TLS_NEEDED"
 
 
+class NotAShard(HandshakeFailed):
+    """The port speaks HTTP, not our protocol."""
+
+    code = "NOT_A_SHARD"
+
+
 class TlsNotSpoken(HandshakeFailed):
     """This caller speaks TLS, and the port does not."""
 

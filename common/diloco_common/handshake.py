@@ -7,6 +7,8 @@ alert, or, where gRPC serves, as the end of the connection.
 
 from __future__ import annotations
 
+import http.client
+import json
 import socket
 import ssl
 from datetime import UTC, datetime
@@ -18,9 +20,11 @@ from diloco_common.addresses import parse_address
 from diloco_common.errors import (
     CertificateExpired,
     CertificateNotYetValid,
+    ConfigError,
     ForeignCertificate,
     HandshakeFailed,
     NoCertificate,
+    NotAShard,
     TlsNeeded,
     TlsNotSpoken,
     WrongHost,
@@ -34,6 +38,7 @@ SETTINGS = b"\4"
 EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 """X509_V_ERR_... of OpenSSL."""
 DIAL_S = 2.0
+STATUS_BYTES_MAX = 8 << 20
 
 
 def find_cause(address: str, files: TlsFiles | None, dial_s: float = DIAL_S) -> HandshakeFailed | None:
@@ -56,10 +61,30 @@ def _plaintext_cause(address: str, dial_s: float) -> HandshakeFailed | None:
         with _dial(address, dial_s) as raw, context.wrap_socket(raw, server_hostname=parse_address(address).host):
             pass
     except ssl.SSLError:
-        return None
+        return _http_cause(address, dial_s)
     return TlsNeeded(
         f"{address} speaks TLS, and this caller plaintext; set security.tls (tls= of join) to the folder that "
         "`diloco certs issue` made for it"
+    )
+
+
+def _http_cause(address: str, dial_s: float) -> NotAShard | None:
+    """A port that speaks HTTP; that of a shard says where the shard listens. Raises OSError."""
+    wanted = parse_address(address)
+    asked = http.client.HTTPConnection(wanted.host, wanted.port, timeout=dial_s)
+    try:
+        asked.request("GET", "/status")
+        status = json.loads(asked.getresponse().read(STATUS_BYTES_MAX))
+        port = parse_address(status["grpc"]).port
+    except http.client.BadStatusLine:  # gRPC, most likely
+        return None
+    except (http.client.HTTPException, ValueError, TypeError, KeyError, ConfigError):
+        return NotAShard(f"{address} is an HTTP port, and no shard; give the address of gRPC (shard.listen)")
+    finally:
+        asked.close()
+    return NotAShard(
+        f"{address} is the HTTP port of a shard (shard.http); give the address at which it listens for gRPC: "
+        f"{wanted.host}:{port}"
     )
 
 

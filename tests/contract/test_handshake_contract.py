@@ -16,7 +16,7 @@ from training import tiny_model
 
 import diloco_worker
 from certificates import Certificates
-from diloco_common.errors import CannotConnect, HandshakeFailed, NoCertificate, TlsNotSpoken
+from diloco_common.errors import CannotConnect, HandshakeFailed, NoCertificate, NotAShard, TlsNotSpoken
 from diloco_common.handshake import find_cause
 from diloco_common.identity import Identity
 from diloco_common.messages import JoinRequest
@@ -195,6 +195,13 @@ def test_plaintext_on_a_tls_port_and_the_reverse(shard, serve, run):
     assert "security.tls" in str(needed)
     assert not_spoken is not None
     assert not_spoken.code == "TLS_NOT_SPOKEN"
+
+
+def test_the_http_port_of_a_shard_says_where_the_shard_listens(serve):
+    server = serve(settings_with()).server
+    assert cause_at(server.grpc_address, None) is None
+    with pytest.raises(NotAShard, match=f"gRPC: {server.grpc_address}"):
+        diloco_worker.join(server.http_address, tiny_model(), http=None, wait_s=30.0)
 
 
 def test_an_alert_is_heard_too(run, tmp_path):

@@ -25,11 +25,6 @@ LINK = (
         "firewalls on both machines and the rules of the cloud between them; [ports](wan.md#ports-and-direction)",
     ),
     _finding(
-        "NOT_A_SHARD", "Something listens on the port, but it does not speak our protocol.",
-        "Give the address of gRPC (`shard.listen`, usually 50051), not that of HTTP (`shard.http`).",
-        "the last line `serving` in the shard's log",
-    ),
-    _finding(
         "NO_ANSWER",
         "The port takes connections, and the shard answers no call: its process is stopped, or its machine overloaded.",
         "Look at the process, and restart it if it hangs.",

@@ -32,6 +32,11 @@ TROUBLES = (
         "`security.tls` on both sides",
     ),
     _connecting(
+        "NOT_A_SHARD", "Something listens on the port, but it does not speak our protocol.",
+        "Give the address of gRPC (`shard.listen`, usually 50051), not that of HTTP (`shard.http`).",
+        "the last line `serving` in the shard's log",
+    ),
+    _connecting(
         "TLS_NOT_SPOKEN", "The port speaks plaintext, and this caller TLS.",
         "Give the shard a certificate (`security.tls`), or leave `security.tls` (`tls=` of join) out at the caller.",
         "`security.tls` on both sides",

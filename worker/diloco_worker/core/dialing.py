@@ -16,6 +16,7 @@ from diloco_common.errors import (
     ForeignCertificate,
     LeaseExpired,
     NoCertificate,
+    NotAShard,
     NotJoined,
     NotSeeded,
     Refusal,
@@ -35,7 +36,7 @@ JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
 TRY_AGAIN = (Draining, Busy, NotSeeded, TornUpload)
 """Not now."""
-STAYS = (NoCertificate, ForeignCertificate, WrongHost, TlsNeeded, TlsNotSpoken)
+STAYS = (NoCertificate, ForeignCertificate, WrongHost, TlsNeeded, TlsNotSpoken, NotAShard)
 """Only other settings or files can mend it. An expired certificate is waited for: it may be renewed under way, and a
 clock may be set."""
 STAYS_S = 3.0
