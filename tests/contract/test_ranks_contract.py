@@ -208,9 +208,12 @@ def test_values_that_are_written_are_seen_after_a_forward_pass_without_gradients
     replica = make_replica(SharedSet(model), None, group)
     (fragment,) = cut(replica.specs, 1, 1).fragments
     with torch.no_grad():
-        model(torch.ones(1, 4))
+        before = model(torch.ones(1, 4))
+        put_back = replica.keep()
         replica.write(replica.held(fragment), torch.zeros(fragment.num_elements))
         assert model(torch.ones(1, 4)).abs().max() == 0.0
+        put_back()
+        assert torch.equal(model(torch.ones(1, 4)), before)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -107,7 +107,7 @@ def test_a_newer_version_replaces_one_that_waits_for_its_turn(learner, parts, mo
 
 def taken(learner: Learner) -> None:
     """A step takes a contribution of fragment 0; its snapshot is still to be taken (`snapshots="background"`)."""
-    learner._boundary._replica.reads_later = True
+    learner._boundary.replica.reads_later = True
     learner._inbox.put(Asked(Collect(0, 2, EPOCH), EPOCH))
     learner.step(1)
     assert learner.core is not None

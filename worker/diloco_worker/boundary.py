@@ -64,7 +64,7 @@ class StepBoundary:
         """None until the first shard tells how the model is cut."""
         self.shards = Shards(len(addresses))
         self.is_resumed = start.resumed
-        self._replica = replica
+        self.replica = replica
         self._addresses = addresses
         self._inbox = inbox
         self._pulse = pulse
@@ -205,8 +205,8 @@ class StepBoundary:
 
     def _cut(self, first: Joined) -> None:
         """Cut the model as a shard says that all do."""
-        manifest = cut(self._replica.specs, first.num_fragments, first.num_shards)
-        self.core = LearnerCore(self._replica, manifest, first.policy)
+        manifest = cut(self.replica.specs, first.num_fragments, first.num_shards)
+        self.core = LearnerCore(self.replica, manifest, first.policy)
         self.core.inner_step, self.core.tokens = self._start.inner_step, self._start.tokens
         self._acts.append(ModelCut(manifest, {i: f.tensors for i, f in self.core.fragments.items()}))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -73,6 +73,10 @@ class CodecThread:
         if contribution not in self._payloads and not self._is_closed and not contribution.tensors.is_others:
             self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
             self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)
+
+    def wait(self) -> None:
+        """Until what was begun is encoded, and so every snapshot taken."""
+        wait(list(self._payloads.values()))
 
     # ------------------------------------------------------------ in the network thread: what goes out
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -50,6 +52,7 @@ from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.leaving import LEAVE_S, Leaving
 from diloco_worker.notice import Notice, as_exit
+from diloco_worker.other_values import OtherValues, Values, write
 from diloco_worker.patience import Patience
 from diloco_worker.state import LearnerState
 from diloco_worker.telemetry import LearnerTelemetry
@@ -113,6 +116,7 @@ class Learner(LearnerView):
         self._finishing = Finishing(boundary, connections, agree)
         self._leaving = Leaving(boundary, connections, agree)
         self._watch = watch
+        self._others = OtherValues(boundary.replica, self._settle)
         self._diverging = Diverging()
         self._following: Following | None = None
         self._notice: Notice | None = None
@@ -163,12 +167,14 @@ class Learner(LearnerView):
             Refusal: a shard refuses this learner for good.
             ManifestMismatch: a shard that was away when training began is of another run.
             ConfigError: there is not one whole number of tokens or samples.
+            WrongCall: the model holds other values, inside a block of `global_values` or `values`.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
             ChildOfLearner: this process was forked from the learner's.
         """
         self._check_not_ended()
+        self._others.check()
         if self._watch is not None:
             self._watch.check()
         amount, is_samples = counted(tokens, samples)
@@ -207,10 +213,42 @@ class Learner(LearnerView):
         `wait_s` seconds for something to arrive. Raises what `step` raises.
         """
         self._home.check(self.learner_id)
+        self._others.check()
         if wait_s > 0:
             self._inbox.wait(wait_s)
         self._post(self._cross(math.inf))
         self._heed()
+
+    def global_values(self) -> AbstractContextManager[None]:
+        """For a `with`: the newest global values in the model, as versions that were applied brought them, to evaluate,
+        sample and save. At the end of the block the model is what it was, bit for bit, also if the body raises.
+
+        That takes memory for one more copy of the shared parameters and of all buffers. Inside the block nothing is
+        applied and nothing contributed, and `step` is refused. In an island all ranks enter it alike. Raises WrongCall
+        inside another block, and ModelChanged.
+        """
+        self._home.check(self.learner_id)
+        return self._others.instead("global_values()", self._finishing.write)
+
+    def values(self, values: Values) -> AbstractContextManager[None]:
+        """For a `with`: values of your own in the model (averaged ones, a best checkpoint), as in `global_values`.
+
+        Give names and tensors, as `state_dict` has them, or a module: what it does not name stays. They are converted
+        to the dtype of the model. Raises WrongCall where names or shapes do not fit, and UnsupportedModel under FSDP2.
+        """
+        self._home.check(self.learner_id)
+        pairs = self._others.beside(values)
+        return self._others.instead("values()", partial(write, pairs), [theta for theta, _ in pairs])
+
+    def restore(self, values: Values) -> None:
+        """Train on from these values, of a best checkpoint for example, given as to `values`. Between two steps.
+
+        A learner cannot take back what the run has merged. To the run this is one inner step that has led there: the
+        way from the global values to these is in the next contributions, with the weight of this learner. So versions
+        come nearer to them, and arrive at them only where it trains alone. Raises as `values` does, and LearnerEnded.
+        """
+        self._check_not_ended()
+        self._others.for_good(values)
 
     def finish(self, wait_s: float | None = None) -> bool:
         """End the training of this learner, and leave the global model in the user's module.
@@ -252,6 +290,7 @@ class Learner(LearnerView):
         if self._is_whole is not None:
             return self._is_whole
         self._check_not_ended()
+        self._others.check()
         self._is_leaving = True
         if self._watch is not None:
             self._watch.check_in_place()
@@ -349,6 +388,13 @@ class Learner(LearnerView):
                 return missing
             patience.still(missing or "a round that holds work of this learner", began + waited_s)
             self._inbox.wait(LOOK_S)
+
+    def _settle(self) -> None:
+        """Until nobody reads the parameters. Raises ModelChanged."""
+        if self._watch is not None:
+            self._watch.check()
+        if self._boundary.replica.reads_later:
+            self._codec.wait()
 
     def _check_not_ended(self) -> None:
         self._home.check(self.learner_id)

@@ -4,7 +4,7 @@ A learner holds on to the tensors that it joined with. Where others are put in t
 dead ones, and versions would never reach the model. Where their values are overwritten from a file, the difference
 would be taken for training. So `Learner.step` asks here, before anything of it is contributed. Looking costs about
 75 ns for each parameter, with companions up to twice that: nothing reads their values. Nobody notices
-`parameter.data.copy_(...)`.
+`parameter.data.copy_(...)`. Other values go through other_values.py, which writes in place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class ModelWatch:
         self.check_in_place()
         if self._loaded.happened:
             raise ModelChanged(
-                f"load_state_dict has overwritten the model since it joined. {WHAT_TO_DO}. This learner ends"
+                f"load_state_dict has overwritten the model since it joined. {WHAT_TO_DO}. In the middle of a run, "
+                "`with learner.values(checkpoint):` has other values in the model for a while, and "
+                "learner.restore(checkpoint) trains on from them. This learner ends"
             )
 
     def check_in_place(self) -> None:

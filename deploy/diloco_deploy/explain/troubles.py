@@ -92,7 +92,8 @@ TROUBLES = (
         "MODEL_CHANGED", 2,
         "A learner's parameters are other tensors than those that joined, or `load_state_dict` has overwritten them. "
         "The message names them.",
-        "Load, move and convert the model before `join`.",
+        "Load, move and convert the model before `join`. In the middle of a run: `learner.values(...)`, "
+        "`learner.restore(...)`.",
     ),
     _command(
         "LEARNER_ENDED", 2, "A step, or `finish`, of a learner that has left the run.",

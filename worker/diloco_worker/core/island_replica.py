@@ -7,7 +7,7 @@ the root module there: written values would not be seen. So the modules are resh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,15 @@ class IslandReplica(Replica):
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         self._reshard()
         super().add(fragment, difference, steps)
+
+    def keep(self, also: Sequence[Tensor] = ()) -> Callable[[], None]:
+        put_back = super().keep(also)
+
+        def put_back_sharded() -> None:
+            self._reshard()
+            put_back()
+
+        return put_back_sharded
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         self._reshard()

@@ -20,6 +20,7 @@ WRAPPERS = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
 }
 """Type of a wrapper -> its name for what it wraps. By name: importing the types takes seconds, and not all torch
 builds have them."""

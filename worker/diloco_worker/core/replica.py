@@ -8,7 +8,7 @@ place, are read and written as parameters are. Buffers (BatchNorm statistics, fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from diloco_common.codec.base import progress_since
 from diloco_common.errors import UnsupportedModel
 from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
+from diloco_worker.core import names
 from diloco_worker.core.heads import embeddings_and_heads
 from diloco_worker.core.shared_set import SharedSet
 
@@ -91,6 +92,8 @@ class Replica:
         self.device = next(p.device for p in parameters.values() if p.numel())
         self.stow: Callable[[Tensor], Tensor] | None = None
         """Where a residual lies between contributions: gives a copy there. None: where it was computed."""
+        self.model = chosen.model
+        """As it joined."""
         self.reads_later = False
         """Whether the codec thread takes snapshots, after the step boundary."""
 
@@ -137,6 +140,26 @@ class Replica:
             for piece, theta in self.views(fragment):
                 kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
                 theta.add_(difference[piece.bounds], alpha=kept)
+
+    def keep(self, also: Sequence[Tensor] = ()) -> Callable[[], None]:
+        """Copies of the shared parameters, of all buffers, and of these; the call puts them back, bit for bit."""
+        tensors = [tensor for name, tensor in self._tensors.items() if name not in self._companions]
+        owners = [
+            (module._buffers, leaf, buffer)
+            for _, module in names.modules(self.model)
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        unique = {names.identity(t): t.detach() for t in (*tensors, *also, *(buffer for *_, buffer in owners))}
+        copies = [(tensor, tensor.clone()) for tensor in unique.values()]
+
+        def put_back() -> None:
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+            for owner, leaf, buffer in owners:
+                owner[leaf] = buffer  # some modules replace theirs
+
+        return put_back
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
         """Of a difference, as `add` counts it after so many inner steps: float32 [num_elements]."""

@@ -1,0 +1,115 @@
+"""Other values in the model for a while, the global ones or the user's own: to evaluate, sample and save.
+
+They are written in place. What was there is put back at the end of the block, bit for bit: the shared parameters, all
+buffers, and what else was written. So the body may run the model in train mode, too, to count statistics anew.
+Meanwhile no version is applied and nothing is contributed: what arrives waits in the inbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from diloco_common.errors import UnsupportedModel, WrongCall
+from diloco_common.spelling import did_you_mean, shown
+from diloco_worker.core import names
+from diloco_worker.core.replica import Replica
+from diloco_worker.core.shared_set import as_module
+
+Values: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[str, Tensor] | Mapping[str, nn.Module]
+"""Names and tensors, as `state_dict` gives them, or what `join` takes as a model."""
+
+_WRAPPED = frozenset(names.WRAPPERS.values())
+_COUNTER = "n_averaged"
+"""What torch's AveragedModel has beside the model that it averages."""
+
+
+class OtherValues:
+    """One block at a time. Owned by the training thread."""
+
+    def __init__(self, replica: Replica, settle: Callable[[], None]) -> None:
+        """`settle` returns once nobody reads the parameters. Raises what ends the learner."""
+        self._replica = replica
+        self._settle = settle
+        self._block = ""
+
+    def check(self) -> None:
+        """Raises WrongCall inside a block."""
+        if self._block:
+            raise WrongCall(
+                f"inside `with learner.{self._block}` the model holds other values: end the block before the next "
+                "step, poll, finish, leave, restore or block"
+            )
+
+    @contextmanager
+    def instead(self, block: str, write: Callable[[], None], also: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The block of that name. `write` puts the values in; `also`: further tensors that it writes to."""
+        self.check()
+        self._settle()
+        with torch.no_grad():
+            put_back = self._replica.keep(also)
+        self._block = block
+        try:
+            with torch.no_grad():
+                write()
+            yield
+        finally:
+            with torch.no_grad():
+                put_back()
+            self._block = ""
+
+    @torch.no_grad()
+    def for_good(self, values: Values) -> None:
+        """Write them and leave them there. Raises WrongCall and UnsupportedModel."""
+        self.check()
+        self._settle()
+        write(self.beside(values))
+
+    def beside(self, values: Values) -> list[tuple[Tensor, Tensor]]:
+        """Each tensor of the model that they name, with its values. Raises WrongCall and UnsupportedModel."""
+        if self._replica.is_spread:
+            raise UnsupportedModel("values of your own cannot be put into a model of fully_shard yet")
+        return beside(self._replica.model, values)
+
+
+def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """theta <- values, for each pair."""
+    for theta, values in pairs:
+        theta.copy_(values)
+
+
+def beside(model: nn.Module, values: Values) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor of the model that the values name, whatever wraps the one or the other. Raises WrongCall."""
+    known: dict[str, Tensor] = {**names.buffers(model), **names.parameters(model)}
+    plain = {_plain(name): tensor for name, tensor in known.items()}
+    found: list[tuple[Tensor, Tensor]] = []
+    for name, value in _by_name(values).items():
+        theta = known.get(name, plain.get(_plain(name)))
+        if theta is None and name.rpartition(".")[2] == _COUNTER:
+            continue
+        if theta is None:
+            raise WrongCall(f"values: the model has no {name}{did_you_mean(name, known)}")
+        if not isinstance(value, Tensor) or value.shape != theta.shape:
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+            raise WrongCall(f"values: {name} is {what}, and in the model a tensor of shape {tuple(theta.shape)}")
+        found.append((theta.detach(), value.detach()))
+    if not found:
+        raise WrongCall("values: there are none; give what state_dict() of the model gave, or a module")
+    return found
+
+
+def _by_name(values: Values) -> Mapping[str, object]:
+    """Raises WrongCall."""
+    if isinstance(values, Mapping) and not any(isinstance(value, nn.Module) for value in values.values()):
+        return values
+    module = as_module(values)
+    return {**names.buffers(module), **names.parameters(module)}
+
+
+def _plain(name: str) -> str:
+    """Without what wrappers add to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
