@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,20 @@ def test_the_best_model_of_one_learner_is_not_put_in_the_place_of_the_global_one
     training = trainer(shard.address, tmp_path, load_best_model_at_end=True, max_steps=5, **steps)
     with pytest.raises(ConfigError, match="load_best_model_at_end=True would put an earlier model"):
         training.train()
+
+
+def test_sigterm_hands_over_what_was_trained(serve, tmp_path, capsys):
+    shard = serve(settings_with(sync=EXACT | {"sync_every": 500}))
+    training = trainer(shard.address, tmp_path)
+
+    class Told(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 10:
+                signal.raise_signal(signal.SIGTERM)
+
+    training.add_callback(Told())
+    with pytest.raises(SystemExit) as ended:
+        training.train()
+    assert ended.value.code == 143
+    assert "a has left the run after 11 steps; all of it is merged" in capsys.readouterr().err
+    assert shard.version() == 1

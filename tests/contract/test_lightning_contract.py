@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Sine(lightning.LightningModule):
 
 def fit(
     address: str, folder: Path, *, loaders: int = 0, resume: Path | None = None, save: Path | None = None,
-    callback: dict[str, Any] | None = None, **arguments: Any,
+    callback: dict[str, Any] | None = None, others: tuple[Any, ...] = (), **arguments: Any,
 ) -> tuple[DilocoCallback, Sine]:  # fmt: skip
     """Train, and save a checkpoint at the end."""
     given = {
@@ -60,7 +61,7 @@ def fit(
                 trainer.save_checkpoint(save)
 
     module = Sine()
-    trainer = lightning.Trainer(callbacks=[diloco, Saves()], **given | arguments)
+    trainer = lightning.Trainer(callbacks=[diloco, Saves(), *others], **given | arguments)
     data = torch.utils.data.DataLoader(ROWS, batch_size=BATCH, shuffle=True, num_workers=loaders)
     trainer.fit(module, data, ckpt_path=resume)
     return diloco, module
@@ -137,3 +138,20 @@ def test_ids_are_tokens_and_other_rows_are_samples(batch: Any, amount: int, is_s
 def test_a_batch_without_a_tensor_is_named() -> None:
     with pytest.raises(ConfigError, match="give tokens="):
         counted_in({"text": ["one", "two"]})
+
+
+def test_sigterm_hands_over_what_was_trained(serve, tmp_path, capsys):
+    """Lightning puts its own handler before that of the learner, and both are called."""
+    shard = serve(settings_with(sync=EXACT | {"sync_every": 500}))
+
+    class Told(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 10:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(shard.address, tmp_path, others=(Told(),))
+    assert ended.value.code == 143
+    assert "a has left the run after 11 steps; all of it is merged" in capsys.readouterr().err
+    assert shard.version() == 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning puts the learner's back, which then does as this

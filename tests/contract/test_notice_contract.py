@@ -38,6 +38,17 @@ def test_a_handler_that_is_there_stays(heard: list[str]) -> None:
     assert heard == ["mine", "mine"]
 
 
+def test_the_next_learner_takes_the_place_of_one_that_is_gone(heard: list[str]) -> None:
+    """Lightning puts the handler back that it found, after the learner has ended."""
+    first = Notice(lambda: heard.append("first"))
+    first.end(is_heeded=False)
+    signal.signal(signal.SIGTERM, first)
+    second = Notice(lambda: heard.append("second"))
+    signal.raise_signal(signal.SIGTERM)
+    second.end(is_heeded=True)
+    assert heard == ["second"]
+
+
 def test_in_another_thread_it_does_not_listen(heard: list[str]) -> None:
     thread = threading.Thread(target=lambda: Notice(lambda: heard.append("ours")))
     thread.start()

@@ -26,7 +26,9 @@ class Notice:
         self._home = Home()
         self._has_come = False
         self._is_over = False
-        if _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        before = signal.getsignal(signal.SIGTERM)
+        is_free = before is signal.SIG_DFL or (isinstance(before, Notice) and before._is_over)
+        if _is_main_thread() and is_free:
             signal.signal(signal.SIGTERM, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
