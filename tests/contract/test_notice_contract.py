@@ -58,8 +58,11 @@ def test_in_another_thread_it_does_not_listen(heard: list[str]) -> None:
 
 def test_a_forked_child_ends_by_it(heard: list[str]) -> None:
     notice = Notice(lambda: heard.append("ours"))
-    child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+    fork = multiprocessing.get_context("fork")
+    is_up = fork.Event()
+    child = fork.Process(target=lambda: (is_up.set(), threading.Event().wait()))
     child.start()
+    assert is_up.wait(60)  # Python drops signals that come while a child begins
     child.terminate()
     child.join(60)
     notice.end(is_heeded=True)
