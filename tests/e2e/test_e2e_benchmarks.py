@@ -90,6 +90,8 @@ def test_step_cost_measures_the_loop_with_and_without_the_learner(tmp_path: Path
     assert found["steps"] == 50
     assert found["versions_applied_per_step"] > 0
     assert found["contributions_merged_per_step"] > 0
+    assert found["without_snapshot_seconds"]["median"] < found["step_cost_seconds"]["median"]
+    assert min(found[f"{what}_seconds_median"] for what in ("snapshot", "copy", "bare_step")) > 0
     assert 0 < found["step_cost_seconds"]["median"] <= found["step_cost_seconds"]["p99"]
     assert found["step_cost_percent"]["p99"] == 100 * found["step_cost_seconds"]["p99"] / found["step_seconds"]
 

@@ -18,7 +18,7 @@ from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet, as_module
 from diloco_worker.learner import Learner
 from diloco_worker.other_values import OtherValues, beside, write
-from diloco_worker.watch import ModelWatch
+from diloco_worker.watch import AT_ONCE, ModelWatch
 
 
 class Net(nn.Module):
@@ -188,3 +188,12 @@ def test_a_model_that_was_replaced_is_not_written_to(block: str) -> None:
     enter = rig.learner.global_values() if block == "global_values" else rig.learner.values(rig.model)
     with pytest.raises(ModelChanged, match=r"with learner.values\(checkpoint\).* learner.restore\(checkpoint\)"), enter:
         pass
+
+
+def test_a_replaced_parameter_of_a_large_model_is_found_when_its_turn_comes() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(3 * AT_ONCE))
+    watch = ModelWatch(SharedSet(model))
+    model[-1].data = torch.zeros(1)
+    with pytest.raises(ModelChanged, match=f"{3 * AT_ONCE - 1}: replaced"):
+        for _ in range(3):
+            watch.check()

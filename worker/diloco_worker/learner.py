@@ -393,6 +393,7 @@ class Learner(LearnerView):
         """Until nobody reads the parameters. Raises ModelChanged."""
         if self._watch is not None:
             self._watch.check()
+            self._watch.check_in_place()
         if self._boundary.replica.reads_later:
             self._codec.wait()
 
