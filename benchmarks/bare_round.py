@@ -182,7 +182,7 @@ class _Replica:
         self.step = 0
 
     def contribute(self) -> Payload:
-        progress_since(self._anchor, self.theta, self._snapshot)
+        progress_since(self._anchor, [(0, self.theta)], self._snapshot)
         return encode_payload(self._snapshot, self._push, plus=self._residual, loss=self._residual)
 
     def decode(self, version: Payload, *, is_change: bool) -> Tensor:

@@ -167,7 +167,7 @@ class Arithmetic:
             spent[what] += now - began
             began = now
 
-        progress_since(work.anchor, work.theta, work.snapshot)
+        progress_since(work.anchor, [(0, work.theta)], work.snapshot)
         lap("snapshot")
         payload = encode_payload(work.snapshot, self._spec.push, plus=work.residual, loss=work.residual)
         lap("encode")

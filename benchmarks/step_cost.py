@@ -44,8 +44,8 @@ import torch
 import diloco_worker
 from diloco_common.allocator import tune_allocator
 from diloco_common.manifest import TensorSpec
-from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
+from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from light_learners import running_shards, tensors_of
 from outer_round_learner import OwnMemory, Weights, usage
 
@@ -188,7 +188,7 @@ def reach_second_versions(loop: Loop, learner: diloco_worker.Learner) -> None:
 def measure_blocks(loop: Loop, learner: diloco_worker.Learner, blocks: int) -> dict[str, Any]:
     """Measure steps with the learner and steps without it, in turn."""
     m = Measured()
-    snapshots = time_snapshots(learner)
+    snapshots = time_snapshots()
     assert learner.core is not None
     for _ in range(blocks):
         for _ in range(SETTLE_STEPS):
@@ -220,20 +220,18 @@ def measure_blocks(loop: Loop, learner: diloco_worker.Learner, blocks: int) -> d
     return asdict(m)
 
 
-def time_snapshots(learner: diloco_worker.Learner) -> list[float]:
-    """From now on the seconds of every contribution that is taken are appended to this list."""
-    assert learner.core is not None
+def time_snapshots() -> list[float]:
+    """From now on the seconds of every snapshot are appended to this list."""
     seconds: list[float] = []
-    take = learner.core.contribute
+    take = FragmentTensors.contribute
 
-    def timed() -> list[Contribution]:
+    def timed(tensors: FragmentTensors, round_number: int) -> ContributionTensors:
         began = time.perf_counter()
-        taken = take()
-        if taken:
-            seconds.append(time.perf_counter() - began)
+        taken = take(tensors, round_number)
+        seconds.append(time.perf_counter() - began)
         return taken
 
-    learner.core.contribute = timed  # type: ignore[method-assign]
+    FragmentTensors.contribute = timed  # type: ignore[method-assign]
     return seconds
 
 

@@ -380,7 +380,8 @@ def test_a_snapshot_is_the_same(scale: float, size: int, dtype: torch.dtype, mon
 
     def snapshot() -> list[torch.Tensor]:
         out = torch.empty(size, dtype=torch.bfloat16)
-        base.progress_since(anchor, theta, out)
+        third = size // 3
+        base.progress_since(anchor, [(third, theta[third:]), (0, theta[:third])], out)
         return [out]
 
     both_ways(monkeypatch, snapshot)
@@ -392,7 +393,7 @@ def test_a_snapshot_of_what_is_not_finite_is_not_finite(bits: int) -> None:
     """Whatever the bits of a NaN, no rounding makes a number of it; nor of a number that bfloat16 cannot hold."""
     theta = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32).repeat(3)
     out = torch.empty(3, dtype=torch.bfloat16)
-    base.progress_since(torch.ones(3, dtype=torch.bfloat16), theta, out)
+    base.progress_since(torch.ones(3, dtype=torch.bfloat16), [(0, theta)], out)
     assert not out.isfinite().any()
     with pytest.raises(NotFinite, match="element 0 of 3"):
         encoded(get_codec("int8"), out)

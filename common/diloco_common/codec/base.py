@@ -7,7 +7,7 @@ depends only on the values, not on slicing, threads or earlier calls.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -241,14 +241,21 @@ def total(values: Tensor, plus: Tensor | None, out: Tensor | None = None) -> Ten
     return out if plus is None else out.add_(plus)
 
 
-def progress_since(anchor: Tensor, theta: Tensor, out: Tensor) -> None:
-    """out <- anchor - theta, in float32: all (m,) of any floating dtype. What `out` cannot hold becomes infinite."""
-    is_usual = anchor.dtype == out.dtype == torch.bfloat16 and theta.dtype in (torch.float32, torch.bfloat16)
-    if is_usual and out.device.type == "cpu" and (native := kernels()) is not None:
-        native.progress(anchor, theta, out)
-        return
-    for part in slices_of(out):
-        torch.sub(anchor[part], theta[part], out=out[part])  # in float32, whatever they are, and rounded once
+def progress_since(anchor: Tensor, thetas: Iterable[tuple[int, Tensor]], out: Tensor) -> None:
+    """out <- anchor - theta, in float32: both (n,) of any floating dtype. What `out` cannot hold becomes infinite.
+
+    `thetas`: parts of theta, each with its place in them. Making a slice costs more than calling a kernel, so no part
+    is sliced for one.
+    """
+    is_usual = anchor.dtype == out.dtype == torch.bfloat16 and out.device.type == "cpu"
+    native = kernels() if is_usual else None
+    for start, theta in thetas:
+        if native is not None and theta.dtype in (torch.float32, torch.bfloat16):
+            native.progress(anchor, theta, out, start)
+            continue
+        for part in slices_of(theta):
+            into = slice(start + part.start, start + part.stop)
+            torch.sub(anchor[into], theta[part], out=out[into])  # in float32, whatever they are, and rounded once
 
 
 def subtract(version: Tensor, reference: Reference, out: Tensor) -> None:

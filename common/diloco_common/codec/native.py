@@ -43,9 +43,13 @@ class Kernels:
         block: int = self.library.diloco_encode(bits, *_encoded(values, plus, loss), *limits, out.data_ptr())
         return block < 0
 
-    def progress(self, anchor: Tensor, theta: Tensor, out: Tensor) -> None:
-        """`out` (n,) bfloat16 <- anchor (n,) bfloat16 - theta (n,) float32 or bfloat16."""
-        self.library.diloco_progress(anchor.data_ptr(), theta.itemsize, theta.data_ptr(), out.numel(), out.data_ptr())
+    def progress(self, anchor: Tensor, theta: Tensor, out: Tensor, start: int) -> None:
+        """`out` (n,) bfloat16 <- anchor (n,) bfloat16 - theta (m,) float32 or bfloat16, from `start` on."""
+        count, offset = theta.numel(), start * out.itemsize
+        assert start + count <= out.numel() == anchor.numel()
+        self.library.diloco_progress(
+            anchor.data_ptr() + offset, theta.itemsize, theta.data_ptr(), count, out.data_ptr() + offset
+        )
 
     def difference(self, version: Tensor, reference: tuple[Tensor, Tensor | None], out: Tensor) -> None:
         """`out` (n,) float32 <- version (n,) bfloat16 - reference; see `diloco_common.codec.base.Reference`."""

@@ -119,8 +119,7 @@ class Replica:
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
         """out <- anchor - theta, in the dtype of `out`. Both: [num_elements] on the model's device."""
         _used_here(anchor)
-        for piece, theta in self.views(fragment):
-            progress_since(anchor[piece.bounds], theta, out[piece.bounds])
+        progress_since(anchor, ((piece.offset, theta) for piece, theta in self.views(fragment)), out)
 
     def write(self, fragment: Fragment, values: Tensor) -> None:
         """theta <- values, rounded to the parameter's dtype."""
