@@ -393,7 +393,7 @@ class Rounds:
         )
 
     def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
-        if collecting.is_void:
+        if collecting.is_void or (self._versions.done and state.fragment.companion):
             state.abandon_round()
             return
         why, _ = collecting.verdict(self._sync.quorum, waits_until, now)

@@ -49,6 +49,8 @@ class LearnerCore:
         }
         self.of_model = [f for f in self.fragments.values() if not f.fragment.companion]
         """Without companions."""
+        self.exported = [f for f in self.fragments.values() if f.fragment.kind != "momentum"]
+        """What a file of the model holds: with buffers."""
 
     @property
     def unmerged(self) -> int:
@@ -144,7 +146,7 @@ class LearnerCore:
             return None
         applied = self._resolve(fragment, version, merged_version, forgotten_version)
         merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
-        if self.policy.on_commit == "carry":
+        if fragment.tensors.carries:
             fragment.carry(values, version, epoch, merged=merged, difference=difference, steps=self.inner_step)
         else:
             fragment.overwrite(values, version, epoch, merged=merged, tokens=self.tokens, steps=self.inner_step)

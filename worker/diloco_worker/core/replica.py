@@ -1,8 +1,9 @@
 """The user's model, seen as flat fragments.
 
 Moves values between the shared parameters (shared_set.py) and flat float32 tensors laid out by the manifest.
-Companions, which an optimizer keeps for parameters and changes in
-place, are read and written as parameters are. Buffers (BatchNorm statistics, for example) stay local.
+Companions, which an optimizer keeps for parameters and changes in place, are read and written as parameters are. Of
+buffers (buffers.py) a contribution holds what they are, as the difference to nothing, and a version is written over
+them.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Replica:
             TensorSpec(name, tuple(p.shape), "mean" if name in averaged else "run") for name, p in parameters.items()
         ]
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
+        self._buffers = chosen.buffers
+        self.specs += [buffer.spec for buffer in self._buffers.shared.values()]
         self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
@@ -113,17 +116,29 @@ class Replica:
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """out <- theta, in float32. `out`: [num_elements] on the model's device."""
+        if fragment.kind == "buffer":
+            self._buffers.read(fragment, out)
+            return
         for piece, theta in self.views(fragment):
             out[piece.bounds].copy_(theta)
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- anchor - theta, in the dtype of `out`. Both: [num_elements] on the model's device."""
+        """out <- anchor - theta, in the dtype of `out`; of buffers, 0 - theta. Both: [num_elements] on the model's
+        device."""
+        if fragment.kind == "buffer":
+            self._buffers.read(fragment, out)
+            out.neg_()
+            return
         _used_here(anchor)
         progress_since(anchor, ((piece.offset, theta) for piece, theta in self.views(fragment)), out)
 
-    def write(self, fragment: Fragment, values: Tensor) -> None:
-        """theta <- values, rounded to the parameter's dtype."""
+    def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
+        """theta <- values, rounded to the dtype of each tensor. `trains_on`: what training keeps of buffers for
+        itself stays."""
         _used_here(values)
+        if fragment.kind == "buffer":
+            self._buffers.write(fragment, values, trains_on=trains_on)
+            return
         with self._bounded(fragment):
             for theta, new in self._beside(fragment, values):
                 theta.copy_(new)
@@ -137,7 +152,7 @@ class Replica:
         _used_here(difference)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
-                kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
+                kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.kind == "momentum" else 1.0
                 theta.add_(difference[piece.bounds], alpha=kept)
 
     def keep(self, also: Sequence[Tensor] = ()) -> Callable[[], None]:
@@ -162,7 +177,7 @@ class Replica:
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
         """Of a difference, as `add` counts it after so many inner steps: float32 [num_elements]."""
-        if not fragment.companion:
+        if fragment.kind != "momentum":
             return difference
         left = torch.empty_like(difference)
         for piece in fragment.pieces:
@@ -188,7 +203,7 @@ class Replica:
         would divide the momentum of others by its eps. Without a second moment, a single liar could make the momentum
         so long that it is forgotten only after hundreds of steps: so it is scaled. Zeros take over everything.
         """
-        if not fragment.companion:
+        if fragment.kind != "momentum":
             yield
             return
         found = [(self._companions[piece.tensor], piece, values) for piece, values in self.views(fragment)]
