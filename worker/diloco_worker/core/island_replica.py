@@ -18,7 +18,7 @@ from diloco_common.manifest import Fragment
 from diloco_common.sizes import torch_chunk
 from diloco_worker.core import names
 from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
-from diloco_worker.core.replica import Replica
+from diloco_worker.core.replica import Replica, form_of
 from diloco_worker.core.shared_set import SharedSet
 
 SUPPORTED = (
@@ -46,12 +46,13 @@ class IslandReplica(Replica):
             if is_dtensor(parameter):
                 self._holdings[name], sharings[name] = located(parameter)
                 with torch.no_grad():
-                    local = parameter.to_local()  # type: ignore[attr-defined]
+                    local = parameter.detach().to_local()  # type: ignore[attr-defined]
                 self._tensors[name] = local
                 if not local.is_contiguous():
                     raise UnsupportedModel(f"this rank's rows of {name} are not contiguous; {SUPPORTED}")
             else:
                 self._holdings[name], sharings[name] = Holding(0, parameter.numel()), Sharing(rank, size)
+        self._forms = {name: form_of(tensor) for name, tensor in self._tensors.items()}
         self._sharing = _the_same(sharings)
         self._holdings |= {name: Holding(0, b.tensor.numel()) for name, b in self._buffers.shared.items()}
         self.device = next((p.device for p in self._tensors.values() if p.numel()), self.device)

@@ -58,7 +58,9 @@ class SharedSet:
         self.shared: dict[str, nn.Parameter] = {}
         self.private: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}
-        for name, parameter in names.once(by_name).items():
+        self.all = names.once(by_name)
+        """What follows, together."""
+        for name, parameter in self.all.items():
             (self.private if name in kept else self.shared if name in named else self.frozen)[name] = parameter
         self.ties = {name: of for name, of in self.name_of.items() if name != of and of in self.shared}
         """Every further name of a shared parameter that is tied -> its name in `shared`; of a buffer, too."""
