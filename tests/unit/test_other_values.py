@@ -193,7 +193,7 @@ def test_a_model_that_was_replaced_is_not_written_to(block: str) -> None:
 def test_a_replaced_parameter_of_a_large_model_is_found_when_its_turn_comes() -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(3 * AT_ONCE))
     watch = ModelWatch(SharedSet(model))
-    model[-1].data = torch.zeros(1)
+    model[len(model) - 1] = nn.Parameter(torch.zeros(1))
     watch.check()
     watch.check()
     with pytest.raises(ModelChanged, match=f"{3 * AT_ONCE - 1}: replaced"):

@@ -82,8 +82,9 @@ def join(
     Args:
         shards: addresses of all shards, host:port, in any order; a string separates them by commas. `@FILE`: the
             address file of a shard that may move; it is read again when it changes.
-        model: its trainable parameters are synchronised; buffers and the optimizer stay local. Of a list of modules
-            the names begin with "0.", "1.", ..., of a dict with its keys ("actor.").
+        model: its trainable parameters are synchronised, and so are the buffers that a checkpoint of it holds (the
+            statistics of BatchNorm, for example). The optimizer stays local. Of a list of modules the names begin with
+            "0.", "1.", ..., of a dict with its keys ("actor.").
         run: id of the run, as the shards have it.
         learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name and
             process id.
@@ -94,7 +95,8 @@ def join(
             on they may be frozen and unfrozen at any time. None: those that require a gradient now. All learners of a
             run alike.
         private: names or patterns of parameters that are trained and never sent: adapters, or a head, of this learner's
-            own. They are not compared, and `finish` leaves them as they are. All learners of a run alike.
+            own; and of buffers that stay local, such as a queue of samples (["*.queue*"]). They are not compared, and
+            `finish` leaves them as they are. All learners of a run alike.
         mean_merge: names of parameters merged by plain mean; None means embeddings and the output head.
         companions: optimizers whose momentum is averaged among learners along with the parameters, at a cadence of its
             own (`sync.companions_every`): those of the model, made before `join`, with their state loaded, if there is
@@ -112,8 +114,8 @@ def join(
             model together, by DDP or FSDP2, and are one learner. All of them call `join`, `step`, `poll`, `finish` and
             `close` alike (docs/islands.md). "alone": each of the processes that torchrun, or the like, has started
             trains a model of its own, and is a learner of its own. Without either, several processes are refused.
-        frozen: "same": frozen parameters and fixed buffers must be those of the other learners, bit for bit. "any":
-            they may differ (a base in another dtype, or quantised), and are not looked at.
+        frozen: "same": frozen parameters, and the packed weights of quantised layers, must be those of the other
+            learners, bit for bit. "any": they may differ (a base in another dtype, or quantised); nobody looks at them.
         residuals: where the learner keeps what encodings have lost, 2 bytes per parameter (4 with topk64_2bit): beside
             the model, or in pinned "host" memory, from where they come back each time that a contribution is encoded.
             There torch rounds the bytes of each tensor up to a power of two.
@@ -178,7 +180,7 @@ def join(
         _stow_residuals(replica, telemetry.log)
     telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
     start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
-    declared = frozen_tensors.declare(chosen, resumed=start.resumed) if frozen == "same" else ()
+    declared = frozen_tensors.declare(chosen) if frozen == "same" else ()
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
     dial, index = partial(GrpcTransport, credentials=credentials), taken(run, caller.learner_id)
     if index is None and saved is not None:

@@ -257,7 +257,7 @@ class Learner(LearnerView):
         values; then leaves the run. In a run that has reached its budget they are final, and all learners have the
         same. Otherwise they are the latest; what this learner has trained since its last contribution is in none.
         Values are those that the run sends (`sync.pull`, bfloat16 by default); `diloco pull` writes them in float32.
-        Buffers and frozen parameters stay as they are. Repeating it changes nothing.
+        Frozen and private tensors stay as they are. Repeating it changes nothing.
 
         Returns whether all versions came within `wait_s` seconds; None: 60, but a shard at which nobody has listened
         for 10 is not waited for. Of those that did not come, the learner takes the version that it had, and the log

@@ -1,8 +1,14 @@
-"""Notices when the user's model is no longer the one that joined: its parameters were replaced, or overwritten.
+"""Notices when the user's model is no longer the one that joined: its parameters were replaced, overwritten, added,
+removed, frozen or unfrozen.
 
-A learner holds on to the tensors that it joined with. Where others are put in their place, it would go on contributing
-dead ones, and versions would never reach the model. Where their values are overwritten from a file, the difference
-would be taken for training. So `Learner.step` asks here, before anything of it is contributed. Nothing reads values.
+A learner holds on to the Parameters that it joined with. Where others are put in their place, it would go on
+contributing dead ones, and versions would never reach the model. What begins to train later would never be shared.
+Where values are overwritten from a file, the difference would be taken for training. So `Learner.step` asks here,
+before anything of it is contributed. Nothing reads values.
+
+Another storage of the same Parameter is followed (`parameter.data = tensor`, as SAM restores values), since the replica
+looks at the Parameter itself, if it is of the same form, and what was tied still is.
+
 Looking at a parameter still costs 0.1 us, and 0.5 us where caches are cold, so a step looks at `AT_ONCE` of them, in
 turn: what a contribution takes from a replaced tensor until its turn has come was trained before it was replaced.
 Nobody notices `parameter.data.copy_(...)`. Other values go through other_values.py, which writes in place.
@@ -11,8 +17,9 @@ Nobody notices `parameter.data.copy_(...)`. Other values go through other_values
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -20,35 +27,44 @@ from torch.utils.hooks import RemovableHandle
 from diloco_common.errors import ModelChanged
 from diloco_worker.companions import Companions
 from diloco_worker.core import names
+from diloco_worker.core.replica import changed_form, form_of
 from diloco_worker.core.shared_set import SharedSet
 
 WHAT_TO_DO = (
     "Load checkpoints, move and convert the model before `join` (with state=, if the checkpoint is of this run); from "
     "then on leave its values to optimizer and learner"
 )
+NAME_THEM = (
+    'name at `join` what will ever be trained, shared=["..."] or shared="all": from then on these may be frozen and '
+    "unfrozen at any time"
+)
 
-AT_ONCE = 128
-"""Parameters that a step looks at. With 500, that is each of them every fourth step."""
+AT_ONCE = 64
+"""Parameters that a step looks at. With 500, that is each of them every eighth step."""
 
 
 class ModelWatch:
-    """The shared parameters of one model, as they were when it joined. Owned by the training thread."""
+    """The parameters of one model, as they were when it joined. Owned by the training thread."""
 
     def __init__(self, chosen: SharedSet, companions: Companions | None = None) -> None:
         """`companions`: what is averaged beside it."""
         self._companions = companions
-        found = [
-            (names.join(path, leaf), module._parameters, leaf, parameter)
-            for path, module in names.modules(chosen.model)
-            for leaf, parameter in module._parameters.items()
-            if parameter is not None and chosen.name_of[names.join(path, leaf)] in chosen.shared
-        ]
-        self._names = [name for name, *_ in found]
-        self._owners = [owner for _, owner, _, _ in found]
-        self._leaves = [leaf for *_, leaf, _ in found]
-        self._parameters = [parameter for *_, parameter in found]
+        self._chosen = chosen
+        self._by_name = names.parameters(chosen.model)
+        shared = {name for name, of in chosen.name_of.items() if of in chosen.shared}
+        self._shared = {name: self._by_name[name] for name in self._by_name if name in shared}
+        self._forms = {name: form_of(parameter) for name, parameter in self._shared.items()}
+        self._names = list(self._shared)
+        self._parameters = list(self._shared.values())
         self._addresses = _addresses(self._parameters)
-        self._turns = cycle(slice(start, start + AT_ONCE) for start in range(0, len(found), AT_ONCE))
+        frozen = {name for name, of in chosen.name_of.items() if of in chosen.frozen}
+        kept = frozen if chosen.is_named else shared | frozen
+        self._kept = [(name, self._by_name[name]) for name in self._by_name if name in kept]
+        self._grads = [parameter for _, parameter in self._kept]
+        self._requires_grad = _requires_grad(self._grads)
+        self._slots = _Slots(chosen.model)
+        self._turns = range(-(-len(self._by_name) // AT_ONCE))
+        self._next = cycle(self._turns)
         self._loaded = _Loaded()
         modules = {id(module): module for _, module in names.modules(chosen.model)}
         self._handles: list[RemovableHandle] = [
@@ -60,8 +76,7 @@ class ModelWatch:
         """At every step. Raises ModelChanged."""
         if self._companions is not None:
             self._companions.check()
-        if not self._are_in_place(next(self._turns)):
-            self.check_in_place()
+        self._check(next(self._next))
         if self._loaded.happened:
             raise ModelChanged(
                 f"load_state_dict has overwritten the model since it joined. {WHAT_TO_DO}. In the middle of a run, "
@@ -70,38 +85,100 @@ class ModelWatch:
             )
 
     def check_in_place(self) -> None:
-        """Whether parameters and companions are the tensors that they were, whatever their values. Raises
-        ModelChanged."""
+        """Whether parameters and companions are those that they were, whatever their values. Raises ModelChanged."""
         if self._companions is not None:
             self._companions.check()
-        if self._are_in_place(slice(None)):
-            return
-        replaced = [
-            name
-            for name, owner, leaf, parameter, address in zip(
-                self._names, self._owners, self._leaves, self._parameters, self._addresses, strict=True
-            )
-            if owner.get(leaf) is not parameter or parameter.data_ptr() != address
-        ]
-        more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
-        raise ModelChanged(
-            f"{', '.join(replaced[:3])}{more}: replaced by other tensors since the model joined, as by "
-            f"load_state_dict(assign=True), model.to(...) or tie_weights(). {WHAT_TO_DO}. This learner ends"
-        )
-
-    def _are_in_place(self, which: slice) -> bool:
-        parameters = self._parameters[which]
-        found = map(operator.getitem, self._owners[which], self._leaves[which])  # in C: this runs at every step
-        try:
-            return all(map(operator.is_, found, parameters)) and _addresses(parameters) == self._addresses[which]
-        except KeyError:
-            return False
+        for turn in self._turns:
+            self._check(turn)
 
     def end(self) -> None:
         """Leave nothing in the model. Repeating it is fine."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _check(self, turn: int) -> None:
+        """In C, but for what has changed: this runs at every step."""
+        if not self._slots.are_as_they_were(turn, len(self._turns)):
+            self._refuse_others()
+            self._slots = _Slots(self._chosen.model)  # modules without parameters may come and go
+        which = _share(self._grads, turn, len(self._turns))
+        if _requires_grad(self._grads[which]) != self._requires_grad[which]:
+            self._refuse_frozen_or_unfrozen()
+        which = _share(self._parameters, turn, len(self._turns))
+        if _addresses(self._parameters[which]) != self._addresses[which]:
+            self._follow(which)
+
+    def _refuse_others(self) -> None:
+        """Unless the parameters are the very same objects."""
+        found = names.parameters(self._chosen.model)
+        if gone := [n for n, p in self._by_name.items() if n in self._shared and n in found and found[n] is not p]:
+            raise ModelChanged(
+                f"{_some(gone)}: replaced by other tensors since the model joined, as by "
+                f"load_state_dict(assign=True) or tie_weights(). {WHAT_TO_DO}. This learner ends"
+            )
+        added = [n for n, p in found.items() if self._by_name.get(n) is not p]
+        removed = [n for n in self._by_name if n not in found]
+        if added or removed:
+            what = "; ".join(
+                f"{_some(which)}: {how} since the model joined"
+                for which, how in ((added, "added"), (removed, "removed"))
+                if which
+            )
+            raise ModelChanged(
+                f"{what}. All learners share the parameters that a model had at `join`, so build all of them before, "
+                f"and {NAME_THEM}. This learner ends"
+            )
+
+    def _refuse_frozen_or_unfrozen(self) -> None:
+        changed = [
+            (name, now.requires_grad)
+            for (name, now), before in zip(self._kept, self._requires_grad, strict=True)
+            if now.requires_grad != before
+        ]
+        unfrozen, frozen = [n for n, is_so in changed if is_so], [n for n, is_so in changed if not is_so]
+        if not changed:
+            return
+        which = unfrozen or frozen
+        how = "unfrozen since the model joined, and not shared" if unfrozen else "frozen since the model joined"
+        raise ModelChanged(f"{_some(which)}: {how}; {NAME_THEM}. This learner ends")
+
+    def _follow(self, which: slice) -> None:
+        """Storages that are others now, unless that makes the model another one."""
+        for name in self._names[which]:
+            if form_of(self._shared[name]) != self._forms[name]:
+                raise changed_form(name, self._shared[name], *self._forms[name])
+        for name in self._names[which]:
+            objects = self._chosen.objects[self._chosen.name_of[name]]
+            if len(objects) > 1 and len({names.identity(one) for one in objects}) > 1:
+                raise ModelChanged(
+                    f"{name} was tied to another parameter when the model joined, by sharing its memory, and no longer "
+                    "is. Tie them as one Parameter object (head.weight = wte.weight). This learner ends"
+                )
+        self._addresses[which] = _addresses(self._parameters[which])
+
+
+class _Slots:
+    """Where the modules of a model have their parameters and submodules, and what is there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = {id(module): module for _, module in names.modules(model)}.values()
+        owners: list[Mapping[str, Any]] = [d for m in modules for d in (m._parameters, m._modules)]
+        self._dicts = owners
+        self._sizes = list(map(len, owners))
+        self._owners = [owner for owner in owners for _ in owner]
+        self._leaves = [leaf for owner in owners for leaf in owner]
+        self._things = [thing for owner in owners for thing in owner.values()]
+
+    def are_as_they_were(self, turn: int, turns: int) -> bool:
+        dicts, slots = _share(self._dicts, turn, turns), _share(self._things, turn, turns)
+        if list(map(len, self._dicts[dicts])) != self._sizes[dicts]:
+            return False
+        found = map(operator.getitem, self._owners[slots], self._leaves[slots])
+        try:
+            return all(map(operator.is_, found, self._things[slots]))
+        except KeyError:
+            return False
 
 
 class _Loaded:
@@ -117,5 +194,22 @@ class _Loaded:
         return _Loaded, ()
 
 
+_requires_grad_of = operator.attrgetter("requires_grad")
+
+
+def _requires_grad(parameters: Sequence[Tensor]) -> list[bool]:
+    return list(map(_requires_grad_of, parameters))
+
+
 def _addresses(parameters: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, parameters))
+
+
+def _share(things: Sequence[object], turn: int, turns: int) -> slice:
+    """Those whose turn it is."""
+    return slice(turn * len(things) // turns, (turn + 1) * len(things) // turns)
+
+
+def _some(found: Sequence[str]) -> str:
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{', '.join(found[:3])}{more}"

@@ -242,7 +242,7 @@ class Rounds:
         self._lose_island(member)
         for collecting in self._asked(member):
             was_missing = member.learner_id in collecting.missing
-            fenced = collecting.lose(member.learner_id)
+            fenced = collecting.lose(member.learner_id, self._sync.quorum)
             if fenced is not None:
                 member.missed["FENCED"] += 1
                 self.ledger.tokens_fenced += self._tokens(fenced.fragment_id, fenced.tokens)
@@ -257,7 +257,7 @@ class Rounds:
                 continue
             if member.learner_id in collecting.missing:
                 member.missed["LEFT"] += 1
-            collecting.lose(member.learner_id)
+            collecting.lose(member.learner_id, self._sync.quorum)
 
     def _lose_island(self, member: Member) -> None:
         """What its ranks have begun is over."""
@@ -393,7 +393,7 @@ class Rounds:
         )
 
     def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
-        if collecting.is_void:
+        if collecting.is_void or (self._versions.done and state.fragment.companion):
             state.abandon_round()
             return
         why, _ = collecting.verdict(self._sync.quorum, waits_until, now)

@@ -18,7 +18,7 @@ from diloco_common.manifest import Fragment
 from diloco_common.sizes import torch_chunk
 from diloco_worker.core import names
 from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
-from diloco_worker.core.replica import Replica
+from diloco_worker.core.replica import Replica, form_of
 from diloco_worker.core.shared_set import SharedSet
 
 SUPPORTED = (
@@ -46,17 +46,21 @@ class IslandReplica(Replica):
             if is_dtensor(parameter):
                 self._holdings[name], sharings[name] = located(parameter)
                 with torch.no_grad():
-                    local = parameter.to_local()  # type: ignore[attr-defined]
+                    local = parameter.detach().to_local()  # type: ignore[attr-defined]
                 self._tensors[name] = local
                 if not local.is_contiguous():
                     raise UnsupportedModel(f"this rank's rows of {name} are not contiguous; {SUPPORTED}")
             else:
                 self._holdings[name], sharings[name] = Holding(0, parameter.numel()), Sharing(rank, size)
+        self._forms = {name: form_of(tensor) for name, tensor in self._tensors.items()}
         self._sharing = _the_same(sharings)
+        self._holdings |= {name: Holding(0, b.tensor.numel()) for name, b in self._buffers.shared.items()}
         self.device = next((p.device for p in self._tensors.values() if p.numel()), self.device)
 
     def held(self, fragment: Fragment) -> LocalFragment:
-        return local_fragment(fragment, self._holdings, self._sharing, self._rank, self._size)
+        """Every rank has all of the buffers, and pushes its share of them."""
+        sharing = Sharing(self._rank, self._size) if fragment.kind == "buffer" else self._sharing
+        return local_fragment(fragment, self._holdings, sharing, self._rank, self._size)
 
     @property
     def num_local(self) -> int:
@@ -77,9 +81,9 @@ class IslandReplica(Replica):
             out.zero_()
         super().progress(fragment, anchor, out)
 
-    def write(self, fragment: Fragment, values: Tensor) -> None:
+    def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         self._reshard()
-        super().write(fragment, values)
+        super().write(fragment, values, trains_on=trains_on)
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         self._reshard()

@@ -72,11 +72,17 @@ def once(tensors: Mapping[str, T]) -> dict[str, T]:
 
 def identity(tensor: Tensor) -> object:
     """The same for tensors that are one: the same object, or the same elements of the same memory."""
-    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided or tensor.is_meta:
-        return id(tensor)  # made of other tensors, or without memory of its own
-    if not tensor.numel() or tensor.is_quantized:
+    if not has_memory(tensor):
         return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    strides = tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)  # else it may be any
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, strides
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it has elements, in plain memory of its own."""
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided or tensor.is_meta:
+        return False  # made of other tensors, or without memory
+    return tensor.numel() > 0 and not tensor.is_quantized
 
 
 def join(path: str, leaf: str) -> str:

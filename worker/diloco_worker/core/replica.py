@@ -1,8 +1,10 @@
 """The user's model, seen as flat fragments.
 
-Moves values between the shared parameters (shared_set.py) and flat float32 tensors laid out by the manifest.
-Companions, which an optimizer keeps for parameters and changes in
-place, are read and written as parameters are. Buffers (BatchNorm statistics, for example) stay local.
+Moves values between the shared parameters (shared_set.py) and flat float32 tensors laid out by the manifest, whatever
+the layout of a parameter (layout.py). A parameter is looked at anew each time: its storage may be another one since
+(`parameter.data = tensor`, as SAM does). Companions, which an optimizer keeps for parameters and changes in place, are
+read and written as parameters are. Of buffers (buffers.py) a contribution holds what they are, as the difference to
+nothing, and a version is written over them.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from torch import Tensor, nn
 
 from diloco_common.bounds import TIES_MAX
 from diloco_common.codec.base import progress_since
-from diloco_common.errors import UnsupportedModel
+from diloco_common.errors import ModelChanged, UnsupportedModel
 from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
-from diloco_worker.core import names
+from diloco_worker.core import layout, names
 from diloco_worker.core.heads import embeddings_and_heads
 from diloco_worker.core.shared_set import SharedSet
 
@@ -80,13 +82,18 @@ class Replica:
         averaged = _embeddings_and_heads(chosen) if mean_merge is None else _shared_names(mean_merge, chosen)
         for name, companion in companions.items():
             _check_companion(name, companion, parameters)
-        self._tensors: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
+        layout.refuse_several_devices(parameters)
+        layout.refuse_overlaps(chosen.all, parameters)
+        self._tensors: dict[str, Tensor] = dict(parameters)
         self._companions = {momentum_of(name, of.kind): of for name, of in companions.items()}
         self._tensors |= {name: companion.values for name, companion in self._companions.items()}
+        self._forms = {name: form_of(tensor) for name, tensor in self._tensors.items()}
         self.specs = [
             TensorSpec(name, tuple(p.shape), "mean" if name in averaged else "run") for name, p in parameters.items()
         ]
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
+        self._buffers = chosen.buffers
+        self.specs += [buffer.spec for buffer in self._buffers.shared.values()]
         self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
@@ -103,9 +110,23 @@ class Replica:
         return False
 
     def views(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece of a fragment with the flat part of the model that it names, in place."""
+        """Each piece of a fragment with the part of the model that it names, in place: flat, where that is contiguous;
+        else the piece is cut into parts that are views."""
         for piece in fragment.pieces:
-            yield piece, self._tensors[piece.tensor].view(-1)[piece.tensor_bounds]
+            theta = self._theta(piece.tensor)
+            if theta.is_contiguous():
+                yield piece, theta.view(-1)[piece.tensor_bounds]
+                continue
+            begins = piece.offset - piece.tensor_offset
+            for first, part in layout.parts(theta, piece.tensor_offset, piece.tensor_offset + piece.num_elements):
+                yield Piece(piece.tensor, first, part.numel(), begins + first, piece.rule), part
+
+    def _theta(self, name: str) -> Tensor:
+        """As it is now. Raises ModelChanged."""
+        theta = self._tensors[name].detach()
+        if form_of(theta) != self._forms[name]:
+            raise changed_form(name, theta, *self._forms[name])
+        return theta
 
     def held(self, fragment: Fragment) -> Fragment:
         """What of a fragment this process holds: all of it."""
@@ -113,17 +134,36 @@ class Replica:
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """out <- theta, in float32. `out`: [num_elements] on the model's device."""
+        if fragment.kind == "buffer":
+            self._buffers.read(fragment, out)
+            return
         for piece, theta in self.views(fragment):
-            out[piece.bounds].copy_(theta)
+            _like(theta, out[piece.bounds]).copy_(theta)
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- anchor - theta, in the dtype of `out`. Both: [num_elements] on the model's device."""
+        """out <- anchor - theta, in the dtype of `out`; of buffers, 0 - theta. Both: [num_elements] on the model's
+        device."""
+        if fragment.kind == "buffer":
+            self._buffers.read(fragment, out)
+            out.neg_()
+            return
         _used_here(anchor)
-        progress_since(anchor, ((piece.offset, theta) for piece, theta in self.views(fragment)), out)
+        flat: list[tuple[int, Tensor]] = []
+        for piece, theta in self.views(fragment):
+            if theta.dim() == 1 and theta.is_contiguous():
+                flat.append((piece.offset, theta))
+            else:
+                into, since = out[piece.bounds], anchor[piece.bounds]
+                torch.sub(_like(theta, since), theta, out=_like(theta, into))
+        progress_since(anchor, flat, out)
 
-    def write(self, fragment: Fragment, values: Tensor) -> None:
-        """theta <- values, rounded to the parameter's dtype."""
+    def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
+        """theta <- values, rounded to the dtype of each tensor. `trains_on`: what training keeps of buffers for
+        itself stays."""
         _used_here(values)
+        if fragment.kind == "buffer":
+            self._buffers.write(fragment, values, trains_on=trains_on)
+            return
         with self._bounded(fragment):
             for theta, new in self._beside(fragment, values):
                 theta.copy_(new)
@@ -137,22 +177,26 @@ class Replica:
         _used_here(difference)
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
-                kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
-                theta.add_(difference[piece.bounds], alpha=kept)
+                kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.kind == "momentum" else 1.0
+                theta.add_(_like(theta, difference[piece.bounds]), alpha=kept)
 
     def keep(self, also: Sequence[Tensor] = ()) -> Callable[[], None]:
         """Copies of the shared parameters, of all buffers, and of these; the call puts them back, bit for bit."""
-        tensors = [tensor for name, tensor in self._tensors.items() if name not in self._companions]
+        parameters = [(self._tensors[name], self._theta(name)) for name in self._tensors.keys() - self._companions]
         owners = [
             (module._buffers, leaf, buffer)
             for _, module in names.modules(self.model)
             for leaf, buffer in module._buffers.items()
             if buffer is not None
         ]
-        unique = {names.identity(t): t.detach() for t in (*tensors, *also, *(buffer for *_, buffer in owners))}
+        tensors = (*(theta for _, theta in parameters), *also, *(buffer for *_, buffer in owners))
+        unique = {names.identity(t): t.detach() for t in tensors}
         copies = [(tensor, tensor.clone()) for tensor in unique.values()]
 
         def put_back() -> None:
+            for parameter, theta in parameters:
+                if parameter.data_ptr() != theta.data_ptr():
+                    parameter.data = theta
             for tensor, copy in copies:
                 tensor.copy_(copy)
             for owner, leaf, buffer in owners:
@@ -162,7 +206,7 @@ class Replica:
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
         """Of a difference, as `add` counts it after so many inner steps: float32 [num_elements]."""
-        if not fragment.companion:
+        if fragment.kind != "momentum":
             return difference
         left = torch.empty_like(difference)
         for piece in fragment.pieces:
@@ -188,7 +232,7 @@ class Replica:
         would divide the momentum of others by its eps. Without a second moment, a single liar could make the momentum
         so long that it is forgotten only after hundreds of steps: so it is scaled. Zeros take over everything.
         """
-        if not fragment.companion:
+        if fragment.kind != "momentum":
             yield
             return
         found = [(self._companions[piece.tensor], piece, values) for piece, values in self.views(fragment)]
@@ -196,7 +240,9 @@ class Replica:
         yield
         for (companion, piece, values), norm in zip(found, own, strict=True):
             if companion.second is not None:
-                most = companion.second.view(-1)[piece.tensor_bounds].sqrt().mul_(companion.pace().most)
+                start = piece.tensor_offset
+                ((_, second),) = layout.parts(companion.second, start, start + piece.num_elements)
+                most = second.sqrt().mul_(companion.pace().most)
                 torch.clamp(values, -most, most, out=values)
             elif norm is not None:
                 share = (MOST_OF_OWN * norm / torch.linalg.vector_norm(values)).clamp_(max=1.0)
@@ -205,7 +251,7 @@ class Replica:
     def _beside(self, fragment: Fragment, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The parts of theta, each with its values."""
         for piece, theta in self.views(fragment):
-            yield theta, values[piece.bounds]
+            yield theta, _like(theta, values[piece.bounds])
 
 
 def wait_for_device(device: torch.device) -> None:
@@ -253,10 +299,32 @@ def _check(name: str, parameter: Tensor) -> None:
         raise UnsupportedModel(
             f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16"
         )
-    if not parameter.is_contiguous():
-        raise UnsupportedModel(f"{name} is not contiguous; call .contiguous() on it before joining")
     if parameter.is_meta:
         raise UnsupportedModel(f"{name} is on the meta device; materialise the model before joining")
+    if layout.overlaps_itself(parameter):
+        raise UnsupportedModel(
+            f"{name} has elements that share memory, as after expand: make a tensor of its own before joining, by "
+            ".contiguous() for example"
+        )
+
+
+def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def changed_form(
+    name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> ModelChanged:
+    """The error of a parameter that was of another form when it joined."""
+    return ModelChanged(
+        f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, and when the model joined it was {dtype} "
+        f"{tuple(shape)} on {device}: move and convert the model before `join`. This learner ends"
+    )
+
+
+def _like(theta: Tensor, values: Tensor) -> Tensor:
+    """Flat values in the shape of a part of the model."""
+    return values if theta.dim() == 1 else values.view(theta.shape)
 
 
 def _check_companion(name: str, companion: Companion, parameters: Mapping[str, Tensor]) -> None:
@@ -268,5 +336,6 @@ def _check_companion(name: str, companion: Companion, parameters: Mapping[str, T
             f"the {what} is {values.dtype}; only float32 is averaged: keep the parameter in float32, or leave the "
             "momentum local (without companions=)"
         )
-    if values.shape != parameters[name].shape or not values.is_contiguous():
+    second = values if companion.second is None else companion.second
+    if values.shape != parameters[name].shape or layout.overlaps_itself(values) or second.stride() != values.stride():
         raise UnsupportedModel(f"the {what} is laid out in another way than {name}, so it cannot be averaged")

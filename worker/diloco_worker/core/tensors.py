@@ -192,6 +192,11 @@ class FragmentTensors:
         """Whether a snapshot is being taken: no version may be applied meanwhile."""
         return self.contribution is not None and self.contribution.is_being_read
 
+    @property
+    def carries(self) -> bool:
+        """Whether a version is laid under the local progress; else it takes its place, as it always does of buffers."""
+        return self._policy.on_commit == "carry" and self.fragment.kind != "buffer"
+
     def values(self) -> Tensor:
         """What this learner believes the global values are: the anchor, else its own."""
         if self.anchor is not None:
@@ -203,7 +208,7 @@ class FragmentTensors:
 
     def reference_of(self, version: int, merged_version: int) -> Reference | None:
         """What theta moves away from if this version is applied now; None if that is no addition. In any thread."""
-        if self._policy.on_commit != "carry":
+        if not self.carries:
             return None
         contribution, anchor = self.contribution, self.anchor
         if contribution is not None and contribution.round == merged_version <= version:
@@ -218,7 +223,7 @@ class FragmentTensors:
         assert self.contribution is None
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
-            dtype=get_codec(self._policy.push_encoding).progress_dtype,
+            dtype=get_codec(self.fragment.encoding(self._policy.push_encoding)).progress_dtype,
             error_feedback=self._policy.error_feedback and not self.fragment.companion,
             own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
             given_back=self._given_back,
@@ -270,10 +275,10 @@ class FragmentTensors:
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
-        if self._policy.on_commit == "blend" and self._policy.blend_alpha:
+        if self._policy.on_commit == "blend" and self._policy.blend_alpha and self.fragment.kind != "buffer":
             self._replica.blend(self.fragment, values, self._policy.blend_alpha)
         else:
-            self._replica.write(self.fragment, values)
+            self._replica.write(self.fragment, values, trains_on=True)
         self._settle(values, merged=merged)
 
     def _settle(self, values: Tensor, *, merged: bool) -> None:
