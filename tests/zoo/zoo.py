@@ -80,11 +80,23 @@ class Program:
 
 ZOO = (
     Program("vision", "BatchNorm, loader workers, EMA swapped in", 1200, 32, splits=True),
-    Program("gan", "GAN, two models and two optimizers", 2400, 64),
-    Program("ppo", "PPO, actor and critic", 600, 64),
-    Program("diffusion", "diffusion with an EMA", 2400, 64),
+    Program("channels_last", "residual, BatchNorm, channels last", 1000, 32, splits=True),
+    Program("gan", "two models, two optimizers", 2400, 64),
+    Program("ppo", "actor and critic, PPO", 600, 64),
+    Program("diffusion", "EMA that samples", 2400, 64),
+    Program("vae", "noise inside", 2000, 32),
+    Program("moco", "contrastive; queue and key encoder are private", 900, 64, based=True),
     Program("recommender", "sparse tables, SparseAdam", 2400, 128),
-    Program("lstm", "tied LSTM, SGD written by hand", 1000, 16, per_sample=32),
+    Program("graph", "graph network, few labels", 800, 32),
+    Program("moe", "two of eight experts", 1000, 64),
+    Program("lstm", "tied weights, SGD written by hand", 1000, 16, per_sample=32),
+    Program("accumulation", "GPT; autocast, accumulation, clipping, cosine", 300, 16, per_sample=32),
+    Program("sam", "sharpness-aware: two steps, `p.data = old`", 1500, 32),
+    Program("unfreezing", "gradual unfreezing", 1500, 64),
+    Program("lora", "adapters by peft", 700, 32, based=True),
+    Program("compiled", "torch.compile", 1500, 64),
+    Program("hf_trainer", "Trainer of Hugging Face, loader workers", 250, 16, per_sample=32),
+    Program("lightning_trainer", "Trainer of Lightning, loader workers", 400, 64),
 )
 
 

@@ -36,7 +36,6 @@ class SAM(torch.optim.Optimizer):
 
 
 def moons(count, generator=None):
-    """Two arcs that hook into each other, under noise."""
     y = torch.randint(2, (count,), generator=generator)
     angle = 3.14159 * torch.rand(count, generator=generator) + 3.14159 * y
     x = torch.stack([angle.cos() + y, angle.sin() + 0.4 * y], 1)

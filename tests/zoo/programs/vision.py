@@ -29,8 +29,7 @@ class EMA:
         self.values = [p.detach().clone() for p in model.parameters()]
 
     def update(self, model):
-        for value, p in zip(self.values, model.parameters(), strict=True):
-            value.lerp_(p.detach(), 0.02)
+        torch._foreach_lerp_(self.values, [p.detach() for p in model.parameters()], 0.02)
 
     def swap(self, model):
         for value, p in zip(self.values, model.parameters(), strict=True):
