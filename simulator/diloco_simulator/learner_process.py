@@ -103,7 +103,7 @@ class LearnerProcess:
             stutters=options.stutters,
         )  # fmt: skip
         self._random = self.process.random
-        self.model = Counting(flat)
+        self.model = Counting(flat, has_buffer=options.has_buffer)
         self._step_s = options.step_s[cluster.learner_ids.index(learner_id)]
         self._tokens = 0  # of the step that is under way
         self._ahead = 0  # of these, the optimizer has put so many into the model already
@@ -230,12 +230,16 @@ class LearnerProcess:
         match act:
             case PushContribution():
                 contribution = act.contribution
+                fragment = self.learner.core.fragments[contribution.fragment_id]  # type: ignore[union-attr]
+                if fragment.fragment.kind == "buffer":
+                    return
                 self.unresolved[contribution.fragment_id] = contribution
                 if contribution not in self._taken:
-                    fragment = self.learner.core.fragments[contribution.fragment_id]  # type: ignore[union-attr]
                     self._taken[contribution] = Taken(self._unmerged(fragment))
             case VersionApplied():
                 fragment = self.learner.core.fragments[act.fragment_id]  # type: ignore[union-attr]
+                if fragment.fragment.kind == "buffer":
+                    return
                 account = self._account(fragment)
                 self._measure(account, fragment)
                 if self._options.on_commit != "carry":  # what was trained is gone
@@ -290,7 +294,7 @@ class LearnerProcess:
         """After a step boundary."""
         core = self.learner.core
         assert core is not None
-        for fragment in core.fragments.values():
+        for fragment in self._fragments():
             pending = self.unresolved.get(fragment.fragment.fragment_id)
             if pending is not None and fragment.contribution is not pending:
                 del self.unresolved[fragment.fragment.fragment_id]
@@ -327,7 +331,9 @@ class LearnerProcess:
         self.process.thaw()
 
     def _fragments(self) -> list[LearnerFragment]:
-        return list(self.learner.core.fragments.values()) if self.learner.core is not None else []
+        """Those whose values count tokens."""
+        fragments = self.learner.core.fragments.values() if self.learner.core is not None else ()
+        return [f for f in fragments if f.fragment.kind != "buffer"]
 
     def _hear_error(self, what: str, facts: dict[str, object]) -> None:
         error = facts.get("trace")
