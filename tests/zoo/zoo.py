@@ -35,6 +35,8 @@ HIGHER_IS_BETTER = ("accuracy", "return")
 LEARNERS = 3
 SHARDS = 2
 WAIT_S = 600.0
+PACE_S = 0.02
+"""What a step of a learner takes longer (become.py)."""
 WRONG = ("Traceback (most recent call last)", "not everything is of the last version", "same losses", "NOT_FINITE")
 """What no log may say."""
 SETTINGS: dict[str, Any] = {"sync.fragments": 4, "sync.sync_every": 10, "lease.lease_s": 6, "lease.heartbeat_s": 1}
@@ -79,22 +81,22 @@ class Program:
 
 
 ZOO = (
-    Program("vision", "BatchNorm, loader workers, EMA swapped in", 1200, 32, splits=True),
-    Program("channels_last", "residual, BatchNorm, channels last", 1000, 32, splits=True),
-    Program("gan", "two models, two optimizers", 2400, 64),
+    Program("vision", "BatchNorm, loader workers, EMA swapped in", 600, 32, splits=True),
+    Program("channels_last", "residual, BatchNorm, channels last", 600, 32, splits=True),
+    Program("gan", "two models, two optimizers", 1200, 64),
     Program("ppo", "actor and critic, PPO", 600, 64),
-    Program("diffusion", "EMA that samples", 2400, 64),
-    Program("vae", "noise inside", 2000, 32),
-    Program("moco", "contrastive; queue and key encoder are private", 900, 64, based=True),
-    Program("recommender", "sparse tables, SparseAdam", 2400, 128),
-    Program("graph", "graph network, few labels", 800, 32),
-    Program("moe", "two of eight experts", 1000, 64),
-    Program("lstm", "tied weights, SGD written by hand", 1000, 16, per_sample=32),
+    Program("diffusion", "EMA that samples", 1000, 64),
+    Program("vae", "noise inside", 1000, 32),
+    Program("moco", "contrastive; queue and key encoder are private", 600, 64, based=True),
+    Program("recommender", "sparse tables, SparseAdam", 1000, 128),
+    Program("graph", "graph network, few labels", 400, 32),
+    Program("moe", "two of eight experts", 600, 64),
+    Program("lstm", "tied weights, SGD written by hand", 500, 16, per_sample=32),
     Program("accumulation", "GPT; autocast, accumulation, clipping, cosine", 300, 16, per_sample=32),
-    Program("sam", "sharpness-aware: two steps, `p.data = old`", 1500, 32),
-    Program("unfreezing", "gradual unfreezing", 1500, 64),
-    Program("lora", "adapters by peft", 700, 32, based=True),
-    Program("compiled", "torch.compile", 1500, 64),
+    Program("sam", "sharpness-aware: two steps, `p.data = old`", 600, 32),
+    Program("unfreezing", "gradual unfreezing", 800, 64),
+    Program("lora", "adapters by peft", 600, 32, based=True),
+    Program("compiled", "torch.compile", 800, 64),
     Program("hf_trainer", "Trainer of Hugging Face, loader workers", 250, 16, per_sample=32),
     Program("lightning_trainer", "Trainer of Lightning, loader workers", 400, 64),
 )
@@ -134,7 +136,7 @@ class Found:
 
 def keep(
     program: Program, folder: Path, *, steps: int | None = None, learners: int = LEARNERS, shards: int = SHARDS,
-    unequal: bool = False, kills: bool = True, seed: int = 0,
+    unequal: bool = False, kills: bool = True, seed: int = 0, pace_s: float = PACE_S,
 ) -> Found:  # fmt: skip
     """Train as learners until the budget is merged, pull, and evaluate. Raises AssertionError."""
     steps = steps or program.steps
@@ -146,9 +148,10 @@ def keep(
         cluster.start(shards, [])
         addresses = ",".join(shard.endpoints.grpc for shard in cluster.shards)
 
-        def learner(name: str) -> Forked:
-            given = environment() | {"SHARDS": addresses, "LEARNER": name}
-            return started.begin(name, program.path, arguments, given)
+        def learner(log: str) -> Forked:
+            """Its name is the first letter of that of its log."""
+            given = environment() | {"SHARDS": addresses, "LEARNER": log[0]}
+            return started.begin(log, program.path, arguments, given, pace_s)
 
         alive = {name: learner(name) for name in "abcdefgh"[:learners]}
 
@@ -160,12 +163,12 @@ def keep(
 
         if kills:
             until(lambda: merged(0.2), f"{program.name}: the first fifth", WAIT_S)
-            dead = alive["b"]
+            before, dead = cluster.learner("b"), alive.pop("b")
             dead.kill()
-            assert dead.wait(10) == -signal.SIGKILL, "learner b had ended before it was killed"
-            alive["b"] = learner("b")
+            assert dead.wait(WAIT_S) == -signal.SIGKILL, f"b ended by itself:\n{started.said('b')}"
+            alive["b, again"] = learner("b, again")
             until(lambda: merged(0.5), f"{program.name}: half", WAIT_S)
-            until(lambda: merged(0.0) and is_back(cluster.learner("b")), f"{program.name}: b is back", WAIT_S)
+            until(lambda: merged(0.0) and is_back(cluster.learner("b"), before), f"{program.name}: b is back", WAIT_S)
             assert not cluster.shards[0].status()["done"], "too short: the run ended before a shard could be killed"
             cluster.shards[1].kill()
             cluster.shards[1].start()
@@ -184,9 +187,9 @@ def keep(
     return Found(program.name, metric, program.added, unequal, pulled, [value for _, value in worth])
 
 
-def is_back(learner: dict[str, Any]) -> bool:
-    """Whether it trains, in its second life."""
-    return bool(learner["generation"] > 1 and learner["inner_step"] > 0)
+def is_back(learner: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether it trains, in another life than before."""
+    return bool(learner["generation"] != before["generation"] and learner["inner_step"] > 0)
 
 
 def pull(program: Program, folder: Path, shards: str, started: Herd) -> float:
@@ -227,8 +230,10 @@ class Herd:
         self._folder = folder
         self.all: list[Forked] = []
 
-    def begin(self, name: str, path: Path, arguments: Sequence[str], given: dict[str, str] | None = None) -> Forked:
-        process = Forked("become", [str(path), *arguments], self._log(name), given or environment())
+    def begin(
+        self, name: str, path: Path, arguments: Sequence[str], given: dict[str, str] | None = None, pace_s: float = 0.0
+    ) -> Forked:
+        process = Forked("become", [str(pace_s), str(path), *arguments], self._log(name), given or environment())
         self.all.append(process)
         return process
 

@@ -48,7 +48,7 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 800, "batch": 32, "seed": 0, "part": -1}.items():
+    for name, default in {"steps": 400, "batch": 32, "seed": 0, "part": -1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -59,7 +59,7 @@ def main():
     edges, x, y = graph()
     told = torch.arange(NODES // 2)
     told = told if args.part < 0 else told.chunk(3)[args.part]
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=5e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
     for step in range(args.steps):
         nodes = told[torch.randint(len(told), (args.batch,))]
         loss = F.cross_entropy(model.train()(edges, x)[nodes], y[nodes])

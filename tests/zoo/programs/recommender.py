@@ -46,7 +46,7 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 2400, "batch": 128, "seed": 0, "part": -1}.items():
+    for name, default in {"steps": 1000, "batch": 128, "seed": 0, "part": -1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -57,8 +57,8 @@ def main():
     data = clicks(30_000, seed=2)
     own = torch.arange(30_000) if args.part < 0 else torch.arange(30_000).chunk(3)[args.part]
     optimizers = [
-        torch.optim.SparseAdam([*model.user.parameters(), *model.item.parameters()], lr=1e-2),
-        torch.optim.Adam(model.top.parameters(), lr=1e-3),
+        torch.optim.SparseAdam([*model.user.parameters(), *model.item.parameters()], lr=2e-2),
+        torch.optim.Adam(model.top.parameters(), lr=2e-3),
     ]
     for _ in range(args.steps):
         rows = own[torch.randint(len(own), (args.batch,))]
