@@ -4,8 +4,8 @@ For processes that are forked (tests/e2e/forks.py). multiprocessing forbids thos
 by a handler that children would outlive; and it has them start children as they were started. Here a script has what
 Linux gives it: loaders may have workers, and these are forked.
 
-PACE: an inner step of a learner takes so many seconds longer. Those of the zoo take a millisecond or two, those of models
-that anybody trains on several machines a hundred. On a busy machine a round takes as long as a hundred of the former.
+PACE: an inner step of a learner takes so many seconds longer. Those of the zoo take a millisecond or two, those of
+models that need several machines a hundred. On a busy machine a round takes as long as a hundred of the former.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class Program:
     """Some of its tensors are not shared: `diloco pull` needs `--base`."""
     splits: bool = False
     """It can be given unequal data."""
-    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -94,6 +93,8 @@ ZOO = (
     Program("lstm", "tied weights, SGD written by hand", 500, 16, per_sample=32),
     Program("accumulation", "GPT; autocast, accumulation, clipping, cosine", 300, 16, per_sample=32),
     Program("sam", "sharpness-aware: two steps, `p.data = old`", 600, 32),
+    Program("masters", "bfloat16 weights, float32 masters", 800, 32),
+    Program("schedule_free", "schedule-free SGD", 1000, 64),
     Program("unfreezing", "gradual unfreezing", 800, 64),
     Program("lora", "adapters by peft", 600, 32, based=True),
     Program("compiled", "torch.compile", 800, 64),
@@ -137,21 +138,22 @@ class Found:
 def keep(
     program: Program, folder: Path, *, steps: int | None = None, learners: int = LEARNERS, shards: int = SHARDS,
     unequal: bool = False, kills: bool = True, seed: int = 0, pace_s: float = PACE_S,
+    settings: Mapping[str, object] | None = None,
 ) -> Found:  # fmt: skip
     """Train as learners until the budget is merged, pull, and evaluate. Raises AssertionError."""
     steps = steps or program.steps
     budget = learners * steps * program.batch * program.per_sample
-    settings = {**SETTINGS, "run.tokens": budget, **program.settings}
+    given = {**SETTINGS, "run.tokens": budget, **(settings or {})}
     arguments = ["--steps", "1000000", "--batch", str(program.batch), "--seed", str(seed)]
     arguments += ["--unequal", "1"] if unequal else []
-    with LocalCluster(folder, settings, keeps=True) as cluster, herd(folder) as started:
+    with LocalCluster(folder, given, keeps=True) as cluster, herd(folder) as started:
         cluster.start(shards, [])
         addresses = ",".join(shard.endpoints.grpc for shard in cluster.shards)
 
         def learner(log: str) -> Forked:
             """Its name is the first letter of that of its log."""
-            given = environment() | {"SHARDS": addresses, "LEARNER": log[0]}
-            return started.begin(log, program.path, arguments, given, pace_s)
+            whereabouts = environment() | {"SHARDS": addresses, "LEARNER": log[0]}
+            return started.begin(log, program.path, arguments, whereabouts, pace_s)
 
         alive = {name: learner(name) for name in "abcdefgh"[:learners]}
 

@@ -16,30 +16,27 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
 
     def __init__(self, params, lr, beta=0.9):
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["z"] = p.detach().clone()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["z"] = p.detach().clone()
 
     @torch.no_grad()
     def eval(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.lerp_(self.state[p]["z"], 1 - 1 / group["beta"])
+        for p in self.param_groups[0]["params"]:
+            p.lerp_(self.state[p]["z"], 1 - 1 / self.param_groups[0]["beta"])
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            group["k"] += 1
-            rate, share = group["lr"] * min(1, group["k"] / 100), 1 / group["k"]
-            for p in group["params"]:
-                z = self.state[p]["z"]
-                p.lerp_(z, share)
-                p.add_(p.grad, alpha=rate * (group["beta"] * (1 - share) - 1))
-                z.sub_(p.grad, alpha=rate)
+        (group,) = self.param_groups
+        group["k"] += 1
+        rate, share = group["lr"] * min(1, group["k"] / 100), 1 / group["k"]
+        for p in group["params"]:
+            z = self.state[p]["z"]
+            p.lerp_(z, share)
+            p.add_(p.grad, alpha=rate * (group["beta"] * (1 - share) - 1))
+            z.sub_(p.grad, alpha=rate)
 
 
 def samples(count, generator=None):
-    """Of a line through a cloud: which of three sides of a random surface."""
     hidden = torch.Generator().manual_seed(0)
     first, second = torch.randn(12, 16, generator=hidden), torch.randn(16, 4, generator=hidden)
     x = torch.randn(count, 12, generator=generator)
@@ -58,13 +55,14 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 2000, "batch": 64, "seed": 0}.items():
+    for name, default in {"steps": 1000, "batch": 64, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model = make_model()
-    optimizer, name = ScheduleFreeSGD(model.parameters(), lr=0.3), os.environ.get("LEARNER")
-    learner = diloco_worker.join(os.environ["SHARDS"], model, learner_id=name, masters=optimizer)  # diloco
+    optimizer = ScheduleFreeSGD(model.parameters(), lr=0.3)
+    shards, name = os.environ["SHARDS"], os.environ["LEARNER"]  # diloco
+    learner = diloco_worker.join(shards, model, learner_id=name, masters=optimizer)  # diloco
     torch.manual_seed(learner.seed)  # diloco
     for _ in range(args.steps):
         x, y = samples(args.batch)
