@@ -30,17 +30,16 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
         group["k"] += 1
         rate, share = group["lr"] * min(1, group["k"] / 100), 1 / group["k"]
         for p in group["params"]:
-            z = self.state[p]["z"]
-            p.lerp_(z, share)
+            p.lerp_(self.state[p]["z"], share)
             p.add_(p.grad, alpha=rate * (group["beta"] * (1 - share) - 1))
-            z.sub_(p.grad, alpha=rate)
+            self.state[p]["z"].sub_(p.grad, alpha=rate)
 
 
 def samples(count, generator=None):
     hidden = torch.Generator().manual_seed(0)
     first, second = torch.randn(12, 16, generator=hidden), torch.randn(16, 4, generator=hidden)
     x = torch.randn(count, 12, generator=generator)
-    return x, (torch.sin(x @ first / 2) @ second).argmax(1)
+    return x, (torch.sin(x @ first / 4) @ second).argmax(1)
 
 
 def make_model():
@@ -60,9 +59,9 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model = make_model()
-    optimizer = ScheduleFreeSGD(model.parameters(), lr=0.3)
-    shards, name = os.environ["SHARDS"], os.environ["LEARNER"]  # diloco
-    learner = diloco_worker.join(shards, model, learner_id=name, masters=optimizer)  # diloco
+    optimizer = ScheduleFreeSGD(model.parameters(), lr=0.5)
+    name = os.environ["LEARNER"]  # diloco
+    learner = diloco_worker.join(os.environ["SHARDS"], model, learner_id=name, masters=optimizer)  # diloco
     torch.manual_seed(learner.seed)  # diloco
     for _ in range(args.steps):
         x, y = samples(args.batch)
