@@ -1,4 +1,4 @@
-"""Schedule-free SGD: gradients at y, steps of z, and the average x that is evaluated."""
+"""Schedule-free SGD as published (Defazio and others): the parameters are y in training, and x after eval()."""
 
 import argparse
 import json
@@ -12,8 +12,6 @@ import diloco_worker  # diloco
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
-    """As published by Defazio and others: the parameters are y in training, and x after eval()."""
-
     def __init__(self, params, lr, beta=0.9):
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0})
         for p in self.param_groups[0]["params"]:
