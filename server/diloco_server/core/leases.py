@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_common.errors import StaleGeneration, Superseded
+from diloco_common.errors import Revoked, StaleGeneration, Superseded
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Evicted, FrozenTensor, Held, Tie
 from diloco_server.core.effects import LearnerForgotten, LearnerGone, LearnerJoined, Outbox
@@ -57,21 +57,19 @@ class Leases:
     def revoke(self, member: Member) -> None:
         """A learner may call no longer."""
         self._membership.revoke(member)
-        self._evicted(member)
+        self._rounds.ledger.evictions[member.evicted_for] += 1
+        self._end(member, Revoked.code, f"{member.learner_id} was revoked")
 
     def expire(self, now: float) -> None:
         """End the leases that ran out, and forget learners that have been gone for too long."""
         for member in self._membership.expire(now):
-            self._evicted(member)
+            self._rounds.ledger.evictions[member.evicted_for] += 1
+            refusal = self._membership.eviction(member)
+            self._end(member, refusal.code, str(refusal))
         for learner_id in self._membership.forget():
             self._versions.forget(learner_id)
             self._rounds.quarantine.forget(learner_id)
             self._outbox.add(LearnerForgotten(learner_id))
-
-    def _evicted(self, member: Member) -> None:
-        self._rounds.ledger.evictions[member.evicted_for] += 1
-        refusal = self._membership.eviction(member)
-        self._end(member, refusal.code, str(refusal))
 
     def _end(self, member: Member, code: str, words: str) -> None:
         """A generation is over: tell it, and fence it off."""

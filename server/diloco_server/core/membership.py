@@ -215,7 +215,7 @@ class Membership:
         return self._members.get(learner_id)
 
     def check(self, learner_id: str, generation: int) -> Member:
-        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired, Stalled or Revoked."""
+        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired, Stalled."""
         member = self._members.get(learner_id)
         if member is None or generation > member.generation:
             raise NotJoined(f"{learner_id} has no lease here; join first")
@@ -232,7 +232,7 @@ class Membership:
         if member.state is State.LEFT:
             return NotJoined(f"{member.learner_id} has left; join again to come back")
         if member.evicted_for == Revoked.code:
-            return Revoked(f"{member.learner_id} was revoked")
+            return NotJoined(f"{member.learner_id} was revoked; join again with what proves it now")
         if member.evicted_for == StalledError.code:
             limit = f"{self._settings.progress_timeout_s:g} s (lease.progress_timeout_s)"
             return StalledError(f"{member.learner_id}: no inner step ended for {limit}; join again")
