@@ -169,6 +169,7 @@ class Learner(LearnerView):
             ConfigError: there is not one whole number of tokens or samples.
             WrongCall: the model holds other values, inside a block of `global_values` or `values`.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
+            VersionUndone: the optimizer takes back every version (see `masters` of `join`).
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
             ChildOfLearner: this process was forked from the learner's.
@@ -177,6 +178,7 @@ class Learner(LearnerView):
         self._others.check()
         if self._watch is not None:
             self._watch.check()
+        self._boundary.replica.laid.check()
         amount, is_samples = counted(tokens, samples)
         began = self._clock()
         step_s = began - self._step_ended
