@@ -56,7 +56,7 @@ def _finder(masters: Masters, chosen: SharedSet) -> Callable[[str], Any]:
     if isinstance(masters, list | tuple) and masters and all(map(_is_pair, masters)):
         return _by_name(_names_of(masters, chosen), chosen).get
     if callable(masters) and not isinstance(masters, nn.Module | type):
-        return masters  # type: ignore[no-any-return]
+        return _by_any_name(masters, chosen)
     raise WrongCall(
         f"masters= is {shown(masters)}: give the optimizer that keeps copies of the weights, a dict of names and "
         "tensors, a list of pairs (parameter, tensor), or a function of a name"
@@ -82,6 +82,13 @@ def _by_name(given: Mapping[str, Any], chosen: SharedSet) -> dict[str, Any]:
         if of in chosen.shared:
             found[of] = copies
     return found
+
+
+def _by_any_name(ask: Callable[[str], Any], chosen: SharedSet) -> Callable[[str], Any]:
+    names_of: dict[str, list[str]] = {}
+    for name, of in chosen.name_of.items():
+        names_of.setdefault(of, []).append(name)
+    return lambda of: next((copies for name in names_of[of] if (copies := ask(name)) is not None), None)
 
 
 def _names_of(pairs: Sequence[Any], chosen: SharedSet) -> dict[str, list[Any]]:

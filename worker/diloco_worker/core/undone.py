@@ -13,6 +13,7 @@ in them, and s, what a step has changed, one of the steps has undone the version
 
 Elements are taken by rows, so many of one tensor, as an optimizer may have copies of some tensors only. A version is
 gone where most of the rows that it has changed say so, and only `IN_A_ROW` of them, one after the other, are believed.
+How the constants were measured: decision 128 (docs/decisions.md).
 
 Nothing waits for a device: the rows are read when they are on the CPU, a step or more later.
 """
