@@ -85,10 +85,8 @@ class Replica:
             _check_companion(name, companion, parameters)
         layout.refuse_several_devices(parameters)
         layout.refuse_overlaps(chosen.all, parameters)
-        self._tensors: dict[str, Tensor] = dict(parameters)
         self._companions = {momentum_of(name, of.kind): of for name, of in companions.items()}
-        self._tensors |= {name: companion.values for name, companion in self._companions.items()}
-        self._forms = {name: form_of(tensor) for name, tensor in self._tensors.items()}
+        self._hold({**parameters, **{name: companion.values for name, companion in self._companions.items()}})
         self.specs = [
             TensorSpec(name, tuple(p.shape), "mean" if name in averaged else "run") for name, p in parameters.items()
         ]
@@ -123,6 +121,11 @@ class Replica:
             begins = piece.offset - piece.tensor_offset
             for first, part in layout.parts(theta, piece.tensor_offset, piece.tensor_offset + piece.num_elements):
                 yield Piece(piece.tensor, first, part.numel(), begins + first, piece.rule), part
+
+    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """From now on these hold the values of this process."""
+        self._tensors = dict(tensors)
+        self._forms = {name: form_of(tensor) for name, tensor in tensors.items()}
 
     def _theta(self, name: str) -> Tensor:
         """As it is now. Raises ModelChanged."""
