@@ -344,9 +344,8 @@ class RowsReplica(Replica):
     ) -> None:
         """`meanwhile` is called with every snapshot."""
         super().__init__(model, AVERAGED)
-        self._tensors = {
-            name: p.view(-1)[holdings[name].start : holdings[name].stop] for name, p in self._tensors.items()
-        }
+        rows = {name: slice(held.start, held.stop) for name, held in holdings.items()}
+        self._hold({name: p.detach().view(-1)[rows[name]] for name, p in self._tensors.items()})
         self._holdings, self._rank, self._size, self._meanwhile = holdings, rank, size, meanwhile
 
     def held(self, fragment: Fragment) -> LocalFragment:

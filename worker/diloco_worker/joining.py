@@ -44,6 +44,7 @@ from diloco_worker.interrupts import as_one_line
 from diloco_worker.island import form_island, make_island_learner, make_replica
 from diloco_worker.island_exchange import IslandGroup
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
+from diloco_worker.masters import Masters, find_copies
 from diloco_worker.network_thread import NetworkThread
 from diloco_worker.number import taken
 from diloco_worker.patience import Patience
@@ -65,6 +66,7 @@ def join(
     private: Patterns = (),
     mean_merge: Collection[str] | None = None,
     companions: Optimizer | Sequence[Optimizer] | None = None,
+    masters: Masters | None = None,
     state: Mapping[str, Any] | None = None,
     http: str | None = None,
     address_file: str | Path | None = None,
@@ -104,6 +106,10 @@ def join(
             own (`sync.companions_every`): those of the model, made before `join`, with their state loaded, if there is
             any. Known are torch's Adam, AdamW, Muon and SGD; the state must be float32. All learners of a run alike.
             None: momentum stays local.
+        masters: copies of the weights that the optimizer steps on and writes over the parameters, so that versions get
+            there, too: float32 masters beside 16 bits, `z` of schedule-free, the slow weights of Lookahead. Give the
+            optimizer, or several, whose state has them under a known name; or a dict of names and tensors, a list of
+            pairs (parameter, tensor), or a function of a name. None: it steps on the parameters, as torch's do.
         state: what `learner.state_dict()` gave in an earlier process, from the checkpoint that model and optimizer were
             loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
             training goes on from the values that the model holds where a shard is away, and what it adds is contributed
@@ -172,6 +178,10 @@ def join(
         raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
     else:
         replica, averaged = make_replica(chosen, mean_merge, group), None
+    if masters is not None:
+        if replica.is_spread:
+            raise UnsupportedModel("masters=: copies under fully_shard get no versions yet; shard float32 parameters")
+        replica.keep_copies(find_copies(masters, chosen))
     if residuals not in ("device", "host"):
         raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
     if snapshots not in ("step", "background"):

@@ -174,6 +174,7 @@ class Learner(LearnerView):
             WrongCall: `loss` is no number; the model holds other values, inside a block of `global_values` or `values`;
                 or another thread is inside a call of this learner.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
+            VersionUndone: the optimizer takes back every version (see `masters` of `join`).
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
             ChildOfLearner: this process was forked from the learner's.
@@ -182,6 +183,7 @@ class Learner(LearnerView):
         self._others.check()
         if self._watch is not None:
             self._watch.check()
+        self._boundary.replica.laid.check()
         amount, is_samples = counted(tokens, samples)
         check_loss(loss)
         began = self._clock()
