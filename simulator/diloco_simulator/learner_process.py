@@ -7,7 +7,7 @@ outside: by the acts of its step boundaries, by what it pushes, and by the value
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,12 @@ class Taken:
     """What the encoding lost of it, once it was pushed."""
 
 
+def refused_since(before: Mapping[Contribution, int], fragments: Iterable[LearnerFragment]) -> dict[Contribution, int]:
+    """The contributions that were refused, and are held as if they were not: for how many steps."""
+    held = (fragment.contribution for fragment in fragments)
+    return {c: before.get(c, 0) + 1 for c in held if c is not None and c.pushes.is_refused}
+
+
 class LearnerProcess:
     """A process that trains. `state`: "joining", "training", "leaving", "left", "done" or "failed"."""
 
@@ -110,6 +116,7 @@ class LearnerProcess:
         self._thawed_at = 0.0
         self._handed_over = 0.0
         self._accounts: dict[int, Account] = {}
+        self._refused: dict[Contribution, int] = {}
         self._taken: dict[Contribution, Taken] = {}
         self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
         self.unresolved: dict[int, Contribution] = {}
@@ -294,6 +301,9 @@ class LearnerProcess:
         """After a step boundary."""
         core = self.learner.core
         assert core is not None
+        self._refused = refused_since(self._refused, core.fragments.values())
+        for contribution, steps in self._refused.items():
+            invariants.refusals_are_heard(self.name, contribution.fragment_id, steps)
         for fragment in self._fragments():
             pending = self.unresolved.get(fragment.fragment.fragment_id)
             if pending is not None and fragment.contribution is not pending:

@@ -267,17 +267,19 @@ class FragmentTensors:
         reference = contribution.reference if contribution is not None and merged else Reference(self.anchor)
         if difference is None or not _are_the_same(difference.reference, reference):
             difference = Difference(reference, _minus(values, reference))
-        self._replica.add(self.fragment, difference.values, steps)
+        with self._replica.laid.under(self.fragment):
+            self._replica.add(self.fragment, difference.values, steps)
         if contribution is not None and not merged:  # of a later round
             contribution.move(self._replica.left(self.fragment, difference.values, before))
         self._settle(values, merged=merged)
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
-        if self._policy.on_commit == "blend" and self._policy.blend_alpha and self.fragment.kind != "buffer":
-            self._replica.blend(self.fragment, values, self._policy.blend_alpha)
-        else:
-            self._replica.write(self.fragment, values, trains_on=True)
+        with self._replica.laid.under(self.fragment):
+            if self._policy.on_commit == "blend" and self._policy.blend_alpha and self.fragment.kind != "buffer":
+                self._replica.blend(self.fragment, values, self._policy.blend_alpha)
+            else:
+                self._replica.write(self.fragment, values, trains_on=True)
         self._settle(values, merged=merged)
 
     def _settle(self, values: Tensor, *, merged: bool) -> None:
