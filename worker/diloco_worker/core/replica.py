@@ -91,7 +91,7 @@ class Replica:
             TensorSpec(name, tuple(p.shape), "mean" if name in averaged else "run") for name, p in parameters.items()
         ]
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
-        self.laid = Laid(self._theta)
+        self.laid = Laid(self._theta, lambda name: self._tensors[name].data_ptr())
         """Whether versions stay in the model."""
         self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
         """The further names of those that are tied."""
