@@ -31,7 +31,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import ConfigError, DilocoError, LearnerEnded
+from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, VersionUndone
 from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
 from diloco_worker import children
@@ -51,6 +51,7 @@ from diloco_worker.following import Amount, Following
 from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.leaving import LEAVE_S, Leaving
+from diloco_worker.masters import is_schedule_free
 from diloco_worker.notice import Notice, as_exit
 from diloco_worker.other_values import OtherValues, Values, write
 from diloco_worker.patience import Patience
@@ -201,11 +202,18 @@ class Learner(LearnerView):
         Give the tokens or the samples of a step, or a function that tells them. Of several optimizers, follow the one
         that ends a step of the loop. Once the run is over the loop goes on, and the log says so: end it by a callback
         that looks at `done`. What `step` raises, optimizer.step() raises. `remove()` of what is returned ends it, and
-        so does `close`. Raises ConfigError.
+        so does `close`. Raises ConfigError, and VersionUndone for a schedule-free one that is not among `masters`.
         """
         if self._following is not None and not self._following.is_removed:
             raise ConfigError("this learner follows an optimizer already: call remove() of what follow() gave first")
-        self._following = Following(self, optimizer, tokens, samples, self.telemetry.log)
+        following = Following(self, optimizer, tokens, samples, self.telemetry.log)
+        if is_schedule_free(optimizer) and self._boundary.replica.copies is None:
+            following.remove()
+            raise VersionUndone(
+                f"{type(optimizer).__name__} is schedule-free, and would draw the parameters back to a copy that "
+                "gets no versions: join(masters=optimizer)"
+            )
+        self._following = following
         return self._following
 
     def poll(self, wait_s: float = 0.0) -> None:
