@@ -190,6 +190,11 @@ class Manifest:
         return tuple(t for t in self.tensors if t.kind != "momentum")
 
     @cached_property
+    def exported_fragments(self) -> tuple[Fragment, ...]:
+        """The fragments of these."""
+        return tuple(f for f in self.fragments if f.kind != "momentum")
+
+    @cached_property
     def _of_kind(self) -> dict[Kind, tuple[int, int]]:
         """Kind -> the first fragment of it, and how many there are."""
         kinds = [f.kind for f in self.fragments]

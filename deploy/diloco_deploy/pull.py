@@ -1,8 +1,8 @@
 """`diloco pull`: writes the global model of a running cluster into a folder that `from_pretrained` reads.
 
-The run holds the trainable parameters, and knows the further names of those that are tied. Everything else comes from a
-folder that the user gives: configuration and tokenizer, and, out of its weights, what the run does not train (frozen
-parameters, buffers). Where that folder is an adapter's, as PEFT writes it, the file is one of an adapter too.
+The run holds the trainable parameters and the buffers, and knows the further names of those that are tied. Everything
+else comes from a folder that the user gives: configuration and tokenizer, and, out of its weights, what is frozen.
+Where that folder is an adapter's, as PEFT writes it, the file is one of an adapter too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def pull_into(
     began = time.perf_counter()
     addresses = addresses_of(shards)
     found = pull_global_model(addresses, run=run, tls=tls, bearer_token=token_file, wait_s=wait_s)
-    tensors = {name: _converted(tensor, dtype) for name, tensor in found.tensors.items()}
-    trained = sum(tensor.numel() for tensor in tensors.values())
+    tensors = {name: t if name in found.buffers else _converted(t, dtype) for name, t in found.tensors.items()}
+    trained = sum(tensor.numel() for name, tensor in tensors.items() if name not in found.buffers)
     tensors |= {name: tensors[of].clone() for name, of in found.ties.items() if of in tensors}
     is_adapter = base is not None and (base / "adapter_config.json").exists()
     if is_adapter:

@@ -27,8 +27,8 @@ def recover(
         recovered = store.recover()
     except OSError as error:
         raise DataError(
-            f"a version in shard.data_dir cannot be read now ({error.filename}: {error.strerror}). It may be intact, "
-            "so the shard does not pass over it: fix the cause, and start the shard again"
+            f"a version in shard.data_dir cannot be read or put aside now ({error.filename}: {error.strerror}). It may "
+            "be intact, so the shard does not pass over it: fix the cause, and start the shard again"
         ) from None
     for words in recovered.damage:
         log.error("version damaged or missing; using the one before", code="VERSION_DAMAGED", why=words)

@@ -29,7 +29,7 @@ from diloco_simulator.island_process import RESTART_S, IslandProcess
 from diloco_simulator.learner_process import Checkpoint, LearnerProcess
 from diloco_simulator.model import PATTERN
 from diloco_simulator.network import Network, Path
-from diloco_simulator.options import Options
+from diloco_simulator.options import Options, draw
 from diloco_simulator.process import Process
 from diloco_simulator.shard_disk import ShardDisk
 from diloco_simulator.shard_process import ShardProcess
@@ -67,9 +67,16 @@ class ScheduleFailed(Exception):
             f"options: {options}",
             f"the last {len(tail)} events:",
             *tail,
-            f"replay: python -m diloco_simulator --replay {options.name}",
+            f"replay: {_replay(options)}",
         ]
         super().__init__("\n".join(lines))
+
+
+def _replay(options: Options) -> str:
+    """What runs this schedule again. A test may have changed what the name draws."""
+    if draw(options.name) == options:
+        return f"python -m diloco_simulator --replay {options.name}"
+    return f"run_schedule({options.name} with the options above)"
 
 
 def run_schedule(options: Options) -> Result:

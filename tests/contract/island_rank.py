@@ -25,6 +25,11 @@ def plain(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 33), nn.Tanh(), nn.Linear(33, 3))
 
 
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 33), nn.BatchNorm1d(33), nn.Linear(33, 3))
+
+
 def spread(kind: str, model: nn.Module) -> nn.Module:
     """As `kind` says, over all ranks."""
     size = dist.get_world_size()
@@ -69,7 +74,8 @@ def train(
 ) -> None:
     """`checkpoint`: go on from it, if it is there, and leave one at the end. Else the learner finishes."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = spread(kind, plain(rank))
+    kind, _, norm = kind.partition("+")
+    model = spread(kind, normed() if norm else plain(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     calls = []
     state = None if checkpoint is None else load(checkpoint, model)
@@ -113,6 +119,7 @@ def train(
         if checkpoint is None:
             said["is_whole"] = learner.finish()
             said["final"] = whole(model).tolist()
+            said["buffers"] = [buffer.tolist() for buffer in model.buffers()]
         else:
             save(checkpoint, model, learner)
         (out / f"{rank}.json").write_text(json.dumps(said))

@@ -149,12 +149,12 @@ def stop_whoever_joins_again(original: Any) -> Any:
 
 def carry_although_merged(original: Any) -> Any:
     """The learner never believes that it was merged."""
-    return lambda self, version, merged_version, forgotten: original(self, version, 0, forgotten)
+    return lambda self, version, epoch, merged_version, forgotten: original(self, version, epoch, 0, forgotten)
 
 
 def ignore_merged_version(original: Any) -> Any:
     """The learner always believes that it was merged."""
-    return lambda self, version, merged_version, forgotten: Fate.MERGED
+    return lambda self, version, epoch, merged_version, forgotten: Fate.MERGED
 
 
 def drop_what_was_not_merged(original: Any) -> Any:

@@ -170,6 +170,15 @@ def test_a_failure_names_its_seed_its_options_and_how_to_replay_it(monkeypatch: 
     assert lines[-1] == "replay: python -m diloco_simulator --replay long:0"
 
 
+def test_a_schedule_that_a_test_has_changed_is_not_said_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_simulator.invariants.TOLERANCE", -1.0)
+
+    with pytest.raises(ScheduleFailed) as failed:
+        run_schedule(schedules.late(3))
+
+    assert str(failed.value).splitlines()[-1] == "replay: run_schedule(short:3 with the options above)"
+
+
 def _pythons() -> list[str]:
     """Two interpreters to run the simulator with: another version, if there is one that has what it needs."""
     others = (shutil.which(f"python3.{minor}") for minor in (14, 13, 12) if minor != sys.version_info.minor)

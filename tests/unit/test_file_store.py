@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_common.errors import DataError
-from diloco_server.storage.store import FileStore, NothingIntact, WrongFolder
+from diloco_server.storage.store import FileStore, NothingIntact, Recovered, WrongFolder
 from diloco_server.storage.version import Origin
 from diloco_server.storage.version_file import version_name
 from diloco_simulator.disk import Crashed, FakeDisk, FakeFile
@@ -256,19 +256,63 @@ def test_a_version_that_cannot_be_read_now_is_not_passed_over(number: int) -> No
         open_store(Refusing()).recover()
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG], ids=errno.errorcode.get)
-def test_a_version_on_a_bad_sector_gives_way_to_the_one_before(number: int) -> None:
-    disk = FakeDisk()
-    store_with(disk, 6, 7)
+def recover_past(disk: FakeDisk, rotten: str, number: int = errno.EIO) -> Recovered:
+    """A start of the shard that cannot read one file. The next one can."""
     good = disk.open
 
     def open_or_fail(name: str) -> FakeFile:
-        if name == version_name(0, 7):
+        if name == rotten:
             raise OSError(number, "rotten", name)
         return good(name)
 
     disk.open = open_or_fail  # type: ignore[method-assign]
+    recovered = open_store(disk).recover()
+    disk.open = good  # type: ignore[method-assign]
+    return recovered
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG], ids=errno.errorcode.get)
+def test_a_version_on_a_bad_sector_gives_way_to_the_one_before(number: int) -> None:
+    disk = FakeDisk()
+    store_with(disk, 6, 7)
+    assert names(recover_past(disk, version_name(0, 7), number).versions) == {0: (1, 6)}
+
+
+def test_what_was_passed_over_once_does_not_come_back() -> None:
+    """P4: an epoch went on from version 6. Version 7 of the old line must not be served after it, readable or not."""
+    disk = FakeDisk()
+    store_with(disk, 6, 7)
+    recover_past(disk, version_name(0, 7))
+
+    again = open_store(disk)
+    recovered = again.recover()
+
+    assert (names(recovered.versions), recovered.damage) == ({0: (1, 6)}, [])
+    assert recovered.versions[0].is_behind, "the version may have been served under another name, and not be on disk"
+    again.save(make_version(7, epoch=2), MANIFEST)
+    last = open_store(disk).recover()
+    assert (names(last.versions), last.versions[0].is_behind) == ({0: (2, 7)}, False)
+    assert files(disk) == [version_name(0, 6), version_name(0, 7)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shard_serves_nobody_before_what_it_passed_over_is_aside(seed: int) -> None:
+    """Whatever of it a crash undoes, the version is served by nobody, or by nobody else than before."""
+    disk = FakeDisk(seed)
+    store_with(disk, 6, 7)
+    recover_past(disk, version_name(0, 7))
+    disk.crash()
     assert names(open_store(disk).recover().versions) == {0: (1, 6)}
+
+
+def test_a_disk_that_cannot_put_a_version_aside_serves_nobody() -> None:
+    disk = FakeDisk()
+    store_with(disk, 6, 7)
+    disk.rot(version_name(0, 7), 2000)
+    store = open_store(disk)
+    disk.refuse = lambda name: errno.EROFS if name == "rename" else 0
+    with pytest.raises(OSError, match=r"\[Errno"):
+        store.recover()
 
 
 def test_a_rotten_file_goes_once_a_later_version_is_there() -> None:

@@ -47,7 +47,7 @@ def open_round(state: FragmentState) -> None:
 
 def abandon_round(state: FragmentState) -> None:
     if state.collected is not None:
-        state.collected.lose("ann")
+        state.collected.lose("ann", 1)
     state.abandon_round()
 
 

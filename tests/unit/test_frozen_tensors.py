@@ -26,6 +26,7 @@ class Lora(nn.Module):
         for letter in order:
             self.add_module(letter, {"e": embedding, "h": head}[letter])
         self.base, self.norm = base, nn.BatchNorm1d(4)
+        self.register_buffer("packed", torch.arange(4, dtype=torch.uint8))
         self.register_buffer("scales", torch.rand(4))
         self.register_buffer("mask", torch.ones(4), persistent=False)
         self.requires_grad_(False)
@@ -33,26 +34,26 @@ class Lora(nn.Module):
 
 
 def names(model: nn.Module) -> list[str]:
-    return [t.name for t in declare(SharedSet(model), resumed=False)]
+    return [t.name for t in declare(SharedSet(model))]
 
 
 def changed(model: nn.Module, change: Callable[[nn.Module], object]) -> list[str]:
     """The names of what is declared in another way once the model is changed."""
-    before = declare(SharedSet(model), resumed=False)
+    before = declare(SharedSet(model))
     with torch.no_grad():
         change(model)
-    return [new.name for old, new in zip(before, declare(SharedSet(model), resumed=False), strict=True) if old != new]
+    return [new.name for old, new in zip(before, declare(SharedSet(model)), strict=True) if old != new]
 
 
-def test_frozen_parameters_and_kept_buffers_are_declared_and_statistics_are_not() -> None:
-    fixed = ["base.bias", "base.weight", "e.weight", "norm.bias", "norm.weight", "scales"]
+def test_frozen_parameters_and_packed_weights_are_declared_and_statistics_are_not() -> None:
+    fixed = ["base.bias", "base.weight", "e.weight", "norm.bias", "norm.weight", "packed", "scales"]
     assert names(Lora()) == fixed
     assert names(torch.compile(Lora())) == fixed
     assert names(nn.Linear(2, 2)) == []
 
 
 def test_equal_models_declare_the_same_in_whatever_order_they_were_defined() -> None:
-    assert declare(SharedSet(Lora("eh")), resumed=False) == declare(SharedSet(Lora("he")), resumed=False)
+    assert declare(SharedSet(Lora("eh"))) == declare(SharedSet(Lora("he")))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,8 @@ def test_equal_models_declare_the_same_in_whatever_order_they_were_defined() -> 
         pytest.param(lambda m: m.base.weight[3, 2].add_(1e-6), ["base.weight"], id="one value"),
         pytest.param(lambda m: m.base.weight.copy_(m.base.weight.T.clone()), ["base.weight"], id="the order"),
         pytest.param(lambda m: m.h.weight.mul_(-1), ["e.weight"], id="a tied weight"),
-        pytest.param(lambda m: m.scales.zero_(), ["scales"], id="a buffer"),
+        pytest.param(lambda m: m.packed.zero_(), ["packed"], id="packed weights"),
+        pytest.param(lambda m: m.scales.zero_(), ["scales"], id="what lies beside them"),
         pytest.param(lambda m: setattr(m, "scales", m.scales.half()), ["scales"], id="a dtype"),
         pytest.param(lambda m: setattr(m, "scales", m.scales.view(2, 2)), ["scales"], id="a shape"),
         pytest.param(lambda m: m.norm.running_mean.add_(1), [], id="statistics"),
@@ -73,15 +75,10 @@ def test_every_change_of_what_is_fixed_is_noticed_and_no_other(change, noticed: 
     assert changed(Lora(), change) == noticed
 
 
-def test_buffers_of_a_resumed_learner_are_not_compared_because_training_may_have_changed_them() -> None:
-    declared = {t.name: t.crc32c for t in declare(SharedSet(Lora()), resumed=True)}
-    assert [name for name, crc32c in declared.items() if crc32c is None] == ["scales"]
-
-
 def only(tensor: torch.Tensor) -> FrozenTensor:
     model = nn.Module()
     model.w = nn.Parameter(tensor, requires_grad=False)
-    (declared,) = declare(SharedSet(model), resumed=False)
+    (declared,) = declare(SharedSet(model))
     return declared
 
 

@@ -779,6 +779,23 @@ def test_a_round_of_the_old_epoch_is_forgotten() -> None:
     assert rig.core.contribute() == []
 
 
+@pytest.mark.parametrize("forgotten", [0, 4])
+def test_a_version_of_an_older_line_does_not_hold_a_contribution_to_a_later_one(forgotten: int) -> None:
+    """Version 4 of EPOCH was lost, the shard went on from 3 and asked in EPOCH + 1, and then 4 was there again."""
+    rig = Rig(version=3)
+    rig.core.rejoined(status(3, 0), EPOCH + 1)
+    rig.trains(by=2.0)
+    rig.core.collect(Collect(0, 4, EPOCH), EPOCH + 1)
+    (contribution,) = rig.core.contribute()
+    contribution.tensors.take_snapshot()
+    contribution.pushes.may_have_arrived = True
+    merged = 0 if forgotten else 4
+    rig.core.rejoined([FragmentStatus(0, True, 4, merged, EPOCH, forgotten)], EPOCH + 2)
+    assert (rig.core.contributions["carried"], rig.core.unmerged) == (1, 0)
+    assert rig.arrives(4, 20.0, merged=merged, forgotten=forgotten)
+    assert rig.theta == 22.0, "its work goes on"
+
+
 # ------------------------------------------------------------------ a shard that has forgotten this learner
 
 

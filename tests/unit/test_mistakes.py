@@ -67,7 +67,7 @@ MISTAKES: list[tuple[Main, str, int, str, str]] = [
     (D, "restore run --shards 2 --folder new", 3, "NO_CHECKPOINT", "holds no versions"),
     (D, "export run --out m.safetensors --dtype int8", 2, "BAD_CONFIG", "bfloat16 (bf16)"),
     (D, "pull --shards 127.0.0.1:1 --out m --wait soon", 2, "BAD_CONFIG", "such as 5s"),
-    (D, "pull --out m", 2, "BAD_CONFIG", "--shards is missing"),
+    (D, "pull --out m", 2, "BAD_CONFIG", "give --shards or --folder"),
     (D, "certs issue learner/a", 2, "BAD_CONFIG", "`diloco certs init` makes one"),
     (D, "certs issue learner/a --days 0", 2, "BAD_CONFIG", "must be days"),
     (D, "token", 2, "BAD_CONFIG", "FILE is missing"),

@@ -67,6 +67,22 @@ def test_what_grows_steadily_is_followed_and_what_shrinks_at_once() -> None:
     assert usual == 0.01
 
 
+def test_empty_contributions_tell_nothing() -> None:
+    """Found by the simulation: half of two learners' contributions were empty, and no other one was let in again."""
+    fragment = Fragment()
+    for full, empty in [(50.0, 0.0), (60.0, 6e-6), (55.0, 0.0)]:
+        fragment.add(a=full, b=full, c=full, d=full)
+        usual = fragment.add(a=empty, b=empty, c=full, d=empty)
+    assert usual == 55.0
+
+
+def test_who_contributes_nothing_but_little_has_a_vote() -> None:
+    fragment = Fragment()
+    for _ in range(NORMS_MIN):
+        usual = fragment.add(a=1e-6, b=1e-6, c=1.0)
+    assert usual == 1e-6
+
+
 def test_a_flood_of_one_learner_does_not_wash_the_others_out() -> None:
     fragment = Fragment(window=8)
     fragment.add(**{f"honest-{i}": 1.0 for i in range(7)}, liar=100.0)

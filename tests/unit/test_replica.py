@@ -34,17 +34,17 @@ class Language(nn.Module):
 
 
 def names(model: nn.Module) -> list[str]:
-    return sorted(spec.name for spec in Replica(model).specs)
+    return sorted(spec.name for spec in Replica(model).specs if spec.kind == "parameter")
 
 
 def averaged(model: nn.Module) -> list[str]:
-    return sorted(spec.name for spec in Replica(model).specs if spec.rule == "mean")
+    return sorted(spec.name for spec in Replica(model).specs if spec.rule == "mean" and spec.kind == "parameter")
 
 
 # ------------------------------------------------------------------ which, and under which names
 
 
-def test_trainable_parameters_count_and_buffers_do_not() -> None:
+def test_trainable_parameters_count_and_no_others() -> None:
     assert names(Block()) == ["gain", "norm.bias", "norm.weight", "nothing", "submodule.bias", "submodule.weight"]
 
 
@@ -122,16 +122,18 @@ def test_what_is_written_is_read_back_over_all_fragments(dtype: torch.dtype) -> 
     replica = Replica(model)
     manifest = cut(replica.specs, 3, 1)
     statistics = [b.clone() for b in model.norm.buffers()]
-    for fragment in manifest.fragments:
+    for fragment in manifest.model_fragments:
         values = torch.arange(fragment.num_elements, dtype=torch.float32) + 100 * fragment.fragment_id
         replica.write(fragment, values)
         out = torch.empty(fragment.num_elements)
         replica.read(fragment, out)
         assert torch.equal(out, values)
     written = sorted(float(v) for p in model.parameters() for v in p.detach().float().view(-1))
-    assert written == sorted(100.0 * f.fragment_id + i for f in manifest.fragments for i in range(f.num_elements))
+    assert written == sorted(100.0 * f.fragment_id + i for f in manifest.model_fragments for i in range(f.num_elements))
     assert all(p.dtype == dtype for p in model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(model.norm.buffers(), statistics, strict=True)), "buffers stay local"
+    assert all(torch.equal(a, b) for a, b in zip(model.norm.buffers(), statistics, strict=True)), (
+        "buffers have fragments of their own"
+    )
 
 
 def test_rows_of_one_tensor_may_lie_in_several_fragments() -> None:

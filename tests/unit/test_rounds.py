@@ -26,7 +26,7 @@ def make_round(
     for learner_id, at in arrivals:
         made.accept(contribution(learner_id), quorum, at)
     for learner_id in lost:
-        made.lose(learner_id)
+        made.lose(learner_id, quorum)
     for learner_id in refused:
         made.refuse(learner_id, 1)
     return made
@@ -117,14 +117,20 @@ def test_a_round_that_lacks_its_quorum_asks_again_after_a_lease(
     assert asked.lacks_quorum_since(now - 6.0) is lacks
 
 
+@pytest.mark.parametrize(("fenced", "since"), [("", 2.0), ("c", 2.0), ("b", 2.0), ("bc", None)])
+def test_a_quorum_that_is_fenced_off_is_lost(fenced: str, since: float | None) -> None:
+    made = make_round("abcd", [("a", 1.0), ("b", 2.0), ("c", 3.0)], 2, lost=fenced)
+    assert made.quorum_at == since
+
+
 def test_losing_a_learner_fences_off_what_it_sent() -> None:
     made = make_round("ab", [("a", 0.0)], 2)
-    fenced = made.lose("a")
+    fenced = made.lose("a", 2)
     assert fenced is not None
     assert fenced.learner_id == "a"
     assert made.contributions == {}
-    assert made.lose("b") is None, "it had sent nothing"
-    assert made.lose("stranger") is None
+    assert made.lose("b", 2) is None, "it had sent nothing"
+    assert made.lose("stranger", 2) is None
     assert made.lost == {"a", "b"}
 
 

@@ -933,6 +933,26 @@ def test_a_learner_that_joins_again_after_its_eviction_is_asked_next_time() -> N
     assert rig.members["b"].asked == 2
 
 
+def test_a_round_that_lost_its_quorum_asks_again_although_another_learner_hangs() -> None:
+    """The contribution that made the quorum is fenced off, and nothing else would come."""
+    rig = Rig(sync={"quorum": 1, "grace": 20.0}).started("a", "hangs")
+    rig.contribute("a", 1, 1.0)
+    rig.join("a", process_id="another process")
+    rig.told.clear()
+    for _ in range(20):
+        rig.now += 1.0
+        rig.step("a")
+        rig.report("hangs")
+
+    assert [collect.round for collect in rig.told_of("a", Collect)] == [1]
+    assert rig.contribute("a", 1, 1.0).outcome is Outcome.ACCEPTED
+    for _ in range(5):  # of the grace window that begins anew
+        rig.now += 4.0
+        rig.report("a")
+        rig.report("hangs")
+    assert rig.state.version == 1
+
+
 def test_who_leaves_keeps_what_it_contributed_and_is_not_waited_for() -> None:
     rig = Rig().started("a", "b", "c")
     rig.contribute("a", 1, 1.0)

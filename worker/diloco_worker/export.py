@@ -6,17 +6,27 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from diloco_common.errors import DataError
-from diloco_common.manifest import Fragment
+from diloco_common.manifest import Fragment, Manifest
+
+
+def empty_tensors(manifest: Manifest, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """For what a file of the model holds: parameters as `dtype`, buffers as they are in the model."""
+    return {
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype) if spec.kind == "buffer" else dtype)
+        for spec in manifest.exported
+    }
 
 
 def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
     """Copy a fragment's values [num_elements] into the tensors of its pieces, in the dtype of the tensors."""
     for piece in fragment.pieces:
-        tensors[piece.tensor].view(-1)[piece.tensor_bounds] = values[piece.bounds]
+        target, some = tensors[piece.tensor].view(-1), values[piece.bounds]
+        target[piece.tensor_bounds] = some if target.is_floating_point() else some.round().to(target.dtype)
 
 
 def write_model(path: Path, tensors: dict[str, Tensor]) -> None:

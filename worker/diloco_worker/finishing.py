@@ -36,7 +36,7 @@ class Finishing(Ending):
     def write(self) -> None:
         """theta <- the values of the versions that the learner holds, in place of all local progress."""
         assert self._boundary.core is not None
-        for fragment in self._boundary.core.of_model:
+        for fragment in self._boundary.core.exported:
             fragment.tensors.restore()
 
     def missing(self) -> Mapping[str, str]:
@@ -47,7 +47,7 @@ class Finishing(Ending):
         there = {c.state.shard_index: c for c in self._connections if c.is_up}
         away = {c.address: f"no answer from {c.address}" for c in self._connections if not c.is_up}
         late: dict[str, int] = {}
-        for fragment in core.of_model:
+        for fragment in core.exported:
             i = fragment.fragment.fragment_id
             connection = there.get(fragment.fragment.shard_index)
             if connection is None:

@@ -4,26 +4,20 @@ Learners merge what they train. A LoRA on another base, or on the same base in a
 model, and nobody would notice. So every learner declares, and the shards compare:
 
     frozen parameters     all that are neither shared nor private (core/shared_set.py)
-    buffers               those that a checkpoint of the model holds (the others are computed: rotary tables, masks,
-                          caches; their last bits depend on the device, and their sizes on what the model has seen),
-                          but for the running statistics of BatchNorm and the like, which training changes
-
-Buffers of a resumed learner are declared without a checksum, because training may have changed them.
+    frozen buffers        the packed integers of quantised layers, and what lies beside them (core/buffers.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import google_crc32c
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_common.bounds import FROZEN_MAX
 from diloco_common.messages import FrozenTensor
-from diloco_worker.core import names
 from diloco_worker.core.shared_set import SharedSet
 
 FrozenRule: TypeAlias = Literal["same", "any"]
@@ -31,34 +25,15 @@ CHUNK_BYTES = 2**24
 """A tensor is brought to the CPU, and hashed, in parts of this size."""
 
 
-def declare(chosen: SharedSet, *, resumed: bool) -> tuple[FrozenTensor, ...]:
+def declare(chosen: SharedSet) -> tuple[FrozenTensor, ...]:
     """The frozen tensors of a model by name. Reads each of their bytes once, at the speed of memory."""
-    parameters = chosen.frozen
-    buffers = _fixed_buffers(chosen)
-    found = [_frozen(name, tensor, is_compared=True) for name, tensor in parameters.items()]
-    found += [_frozen(name, tensor, is_compared=not resumed) for name, tensor in buffers.items()]
+    found = [_frozen(name, tensor) for name, tensor in {**chosen.frozen, **chosen.buffers.frozen}.items()]
     return tuple(_at_most(sorted(found, key=lambda t: t.name), FROZEN_MAX))
 
 
-def _fixed_buffers(chosen: SharedSet) -> Mapping[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path, module in names.modules(chosen.model):
-        if isinstance(module, _NormBase):
-            continue
-        for leaf, buffer in module._buffers.items():
-            name = names.join(path, leaf)
-            if (
-                buffer is not None
-                and leaf not in module._non_persistent_buffers_set
-                and name not in chosen.private_buffers
-            ):
-                found[name] = buffer
-    return names.once(found)
-
-
-def _frozen(name: str, tensor: Tensor, *, is_compared: bool) -> FrozenTensor:
+def _frozen(name: str, tensor: Tensor) -> FrozenTensor:
     form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    return FrozenTensor(name, form, _crc32c(tensor.detach(), 0) if is_compared and _has_bytes(tensor) else None)
+    return FrozenTensor(name, form, _crc32c(tensor.detach(), 0) if _has_bytes(tensor) else None)
 
 
 def _has_bytes(tensor: Tensor) -> bool:

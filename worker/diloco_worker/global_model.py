@@ -18,7 +18,7 @@ from diloco_common.messages import JoinAnswer, JoinRequest, PullRequest
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.protocol import PROTOCOL
 from diloco_worker.credentials import Credentials
-from diloco_worker.export import lay_out
+from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.grpc_transport import GrpcTransport
 from diloco_worker.puller import read_version
 
@@ -30,12 +30,14 @@ class GlobalModel:
     """The latest announced version of every fragment. Each is whole, but their ages may differ."""
 
     tensors: dict[str, Tensor]
-    """The user's own parameter name -> values, float32."""
+    """The user's own name -> values: parameters as float32, buffers in their own dtype."""
+    buffers: frozenset[str]
+    """Those of `tensors` that are no parameters."""
     versions: dict[int, int]
     """Fragment -> version."""
     tokens_merged: int
     ties: dict[str, str]
-    """Further name of a tied parameter -> its name in `tensors`."""
+    """Further name of a tied tensor -> its name in `tensors`."""
 
 
 def pull_global_model(
@@ -68,11 +70,11 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
             except Unavailable as error:
                 raise _unreachable(address, error) from None
         manifest = _manifest(answers)
-        tensors = {spec.name: torch.empty(spec.shape) for spec in manifest.model_tensors}
+        tensors = empty_tensors(manifest)
         versions: dict[int, int] = {}
         for address, answer in answers.items():
-            for fragment in manifest.owned_by(answer.shard_index):
-                if fragment.companion:
+            for fragment in manifest.exported_fragments:
+                if fragment.shard_index != answer.shard_index:
                     continue
                 try:
                     version = await _pull(transports[address], fragment, observer, tensors)
@@ -81,7 +83,8 @@ async def _pull_all(transports: Mapping[str, Transport], observer: Identity, wai
                 versions[fragment.fragment_id] = version
         tokens_merged = max(answer.pulse.tokens_merged for answer in answers.values())
         ties = {tie.name: tie.of for answer in answers.values() for tie in answer.ties if tie.name not in tensors}
-        return GlobalModel(tensors, versions, tokens_merged, ties)
+        buffers = frozenset(spec.name for spec in manifest.exported if spec.kind == "buffer")
+        return GlobalModel(tensors, buffers, versions, tokens_merged, ties)
     finally:
         for transport in transports.values():
             await transport.close(0.0)

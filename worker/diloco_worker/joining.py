@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from diloco_common import logs
 from diloco_common.codec import memory, native
 from diloco_common.endpoints import write_address
-from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
+from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel, WrongCall
 from diloco_common.history import HistoryFile
 from diloco_common.http import HttpServer
 from diloco_common.http_tls import TlsDoor
@@ -26,7 +26,9 @@ from diloco_common.logs import Log
 from diloco_common.manifest import model_digest
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_common.spelling import shown
 from diloco_worker import children, frozen_tensors, uncaught
+from diloco_worker.arguments import check_names, check_path, check_seconds, check_who, check_word
 from diloco_worker.boundary import Start
 from diloco_worker.companions import Companions
 from diloco_worker.connections import Connections
@@ -67,8 +69,8 @@ def join(
     masters: Masters | None = None,
     state: Mapping[str, Any] | None = None,
     http: str | None = None,
-    address_file: Path | None = None,
-    history: Path | None = None,
+    address_file: str | Path | None = None,
+    history: str | Path | None = None,
     wait_s: float | None = None,
     island: Island = None,
     frozen: FrozenRule = "same",
@@ -84,8 +86,9 @@ def join(
     Args:
         shards: addresses of all shards, host:port, in any order; a string separates them by commas. `@FILE`: the
             address file of a shard that may move; it is read again when it changes.
-        model: its trainable parameters are synchronised; buffers and the optimizer stay local. Of a list of modules
-            the names begin with "0.", "1.", ..., of a dict with its keys ("actor.").
+        model: its trainable parameters are synchronised, and so are the buffers that a checkpoint of it holds (the
+            statistics of BatchNorm, for example). The optimizer stays local. Of a list of modules the names begin with
+            "0.", "1.", ..., of a dict with its keys ("actor.").
         run: id of the run, as the shards have it.
         learner_id: unique in the run; if empty it is the certificate's, or that of `state`, or made from host name and
             process id.
@@ -96,7 +99,8 @@ def join(
             on they may be frozen and unfrozen at any time. None: those that require a gradient now. All learners of a
             run alike.
         private: names or patterns of parameters that are trained and never sent: adapters, or a head, of this learner's
-            own. They are not compared, and `finish` leaves them as they are. All learners of a run alike.
+            own; and of buffers that stay local, such as a queue of samples (["*.queue*"]). They are not compared, and
+            `finish` leaves them as they are. All learners of a run alike.
         mean_merge: names of parameters merged by plain mean; None means embeddings and the output head.
         companions: optimizers whose momentum is averaged among learners along with the parameters, at a cadence of its
             own (`sync.companions_every`): those of the model, made before `join`, with their state loaded, if there is
@@ -118,8 +122,8 @@ def join(
             model together, by DDP or FSDP2, and are one learner. All of them call `join`, `step`, `poll`, `finish` and
             `close` alike (docs/islands.md). "alone": each of the processes that torchrun, or the like, has started
             trains a model of its own, and is a learner of its own. Without either, several processes are refused.
-        frozen: "same": frozen parameters and fixed buffers must be those of the other learners, bit for bit. "any":
-            they may differ (a base in another dtype, or quantised), and are not looked at.
+        frozen: "same": frozen parameters, and the packed weights of quantised layers, must be those of the other
+            learners, bit for bit. "any": they may differ (a base in another dtype, or quantised); nobody looks at them.
         residuals: where the learner keeps what encodings have lost, 2 bytes per parameter (4 with topk64_2bit): beside
             the model, or in pinned "host" memory, from where they come back each time that a contribution is encoded.
             There torch rounds the bytes of each tensor up to a power of two.
@@ -132,6 +136,7 @@ def join(
     Raises:
         ConfigError: an address is no address, the shards do not make up one run, or the certificate is of another.
         ConfigError: `state` is of another run, or no state.
+        WrongCall: an argument is not what is asked for above.
         UnsupportedModel: the momentum of an optimizer cannot be averaged, or an island asks for it.
         UnsupportedModel: the model cannot be synchronised (FSDP1 and DeepSpeed are refused, for example);
             the message says why, and what to do. Of several processes, rank 0 says it, and the others in short.
@@ -140,12 +145,20 @@ def join(
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
         ChildOfLearner: this process is a child of a learner, and would join in its place.
     """
+    check_word("log", log, ("stderr", None))
     if log == "stderr":
         logs.listen()
         uncaught.say_in_one_line()
     else:
         logs.keep_quiet()
     addresses = addresses_of(shards)
+    check_who(run, learner_id, tls, token)
+    check_seconds("wait_s", wait_s)
+    check_names("mean_merge", mean_merge)
+    check_path("history", history, "a folder")
+    check_path("address_file", address_file, "of a file to write")
+    if not isinstance(http, str | None):
+        raise WrongCall(f"http= is {shown(http)}: give an address to serve on, such as 127.0.0.1:0, or leave it out")
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
     wanted = learner_id or (saved.learner_id if saved is not None else "")
@@ -178,7 +191,7 @@ def join(
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
     if caller.rank:  # the leader speaks for all
         http, address_file, history, name = None, None, None, f"{name}/{caller.rank}"
-    recorded = None if history is None else HistoryFile(history, name)
+    recorded = None if history is None else _recorded(Path(history), name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
     if credentials.tls() is not None:
         telemetry.metrics.certificates.follow(credentials.files)
@@ -188,7 +201,7 @@ def join(
         _stow_residuals(replica, telemetry.log)
     telemetry.model(replica.specs, sum(p.numel() for p in chosen.frozen.values()))
     start = Start() if saved is None else Start(saved.inner_step, saved.tokens, resumed=True)
-    declared = frozen_tensors.declare(chosen, resumed=start.resumed) if frozen == "same" else ()
+    declared = frozen_tensors.declare(chosen) if frozen == "same" else ()
     network = NetworkThread(None if http is None else partial(_http_server, http, telemetry, credentials))
     dial, index = partial(GrpcTransport, credentials=credentials), taken(run, caller.learner_id)
     if index is None and saved is not None:
@@ -209,7 +222,7 @@ def join(
     try:
         learner.start()
         if address_file is not None:
-            write_address(address_file, "worker", name, http=network.http_address)
+            _write_address(Path(address_file), name, network.http_address)
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
@@ -250,6 +263,22 @@ def _synchronised(
         return Replica(chosen, mean_merge), None
     averaged = Companions(companions, chosen)
     return Replica(chosen, mean_merge, averaged.by_name), averaged
+
+
+def _recorded(folder: Path, name: str) -> HistoryFile:
+    """Raises ConfigError."""
+    try:
+        return HistoryFile(folder, name)
+    except OSError as error:
+        raise ConfigError(f"history={str(folder)!r}: {error.strerror}; give a folder that can be written") from None
+
+
+def _write_address(path: Path, name: str, http: str) -> None:
+    """Raises ConfigError."""
+    try:
+        write_address(path, "worker", name, http=http)
+    except OSError as error:
+        raise ConfigError(f"address_file={str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 import torch
 
 from diloco_deploy.checkpoint.sources import Whole
-from diloco_worker.export import lay_out, write_model
+from diloco_worker.export import empty_tensors, lay_out, write_model
 
 
 def export_model(whole: Whole, out: Path, dtype: str) -> None:
-    """Write every parameter in its own shape as `dtype`. Replaces any file `out`.
+    """Write every parameter in its own shape as `dtype`, and every buffer as it is. Replaces any file `out`.
 
     Raises VersionDamaged, DataError if `out` cannot be written, and OSError.
     """
     manifest = whole.contents.manifest
-    tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, dtype)) for spec in manifest.model_tensors}
-    fragments = {fragment.fragment_id: fragment for fragment in manifest.model_fragments}
+    tensors = empty_tensors(manifest, getattr(torch, dtype))
+    fragments = {fragment.fragment_id: fragment for fragment in manifest.exported_fragments}
     for _, stored in whole.read():
         if stored.record.fragment_id in fragments:
             lay_out(stored.values.theta, fragments[stored.record.fragment_id], tensors)

@@ -59,7 +59,7 @@ class Whole:
 
 
 def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
-    """Open the named sources. `model_only`: companions may be missing.
+    """Open the named sources. `model_only`: averaged momentum may be missing.
 
     Raises NoCheckpoint, CheckpointsDiffer, CheckpointIncomplete (fragments missing), ...
     """
@@ -67,7 +67,7 @@ def open_whole(names: Sequence[str], *, model_only: bool = False) -> Whole:
     sources = tuple(source for _, found in named for source in found)
     contents = join([(name, joined([source.contents for source in found])) for name, found in named])
     manifest = contents.manifest
-    homes = {f.fragment_id: f.shard_index for f in (manifest.model_fragments if model_only else manifest.fragments)}
+    homes = {f.fragment_id: f.shard_index for f in (manifest.exported_fragments if model_only else manifest.fragments)}
     if missing := [i for i in contents.missing if i in homes]:
         shards = sorted({homes[i] for i in missing})
         raise CheckpointIncomplete(

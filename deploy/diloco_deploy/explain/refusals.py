@@ -66,7 +66,7 @@ CALLS = (
     ),
     _call(
         "FROZEN_MISMATCH", "FAILED_PRECONDITION",
-        "Frozen parameters or buffers differ from those of this run; the first are named.",
+        "Frozen parameters, or packed weights of quantised layers, differ from those of this run; the first are named.",
         'Load the same base in the same dtype, or `join(..., frozen="any")`.', "the base model that each worker loads",
     ),
     _call(

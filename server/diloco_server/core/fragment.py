@@ -145,9 +145,9 @@ class FragmentState:
         return again
 
     def abandon_round(self) -> None:
-        """COLLECTING -> RESTING: nobody contributed, and nobody will. The same round opens again later."""
+        """COLLECTING -> RESTING: nobody contributed, and nobody will, so the same round opens later. Or the run is
+        over."""
         assert self.round is not None
-        assert self.round.is_void
         self.collected, self.phase = None, Phase.RESTING
 
     def close_round(self, membership: Membership, sync_every: int, now: float) -> Round:

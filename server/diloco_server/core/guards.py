@@ -26,8 +26,8 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
     if not different:
         return
     table = "; ".join(different)
-    if not differences(mine.model_tensors, [t for t in theirs if not t.companion]):
-        here, there = ([t for t in tensors if t.companion] for tensors in (mine.tensors, theirs))
+    if not differences(mine.exported, [t for t in theirs if t.kind != "momentum"]):
+        here, there = ([t for t in tensors if t.kind == "momentum"] for tensors in (mine.tensors, theirs))
         raise ManifestMismatch(
             "the models are the same, but the momentum that learners average is not: "
             f"{_what_is_averaged(here, there)}. All learners of a run give the same kind of optimizer for each "
@@ -53,7 +53,7 @@ def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
     """The caller's model is the one that the shard insists on, if it does. Raises ManifestMismatch."""
     if not expected or (found := model_digest(theirs)) == expected:
         return
-    if model_digest(t for t in theirs if not t.companion) == expected:
+    if model_digest(t for t in theirs if t.kind != "momentum") == expected:
         raise ManifestMismatch(
             f"this shard insists on the model {expected} (run.model), which the caller brings, but that is its digest "
             f"without the momentum that the caller wants averaged: start all shards with run.model={found} (printed by "

@@ -17,6 +17,9 @@ NORMS_MIN = 8
 """Merged contributions after which their median is trusted."""
 NORMS_OF_ONE = 8
 """Of a learner that are remembered. They make one vote."""
+EMPTY = 1e-3
+"""Share of a learner's longest contribution below which one of its own tells nothing. A snapshot that is read in the
+background may hold a step more than was counted, and the contribution after it none."""
 GROWTH = 10.0
 """The usual norm grows at most by this factor while as many contributions are merged as are remembered."""
 
@@ -69,4 +72,10 @@ class Norms:
         votes: dict[str, list[float]] = {}
         for learner, norm in zip(self.learners, self.norms, strict=True):
             votes.setdefault(learner, []).append(norm)
-        return median_low([median_low(norms) for norms in votes.values()])
+        return median_low([_vote(norms) for norms in votes.values()])
+
+
+def _vote(norms: Sequence[float]) -> float:
+    """Of one learner."""
+    telling = EMPTY * max(norms)
+    return median_low([norm for norm in norms if norm >= telling])

@@ -136,13 +136,19 @@ class Round:
             self.refused.add(learner_id)
         return waited
 
-    def lose(self, learner_id: str) -> Contribution | None:
-        """The generation that was asked is over: fence off what it contributed, and return that."""
+    def lose(self, learner_id: str, quorum: Quorum) -> Contribution | None:
+        """The generation that was asked is over: fence off what it contributed, and return that.
+
+        The quorum may go with it. Then the round asks again in time, as one that never had it.
+        """
         if learner_id not in self.asked:
             return None
         self.lost.add(learner_id)
         self.halves.pop(learner_id, None)
-        return self.contributions.pop(learner_id, None)
+        fenced = self.contributions.pop(learner_id, None)
+        if len(self.contributions) < needed(quorum, len(self.asked)):
+            self.quorum_at = None
+        return fenced
 
     def verdict(self, quorum: Quorum, waits_until: float, now: float) -> tuple[CloseReason | None, str]:
         """Why the round closes now, or None; and the same in words. With its quorum it waits until a time."""
@@ -151,9 +157,8 @@ class Round:
         if not self.missing:
             reason = CloseReason.LEASE if self.lost else CloseReason.ALL
             return reason, str(reason)
-        enough = needed(quorum, len(self.asked))
-        if len(self.contributions) < enough or self.quorum_at is None:
-            return None, f"{len(self.contributions)}/{enough} contributions"
+        if self.quorum_at is None:
+            return None, f"{len(self.contributions)}/{needed(quorum, len(self.asked))} contributions"
         left_s = waits_until - now
         if left_s > 0:
             return None, f"{left_s:.3f} s of grace left"

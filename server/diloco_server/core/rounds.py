@@ -20,6 +20,7 @@ from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
 from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import (
+    ContributionAnswered,
     LearnerQuarantined,
     LearnerReleased,
     MergeRound,
@@ -114,7 +115,7 @@ class Rounds:
             self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
             member.contributes()
             member.takes_last(header.fragment_id)  # what an older report asks for is in this one
-        self._count(header, ACCEPTED)
+        self._count(member, header, ACCEPTED)
         return ACCEPTED
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
@@ -145,7 +146,7 @@ class Rounds:
                 self._decline(member, state, header, answer)
                 if header.is_seed:
                     state.drop_half_seed(member.learner_id)
-        self._count(header, answer)
+        self._count(member, header, answer)
         return answer
 
     def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
@@ -171,7 +172,7 @@ class Rounds:
         if answer.outcome is Outcome.LATE:
             member.is_late()
         if answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
-            self._count(header, answer)
+            self._count(member, header, answer)
         if answer.outcome is not Outcome.DUPLICATE:
             self._decline(member, state, header, answer)
         return answer
@@ -191,8 +192,13 @@ class Rounds:
             if answer.code in CODES:
                 self._vote(member.learner_id, answer.code)
 
-    def _count(self, header: PushHeader, answer: PushAnswer) -> None:
-        self.ledger.answered(header, answer, self._tokens(header.fragment_id, header.tokens))
+    def _count(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
+        if header.is_seed and answer.outcome is not Outcome.REJECTED:
+            return  # no learner's work
+        self.ledger.answered(answer, self._tokens(header.fragment_id, header.tokens))
+        state = self._versions.fragments.get(header.fragment_id)
+        staleness = 0 if state is None else max(0, state.version - header.base_version)
+        self._outbox.add(ContributionAnswered(member.learner_id, header, answer, staleness))
 
     def _tokens(self, fragment_id: int, tokens: int) -> int:
         """What of a contribution's tokens the accounts count: they are of what the model learns, not of companions."""
@@ -242,7 +248,7 @@ class Rounds:
         self._lose_island(member)
         for collecting in self._asked(member):
             was_missing = member.learner_id in collecting.missing
-            fenced = collecting.lose(member.learner_id)
+            fenced = collecting.lose(member.learner_id, self._sync.quorum)
             if fenced is not None:
                 member.missed["FENCED"] += 1
                 self.ledger.tokens_fenced += self._tokens(fenced.fragment_id, fenced.tokens)
@@ -257,7 +263,7 @@ class Rounds:
                 continue
             if member.learner_id in collecting.missing:
                 member.missed["LEFT"] += 1
-            collecting.lose(member.learner_id)
+            collecting.lose(member.learner_id, self._sync.quorum)
 
     def _lose_island(self, member: Member) -> None:
         """What its ranks have begun is over."""
@@ -393,7 +399,7 @@ class Rounds:
         )
 
     def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
-        if collecting.is_void:
+        if collecting.is_void or (self._versions.done and state.fragment.companion):
             state.abandon_round()
             return
         why, _ = collecting.verdict(self._sync.quorum, waits_until, now)

@@ -205,6 +205,8 @@ class Versions:
         states = self.of_model
         if self.done or not states or not all(s.seeded and self.budget.is_reached(s) for s in states):
             return
+        if any(s.computing for s in self.fragments.values()):
+            return  # a version of companions: learners take the last ones of buffers, too, and all the same
         self.done = True
         self._outbox.add(BudgetReached(self.tokens_merged))
         self._outbox.tell_live(Stop())

@@ -4,6 +4,9 @@ A version is announced only after `save` has returned. It is written under a tem
 then the names are synced. So after a crash at any point, the newest version is whole: the old one or the new one. The
 last two versions of each fragment are kept, in case the newest one rots.
 
+What recovery passes over is renamed before the shard serves anybody: a sector that could not be read once may be read
+at the next start, and the line of versions that it belongs to is over by then.
+
 Each start of a shard gets its own epoch: an empty file with the number in its name, so there is no content to damage.
 """
 
@@ -31,6 +34,8 @@ from diloco_server.storage.version_file import (
 KEPT = 2
 """Versions per fragment."""
 TEMPORARY = ".tmp"
+DAMAGED = ".damaged"
+"""Ends the names of files that recovery has passed over."""
 _EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)
 
 
@@ -150,17 +155,22 @@ class FileStore:
 
         Raises NothingIntact, WrongFolder, and OSError.
         """
-        versions = self._versions()
+        versions, aside = self._versions(), self._aside()
         found, damage = [], list[str]()
         first: Header | None = None
         for fragment_id in sorted(versions):
-            header, version = self._recover_fragment(fragment_id, versions[fragment_id], damage)
+            header, version = self._recover_fragment(
+                fragment_id, versions[fragment_id], aside.get(fragment_id, set()), damage
+            )
             self._check_origin(header, first or header)
             first = first or header
             found.append(version)
+        self._put_aside()
         return Recovered(first.manifest if first else None, found, damage)
 
-    def _recover_fragment(self, fragment_id: int, versions: list[int], damage: list[str]) -> tuple[Header, Found]:
+    def _recover_fragment(
+        self, fragment_id: int, versions: list[int], aside: set[str], damage: list[str]
+    ) -> tuple[Header, Found]:
         worse: list[str] = []
         for version in reversed(versions):
             name = version_name(fragment_id, version)
@@ -172,17 +182,37 @@ class FileStore:
                 continue
             # The version before is removed only once there is a later one. If it is missing, a later one may be, too.
             is_missing = header.previous is not None and header.previous not in versions
-            if is_missing and not worse and not self._was_restored:
+            if is_missing and not worse and not aside and not self._was_restored:
                 damage.append(f"version {header.previous}, written before {name}, is missing; later ones may be, too")
-            self._unneeded[fragment_id] = set(worse)
+            self._unneeded[fragment_id] = aside | set(worse)
             self._intact[fragment_id] = versions[: versions.index(version) + 1]
-            is_behind = bool(worse) or is_missing or self._was_restored
+            is_behind = bool(worse or aside) or is_missing or self._was_restored
             return header, Found(stored, header.origin.pull, is_behind)
         files = ", ".join(worse)
         raise NothingIntact(
             f"fragment {fragment_id} has no intact version ({'; '.join(damage[-len(worse) :])}). Restore a checkpoint. "
             f"Or remove {files}: then a learner that holds the fragment seeds it again"
         )
+
+    def _put_aside(self) -> None:
+        """Rename what was passed over, durably. Raises OSError."""
+        renamed = False
+        for fragment_id, unneeded in self._unneeded.items():
+            for name in [name for name in unneeded if not name.endswith(DAMAGED)]:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rename(name, name + DAMAGED)
+                    renamed = True
+                self._unneeded[fragment_id] = (self._unneeded[fragment_id] - {name}) | {name + DAMAGED}
+        if renamed:
+            self._fs.sync_names()
+
+    def _aside(self) -> dict[int, set[str]]:
+        """Fragment -> files that were passed over at an earlier start, and that no later version has cleared since."""
+        found: dict[int, set[str]] = {}
+        for name in self._fs.names():
+            if name.endswith(DAMAGED) and (parsed := parse_version_name(name.removesuffix(DAMAGED))) is not None:
+                found.setdefault(parsed[0], set()).add(name)
+        return found
 
     def _check_origin(self, header: Header, first: Header) -> None:
         mine, theirs = asdict(self._origin), asdict(header.origin)

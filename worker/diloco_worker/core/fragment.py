@@ -58,8 +58,10 @@ class Contribution:
         """
         return lease.epoch == self.shard_epoch and self.pushes.begin(lease)
 
-    def fate_in(self, version: int, merged_version: int, forgotten_version: int) -> Fate:
-        """What this version, made after its round, says about it."""
+    def fate_in(self, version: int, epoch: int, merged_version: int, forgotten_version: int) -> Fate:
+        """What this version, made after its round, says about it. `epoch`: that the version was made in."""
+        if epoch < self.shard_epoch:
+            return Fate.CARRIED  # of a line that was over before the round was opened
         if self.round <= version and self.round == merged_version:
             return Fate.MERGED
         may_have_arrived = self.pushes.may_have_arrived if self.may_have_arrived is None else self.may_have_arrived

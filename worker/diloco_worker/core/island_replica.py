@@ -54,10 +54,13 @@ class IslandReplica(Replica):
                 self._holdings[name], sharings[name] = Holding(0, parameter.numel()), Sharing(rank, size)
         self._hold(self._tensors)
         self._sharing = _the_same(sharings)
+        self._holdings |= {name: Holding(0, b.tensor.numel()) for name, b in self._buffers.shared.items()}
         self.device = next((p.device for p in self._tensors.values() if p.numel()), self.device)
 
     def held(self, fragment: Fragment) -> LocalFragment:
-        return local_fragment(fragment, self._holdings, self._sharing, self._rank, self._size)
+        """Every rank has all of the buffers, and pushes its share of them."""
+        sharing = Sharing(self._rank, self._size) if fragment.kind == "buffer" else self._sharing
+        return local_fragment(fragment, self._holdings, sharing, self._rank, self._size)
 
     @property
     def num_local(self) -> int:
@@ -78,9 +81,9 @@ class IslandReplica(Replica):
             out.zero_()
         super().progress(fragment, anchor, out)
 
-    def write(self, fragment: Fragment, values: Tensor) -> None:
+    def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         self._reshard()
-        super().write(fragment, values)
+        super().write(fragment, values, trains_on=trains_on)
 
     def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
         self._reshard()

@@ -49,6 +49,8 @@ class LearnerCore:
         }
         self.of_model = [f for f in self.fragments.values() if not f.fragment.companion]
         """Without companions."""
+        self.exported = [f for f in self.fragments.values() if f.fragment.kind != "momentum"]
+        """What a file of the model holds: with buffers."""
 
     @property
     def unmerged(self) -> int:
@@ -142,7 +144,7 @@ class LearnerCore:
             return Applied()
         if epoch == fragment.epoch and version <= fragment.version:
             return None
-        applied = self._resolve(fragment, version, merged_version, forgotten_version)
+        applied = self._resolve(fragment, version, epoch, merged_version, forgotten_version)
         merged = applied.fate in (Fate.MERGED, Fate.FORGOTTEN)
         if self.policy.on_commit == "carry":
             fragment.carry(values, version, epoch, merged=merged, difference=difference, steps=self.inner_step)
@@ -168,7 +170,7 @@ class LearnerCore:
                 fragment.asked = None
             if contribution is None or contribution.shard_epoch == epoch:
                 continue
-            fate = contribution.fate_in(status.version, status.merged_version, status.forgotten_version)
+            fate = contribution.fate_in(status.version, status.epoch, status.merged_version, status.forgotten_version)
             if not status.seeded or fate is Fate.CARRIED:
                 self._carry_on(fragment)
 
@@ -179,12 +181,14 @@ class LearnerCore:
 
     # ------------------------------------------------------------ helpers
 
-    def _resolve(self, fragment: LearnerFragment, version: int, merged_version: int, forgotten_version: int) -> Applied:
+    def _resolve(
+        self, fragment: LearnerFragment, version: int, epoch: int, merged_version: int, forgotten_version: int
+    ) -> Applied:
         """What this version tells of the contribution under way; gives it back if it never will be merged."""
         contribution = fragment.contribution
         if contribution is None or (version < contribution.round and contribution.tensors.snapshot is not None):
             return Applied()
-        fate = contribution.fate_in(version, merged_version, forgotten_version)
+        fate = contribution.fate_in(version, epoch, merged_version, forgotten_version)
         if fate is Fate.CARRIED:
             self._carry_on(fragment)
         else:

@@ -2,8 +2,9 @@
 
 Moves values between the shared parameters (shared_set.py) and flat float32 tensors laid out by the manifest, whatever
 the layout of a parameter (layout.py). A parameter is looked at anew each time: its storage may be another one since
-(`parameter.data = tensor`, as SAM does). Companions, which an optimizer keeps for parameters and changes in
-place, are read and written as parameters are. Buffers (BatchNorm statistics, for example) stay local.
+(`parameter.data = tensor`, as SAM does). Companions, which an optimizer keeps for parameters and changes in place, are
+read and written as parameters are. Of buffers (buffers.py) a contribution holds what they are, as the difference to
+nothing, and a version is written over them.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Replica:
             TensorSpec(name, tuple(p.shape), "mean" if name in averaged else "run") for name, p in parameters.items()
         ]
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
+        self._buffers = chosen.buffers
+        self.specs += [buffer.spec for buffer in self._buffers.shared.values()]
         self.laid = Laid(self._theta, lambda name: self._tensors[name].data_ptr())
         """Whether versions stay in the model."""
         self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
@@ -140,6 +143,9 @@ class Replica:
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """out <- theta, in float32. `out`: [num_elements] on the model's device."""
+        if fragment.kind == "buffer":
+            self._buffers.read(fragment, out)
+            return
         if (copies := self._copies(fragment)) is not None:
             copies.read(fragment, out)
             return
@@ -147,7 +153,12 @@ class Replica:
             _like(theta, out[piece.bounds]).copy_(theta)
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- anchor - theta, in the dtype of `out`. Both: [num_elements] on the model's device."""
+        """out <- anchor - theta, in the dtype of `out`; of buffers, 0 - theta. Both: [num_elements] on the model's
+        device."""
+        if fragment.kind == "buffer":
+            self._buffers.read(fragment, out)
+            out.neg_()
+            return
         _used_here(anchor)
         if (copies := self._copies(fragment)) is not None:
             copies.progress(fragment, anchor, out)
@@ -161,9 +172,13 @@ class Replica:
                 torch.sub(_like(theta, since), theta, out=_like(theta, into))
         progress_since(anchor, flat, out)
 
-    def write(self, fragment: Fragment, values: Tensor) -> None:
-        """theta <- values, rounded to the parameter's dtype."""
+    def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
+        """theta <- values, rounded to the dtype of each tensor. `trains_on`: what training keeps of buffers for
+        itself stays."""
         _used_here(values)
+        if fragment.kind == "buffer":
+            self._buffers.write(fragment, values, trains_on=trains_on)
+            return
         if (copies := self._copies(fragment)) is not None:
             copies.write(fragment, values)
             return
@@ -183,7 +198,7 @@ class Replica:
             return
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
-                kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.companion else 1.0
+                kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.kind == "momentum" else 1.0
                 theta.add_(_like(theta, difference[piece.bounds]), alpha=kept)
 
     def keep(self, also: Sequence[Tensor] = ()) -> Callable[[], None]:
@@ -238,7 +253,7 @@ class Replica:
 
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
         """Of a difference, as `add` counts it after so many inner steps: float32 [num_elements]."""
-        if not fragment.companion:
+        if fragment.kind != "momentum":
             return difference
         left = torch.empty_like(difference)
         for piece in fragment.pieces:
@@ -267,7 +282,7 @@ class Replica:
         would divide the momentum of others by its eps. Without a second moment, a single liar could make the momentum
         so long that it is forgotten only after hundreds of steps: so it is scaled. Zeros take over everything.
         """
-        if not fragment.companion:
+        if fragment.kind != "momentum":
             yield
             return
         found = [(self._companions[piece.tensor], piece, values) for piece, values in self.views(fragment)]

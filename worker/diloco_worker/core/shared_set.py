@@ -4,6 +4,8 @@
     private    trained here, never sent and not compared
     frozen     neither trained nor sent; the same in all learners (frozen_tensors.py)
 
+Of buffers, buffers.py says which are shared; those that `private` names are not.
+
 Names are those of names.py; a tensor that is tied is what any of its names says. All others ask here, and do not look
 at `requires_grad` themselves: where `shared` is given, it may change while the learner trains.
 """
@@ -20,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from diloco_common.errors import UnsupportedModel, WrongCall
 from diloco_common.spelling import did_you_mean, shown
 from diloco_worker.core import names
+from diloco_worker.core.buffers import buffers_of
 
 Models: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """What `join` takes as a model."""
@@ -49,8 +52,7 @@ class SharedSet:
             self.objects.setdefault(of, []).append(by_name[name])
         buffers = names.buffers(self.model)
         private_names = matching("private", private, [*by_name, *buffers])
-        self.private_buffers = private_names & buffers.keys()
-        """By any name: buffers that stay with this learner too."""
+        self.buffers = buffers_of(self.model, private_names & buffers.keys())
         named = self._named(shared, by_name)
         kept = {self.name_of[name] for name in private_names & by_name.keys()}
         self.shared: dict[str, nn.Parameter] = {}
@@ -61,7 +63,8 @@ class SharedSet:
         for name, parameter in self.all.items():
             (self.private if name in kept else self.shared if name in named else self.frozen)[name] = parameter
         self.ties = {name: of for name, of in self.name_of.items() if name != of and of in self.shared}
-        """Every further name of a shared parameter that is tied -> its name in `shared`."""
+        """Every further name of a shared parameter that is tied -> its name in `shared`; of a buffer, too."""
+        self.ties |= self.buffers.ties
         self._refuse_what_nobody_shares()
 
     def _named(self, shared: Patterns | None, by_name: Mapping[str, nn.Parameter]) -> set[str]:

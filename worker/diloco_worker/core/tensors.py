@@ -203,7 +203,7 @@ class FragmentTensors:
 
     def reference_of(self, version: int, merged_version: int) -> Reference | None:
         """What theta moves away from if this version is applied now; None if that is no addition. In any thread."""
-        if self._policy.on_commit != "carry":
+        if self._policy.on_commit != "carry" or self.fragment.kind == "buffer":
             return None
         contribution, anchor = self.contribution, self.anchor
         if contribution is not None and contribution.round == merged_version <= version:
@@ -218,7 +218,7 @@ class FragmentTensors:
         assert self.contribution is None
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
-            dtype=get_codec(self._policy.push_encoding).progress_dtype,
+            dtype=get_codec(self.fragment.encoding(self._policy.push_encoding)).progress_dtype,
             error_feedback=self._policy.error_feedback and not self.fragment.companion,
             own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
             given_back=self._given_back,
@@ -256,8 +256,12 @@ class FragmentTensors:
         theta + (new - anchor).
         `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
         steps since the reference was what the model held. `before`: so many of them led to the snapshot of a
-        contribution that is not merged in it.
+        contribution that is not merged in it. Buffers take over what they do in training (buffers.py).
         """
+        if self.fragment.kind == "buffer":
+            self._replica.write(self.fragment, values, trains_on=True)
+            self._settle(values, merged=merged)
+            return
         contribution = self.contribution
         assert self.anchor is not None
         reference = contribution.reference if contribution is not None and merged else Reference(self.anchor)
@@ -272,10 +276,10 @@ class FragmentTensors:
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
         with self._replica.laid.under(self.fragment):
-            if self._policy.on_commit == "blend" and self._policy.blend_alpha:
+            if self._policy.on_commit == "blend" and self._policy.blend_alpha and self.fragment.kind != "buffer":
                 self._replica.blend(self.fragment, values, self._policy.blend_alpha)
             else:
-                self._replica.write(self.fragment, values)
+                self._replica.write(self.fragment, values, trains_on=True)
         self._settle(values, merged=merged)
 
     def _settle(self, values: Tensor, *, merged: bool) -> None:

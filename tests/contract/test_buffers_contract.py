@@ -1,0 +1,107 @@
+"""Models with buffers, as learners of a real run: what is pulled, exported and finished with is the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from in_process import settings_with
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import diloco_worker
+from diloco_common.errors import ManifestMismatch
+from diloco_deploy.cli import main
+from diloco_worker.learner import Learner
+
+EXACT = {"push": "float32", "pull": "float32", "fragments": 2}
+
+
+class Net(nn.Module):
+    """Statistics, a counter, indices, and a queue that is local."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.register_buffer("order", torch.tensor([3, 1, 2, 0]))
+        self.register_buffer("queue", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.queue.copy_(x.detach()[:2, 0])
+        return self.last(self.norm(self.first(x[:, self.order])))
+
+
+class Run:
+    """A learner of its own data, stepped by hand."""
+
+    def __init__(self, shards: str, learner_id: str, shift: float = 0.0, **options: Any) -> None:
+        self.model, self.shift = Net(), shift
+        self.generator = torch.Generator().manual_seed(len(learner_id))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        options = {"private": "queue", "wait_s": 20.0} | options
+        self.learner: Learner = diloco_worker.join(shards, self.model, learner_id=learner_id, **options)
+
+    def batch(self) -> Tensor:
+        return torch.randn(16, 4, generator=self.generator) + self.shift
+
+    def step(self) -> None:
+        self.model(self.batch()).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.learner.step(samples=16)
+
+
+@pytest.fixture
+def shards(serve) -> list[Any]:
+    return [serve(settings_with(run={"tokens": 1600}, sync=EXACT, shard={"index": i, "count": 2})) for i in range(2)]
+
+
+def test_what_is_pulled_and_finished_with_loads_strictly_and_is_the_same_everywhere(shards, tmp_path) -> None:
+    addresses = ",".join(shard.address for shard in shards)
+    runs = [Run(addresses, "a", shift=-1.0), Run(addresses, "b", shift=1.0)]
+    while not all(run.learner.done for run in runs):
+        for run in runs:
+            if not run.learner.done:
+                run.step()
+    local = [run.model.queue.clone() for run in runs]
+    for run in runs:
+        assert run.learner.finish()
+    assert main(["pull", "--shards", addresses, "--out", str(tmp_path)]) == 0
+
+    states = [run.model.state_dict() for run in runs]
+    pulled = load_file(tmp_path / "model.safetensors")
+    assert pulled.keys() == states[0].keys() - {"queue"}
+    for name, values in pulled.items():
+        assert values.dtype == states[0][name].dtype, name
+        for state in states:
+            assert torch.equal(state[name], values), name
+    for state, queue in zip(states, local, strict=True):
+        assert torch.equal(state["queue"], queue), "what is private stays"
+    assert Net().load_state_dict(pulled | {"queue": torch.zeros(2)}).missing_keys == []
+
+    mixed = torch.cat([run.model.first(run.batch()[:, run.model.order]) for run in runs for _ in range(40)])
+    assert torch.allclose(pulled["norm.running_mean"], mixed.mean(0), atol=0.2), "of the data of both"
+    assert torch.allclose(pulled["norm.running_var"], mixed.var(0), rtol=0.3, atol=0.1), "and no mean of variances"
+
+
+def test_a_learner_that_comes_later_begins_with_the_statistics_of_the_run(serve) -> None:
+    shard = serve(settings_with(sync=EXACT))
+    first = Run(shard.address, "a", shift=3.0)
+    with first.learner:
+        while not int(shard.loop.look(lambda: min(s.version for s in shard.core.fragments.values()))):
+            first.step()
+        late = Run(shard.address, "b")
+        with late.learner:
+            assert float(late.model.norm.running_mean.abs().max()) > 0.1
+            with late.learner.global_values():
+                late.model(torch.full((16, 4), 100.0))
+            assert float(late.model.norm.running_mean.abs().max()) < 10, "undone"
+
+
+def test_learners_that_share_other_buffers_are_refused_by_name(serve) -> None:
+    shard = serve(settings_with(sync=EXACT))
+    with Run(shard.address, "a").learner, pytest.raises(ManifestMismatch, match=r"queue: absent <-> \[2\] \(buffer"):
+        Run(shard.address, "b", private=())

@@ -1,0 +1,128 @@
+"""Which buffers are shared, by which rule, and how they are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco_common.errors import BadRequest, ModelChanged
+from diloco_common.manifest import check_companions, cut
+from diloco_worker.core.replica import Replica
+from diloco_worker.core.shared_set import SharedSet
+
+
+def holding(*, parameter: bool = True, **buffers: Tensor) -> nn.Module:
+    module = nn.Module()
+    if parameter:
+        module.w = nn.Parameter(torch.zeros(3))
+    for name, values in buffers.items():
+        module.register_buffer(name, values)
+    return module
+
+
+def spectral(old: bool) -> nn.Module:
+    layer = nn.Linear(3, 2)
+    return nn.utils.spectral_norm(layer) if old else nn.utils.parametrizations.spectral_norm(layer)
+
+
+COUNTER = torch.tensor(5)
+RULES: list[tuple[str, Callable[[], nn.Module], dict[str, str], list[str]]] = [
+    ("BatchNorm", lambda: nn.BatchNorm2d(3),
+     {"num_batches_tracked": "most int64", "running_mean": "mean float32", "running_var": "variance float32"}, []),
+    ("BatchNorm that tracks nothing", lambda: nn.BatchNorm2d(3, track_running_stats=False), {}, []),
+    ("InstanceNorm", lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+     {"num_batches_tracked": "most int64", "running_mean": "mean float32", "running_var": "variance float32"}, []),
+    ("a variance alone", lambda: holding(running_var=torch.ones(3)), {"running_var": "mean float32"}, []),
+    ("a variance of another shape", lambda: holding(running_mean=torch.ones(1), running_var=torch.ones(3)),
+     {"running_mean": "mean float32", "running_var": "mean float32"}, []),
+    ("spectral norm", lambda: spectral(old=False),
+     {"parametrizations.weight.0._u": "one float32", "parametrizations.weight.0._v": "one float32"}, []),
+    ("spectral norm of before", lambda: spectral(old=True), {"weight_u": "one float32", "weight_v": "one float32"}, []),
+    ("a name that ends alike", lambda: holding(map_u=torch.ones(2)), {"map_u": "mean float32"}, []),
+    ("codebook", lambda: holding(codes=torch.randn(2, 2).double()), {"codes": "mean float64"}, []),
+    ("indices", lambda: holding(ids=torch.arange(4)), {"ids": "one int64"}, []),
+    ("a mask", lambda: holding(mask=torch.ones(2, 2).bool()), {"mask": "one bool"}, []),
+    ("a flag", lambda: holding(ready=torch.tensor(True)), {"ready": "most bool"}, []),
+    ("large integers", lambda: holding(key=torch.tensor([1 << 40, 1])), {}, ["key"]),
+    ("packed weights", lambda: holding(parameter=False, qweight=torch.arange(4, dtype=torch.int32),
+                                       scales=torch.ones(2).half()), {}, ["qweight", "scales"]),
+    ("infinities", lambda: holding(mask=torch.tensor([0.0, -torch.inf])), {}, ["mask"]),
+    ("complex", lambda: holding(freqs=torch.ones(2, dtype=torch.complex64)), {}, ["freqs"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "rules", "frozen"), [row[1:] for row in RULES], ids=[row[0] for row in RULES])
+def test_a_buffer_has_the_rule_of_its_kind(make, rules: dict[str, str], frozen: list[str]) -> None:
+    found = SharedSet(make(), "all").buffers
+    assert {name: f"{b.spec.rule} {b.spec.dtype}" for name, b in found.shared.items()} == rules
+    assert list(found.frozen) == frozen
+    check_companions([b.spec for b in found.shared.values()])
+
+
+def test_what_is_computed_or_private_is_not_shared() -> None:
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "bank": holding(queue=torch.zeros(2), count=COUNTER)})
+    model.register_buffer("rotary", torch.ones(3), persistent=False)
+    assert list(SharedSet(model, private=["bank.*"]).buffers.shared) == [
+        "norm.num_batches_tracked", "norm.running_mean", "norm.running_var",
+    ]  # fmt: skip
+    alone = SharedSet(model, private=["norm.running_mean"]).buffers.shared
+    assert alone["norm.running_var"].spec.rule == "mean", "without its mean there is nothing to pool"
+    with pytest.raises(BadRequest, match="no running mean"):
+        check_companions([alone["norm.running_var"].spec._replace(rule="variance")])
+
+
+def test_a_buffer_of_two_names_is_one() -> None:
+    norm = nn.BatchNorm1d(3)
+    chosen = SharedSet(nn.ModuleDict({"b": norm, "a": norm}))
+    assert sorted(chosen.buffers.shared) == ["a.num_batches_tracked", "a.running_mean", "a.running_var"]
+    assert chosen.ties["b.running_var"] == "a.running_var"
+
+
+def model_of_all() -> nn.Module:
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "more": holding(ids=torch.arange(4), on=torch.tensor(False))})
+    model.register_buffer("grid", torch.arange(6.0).view(2, 3).T)
+    return model
+
+
+def test_versions_are_written_over_buffers_of_all_kinds_in_place_and_contributions_hold_what_they_are() -> None:
+    model, other = model_of_all(), model_of_all()
+    other["norm"](torch.randn(8, 3))
+    other["more"].on.fill_(True)
+    other.grid.mul_(-2)
+    sent, taken = Replica(other), Replica(model)
+    kept = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    (fragment,) = [f for f in cut(sent.specs, 1, 1).fragments if f.kind == "buffer"]
+    contribution = torch.empty(fragment.num_elements)
+    sent.progress(fragment, torch.full((fragment.num_elements,), torch.nan), contribution)
+    taken.write(fragment, -contribution)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == kept
+
+
+def test_what_training_keeps_for_itself_is_written_only_at_its_ends() -> None:
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "more": holding(count=torch.tensor(9), codes=torch.zeros(2))})
+    replica = Replica(model)
+    (fragment,) = [f for f in cut(replica.specs, 1, 1).fragments if f.kind == "buffer"]
+    version = torch.full((fragment.num_elements,), 5.0)
+    replica.write(fragment, version, trains_on=True)
+    assert model["norm"].running_var.tolist() == [1, 1, 1]
+    assert int(model["more"].count) == 9, "it is ahead"
+    assert model["more"].codes.tolist() == [5, 5]
+    replica.write(fragment, version)
+    assert all((buffer == 5).all() for buffer in model.buffers())
+
+
+def test_a_buffer_that_its_module_replaces_is_followed_and_one_of_another_shape_is_refused() -> None:
+    model = holding(bank=torch.zeros(4))
+    replica = Replica(model)
+    (fragment,) = [f for f in cut(replica.specs, 1, 1).fragments if f.kind == "buffer"]
+    out = torch.empty(4)
+    model.bank = torch.ones(4)
+    replica.read(fragment, out)
+    assert out.tolist() == [1, 1, 1, 1]
+    model.bank = torch.ones(5)
+    with pytest.raises(ModelChanged, match=r'bank is of shape \(5,\) now.*private=\["bank"\]'):
+        replica.read(fragment, out)
