@@ -31,7 +31,7 @@ from typing import Any, NoReturn, Protocol, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, WrongCall
+from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, VersionUndone, WrongCall
 from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
 from diloco_worker import children
@@ -52,6 +52,7 @@ from diloco_worker.following import Amount, Following
 from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.leaving import LEAVE_S, Leaving
+from diloco_worker.masters import is_schedule_free
 from diloco_worker.notice import Notice, as_exit
 from diloco_worker.one_thread import OneThread, one_thread
 from diloco_worker.other_values import OtherValues, Values, write
@@ -207,12 +208,20 @@ class Learner(LearnerView):
         Give the tokens or the samples of a step, or a function that tells them. Of several optimizers, follow the one
         that ends a step of the loop. Once the run is over the loop goes on, and the log says so: end it by a callback
         that looks at `done`. What `step` raises, optimizer.step() raises. `remove()` of what is returned ends it, and
-        so does `close`. Raises ConfigError, and LearnerEnded.
+        so does `close`. Raises ConfigError, LearnerEnded, and VersionUndone for a schedule-free one that is not among
+        `masters`.
         """
         self._check_not_ended()
         if self._following is not None and not self._following.is_removed:
             raise ConfigError("this learner follows an optimizer already: call remove() of what follow() gave first")
-        self._following = Following(self, optimizer, tokens, samples, self.telemetry.log)
+        following = Following(self, optimizer, tokens, samples, self.telemetry.log)
+        if is_schedule_free(optimizer) and self._boundary.replica.copies is None:
+            following.remove()
+            raise VersionUndone(
+                f"{type(optimizer).__name__} is schedule-free, and would draw the parameters back to a copy that "
+                "gets no versions: join(masters=optimizer)"
+            )
+        self._following = following
         return self._following
 
     @one_thread
