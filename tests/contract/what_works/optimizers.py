@@ -1,0 +1,259 @@
+"""Optimizers of torch, each in a loop as its users write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from what_works.script import RATE, Cases, Ground, Script, X, Y, loop, loss_of, small
+
+CASES = Cases()
+Make: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+USUAL: dict[str, Make] = {
+    "SGD": partial(torch.optim.SGD, lr=RATE),
+    "SGD with momentum, Nesterov, weight decay": partial(
+        torch.optim.SGD, lr=RATE, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "Adam, with amsgrad": partial(torch.optim.Adam, lr=RATE, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=RATE),
+    "AdamW(fused=True)": partial(torch.optim.AdamW, lr=RATE, fused=True),
+    "AdamW(foreach=True)": partial(torch.optim.AdamW, lr=RATE, foreach=True),
+    "NAdam": partial(torch.optim.NAdam, lr=RATE),
+    "RAdam": partial(torch.optim.RAdam, lr=RATE),
+    "Adamax": partial(torch.optim.Adamax, lr=RATE),
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": partial(torch.optim.Adagrad, lr=RATE),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.003),
+    "Rprop": partial(torch.optim.Rprop, lr=0.003),
+    "ASGD": partial(torch.optim.ASGD, lr=RATE),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+def trains_with(make: Make, ground: Ground) -> None:
+    model = small()
+    ground.trains(Script(model, loop(model, make(model.parameters()))))
+
+
+for _line, _make in USUAL.items():
+    CASES(_line)(partial(trains_with, _make))
+
+
+@CASES.script("Muon for matrices, AdamW for the rest")
+def muon() -> Script:
+    model = small()
+    matrices = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=RATE)
+    rest = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=RATE)
+
+    def step() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        for optimizer in (matrices, rest):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return Script(model, step)
+
+
+@CASES.script("SparseAdam with Embedding(sparse=True)")
+def sparse_adam() -> Script:
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 2, sparse=True)
+    rows = torch.tensor([0, 2, 3, 3])
+    return Script(
+        model, loop(model, torch.optim.SparseAdam(model.parameters(), lr=RATE), lambda: model(rows).square().mean())
+    )
+
+
+@CASES.script("LBFGS and others with a closure")
+def lbfgs() -> Script:
+    model = small()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    return Script(model, lambda: optimizer.step(closure))
+
+
+@CASES.script("several parameter groups, one added later")
+def groups() -> Script:
+    model = small()
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}], lr=RATE)
+    return Script(
+        model, loop(model, optimizer),
+        joined=lambda learner: optimizer.add_param_group({"params": model[2].parameters(), "lr": RATE / 2}),
+    )  # fmt: skip
+
+
+@CASES.script("an optimizer that is made after join")
+def made_later() -> Script:
+    model, optimizers = small(), list[Optimizer]()
+    return Script(
+        model, lambda: loop(model, optimizers[0])(),
+        joined=lambda learner: optimizers.append(torch.optim.AdamW(model.parameters(), lr=RATE)),
+    )  # fmt: skip
+
+
+@CASES.script("load_state_dict of the optimizer, in the middle")
+def state_loaded() -> Script:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    return Script(
+        model, loop(model, optimizer), between=lambda learner: optimizer.load_state_dict(optimizer.state_dict())
+    )
+
+
+@CASES.script("the step inside backward (a hook of each gradient)")
+def in_backward() -> Script:
+    model = small()
+    each = {p: torch.optim.SGD([p], lr=RATE) for p in model.parameters()}
+
+    def update(parameter: nn.Parameter) -> None:
+        each[parameter].step()
+        each[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+    def step() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    return Script(model, step)
+
+
+@CASES.script("an update by hand: p -= lr * p.grad")
+def by_hand() -> Script:
+    model = small()
+
+    def step() -> Tensor:
+        loss = loss_of(model)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad  # type: ignore[operator]
+        return loss
+
+    return Script(model, step)
+
+
+@CASES.script("an update by hand: p.data = p.data - lr * p.grad")
+def by_hand_with_new_memory() -> Script:
+    model = small()
+
+    def step() -> Tensor:
+        loss = loss_of(model)
+        model.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data = parameter.data - RATE * parameter.grad
+        return loss
+
+    return Script(model, step)
+
+
+@CASES.script("gradients accumulated, and clipped")
+def accumulated() -> Script:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+    def step() -> Tensor:
+        for half in (slice(0, 4), slice(4, 8)):
+            loss = (model(X[half]) - Y[half]).square().mean() / 2
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Script(model, step)
+
+
+@CASES.script("a scheduler of torch")
+def scheduled() -> Script:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=10)
+    usual = loop(model, optimizer)
+
+    def step() -> Tensor:
+        loss = usual()
+        schedule.step()
+        return loss
+
+    return Script(model, step)
+
+
+@CASES.script("ProgressLR")
+def progress() -> Script:
+    import diloco_worker
+
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    made: list[Any] = []
+    usual = loop(model, optimizer)
+
+    def step() -> Tensor:
+        loss = usual()
+        made[0].step()
+        return loss
+
+    return Script(
+        model, step, joined=lambda learner: made.append(diloco_worker.ProgressLR(optimizer, learner, "cosine"))
+    )
+
+
+@CASES("companions= with AdamW, Adam, Muon or SGD")
+def averaged(ground: Ground) -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    with ground.learner(model, "script", companions=optimizer) as learner:
+        step = loop(model, optimizer)
+        before = [p.detach().clone() for p in model.parameters()]
+        learner.step(samples=8, loss=step())
+        learner.poll(0.05)
+        assert learner.finish()
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@CASES("companions= with another optimizer")
+def averaged_another(ground: Ground) -> None:
+    model = small()
+    with ground.learner(model, "script", companions=torch.optim.Adagrad(model.parameters())):
+        pass
+
+
+@CASES.script("two models, two optimizers (a GAN)")
+def gan() -> Script:
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(3, 4), nn.Linear(4, 1)
+    of_generator = torch.optim.Adam(generator.parameters(), lr=RATE)
+    of_judge = torch.optim.Adam(judge.parameters(), lr=RATE)
+    noise = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
+
+    def step() -> Tensor:
+        of_judge.zero_grad()
+        false, true = judge(generator(noise).detach()), judge(X)
+        loss = nn.functional.softplus(false).mean() + nn.functional.softplus(-true).mean()
+        loss.backward()
+        of_judge.step()
+        of_generator.zero_grad()
+        nn.functional.softplus(-judge(generator(noise))).mean().backward()
+        of_generator.step()
+        return loss
+
+    return Script({"generator": generator, "judge": judge}, step)
