@@ -28,6 +28,7 @@ from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.effects import Fact, Tell
 from diloco_server.core.membership import Member
 from diloco_server.driver import Job
+from diloco_worker.core.copies import FindCopies
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import NONE, Companion, Replica
@@ -83,6 +84,7 @@ class LockstepLearner:
     core: LearnerCore
     members: dict[int, Member]
     """Shard index -> lease."""
+    replica: Replica
     outbox: list[Contribution] = field(default_factory=list)
     answers: list[PushAnswer] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
@@ -107,16 +109,22 @@ class Lockstep:
         ]
         self.learners: dict[str, LockstepLearner] = {}
 
-    def join(self, learner_id: str, model: nn.Module, companions: Mapping[str, Companion] = NONE) -> LockstepLearner:
-        """Join every shard, seed what is empty, and take over the versions."""
+    def join(
+        self, learner_id: str, model: nn.Module, companions: Mapping[str, Companion] = NONE,
+        copies: FindCopies | None = None,
+    ) -> LockstepLearner:  # fmt: skip
+        """Join every shard, seed what is empty, and take over the versions. `copies`: those that its optimizer steps
+        on."""
         replica = Replica(model, companions=companions)
+        if copies is not None:
+            replica.keep_copies(copies)
         members = {
             i: shell.shard.join(learner_id, f"{learner_id}-process", replica.specs, shell.now)
             for i, shell in enumerate(self.shards)
         }
         manifest = cut(replica.specs, self.settings.sync.fragments, len(self.shards))
         core = LearnerCore(replica, manifest, self.shards[0].shard.policy())
-        learner = self.learners[learner_id] = LockstepLearner(learner_id, core, members)
+        learner = self.learners[learner_id] = LockstepLearner(learner_id, core, members, replica)
         for index, shell in enumerate(self.shards):
             for status in shell.shard.fragment_statuses(learner_id):
                 if not status.seeded:

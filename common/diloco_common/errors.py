@@ -59,6 +59,13 @@ class ModelChanged(DilocoError):
     exit_code = EXIT_USAGE
 
 
+class VersionUndone(DilocoError):
+    """The optimizer takes back every version: it writes a copy of the weights over the parameters."""
+
+    code = "VERSION_UNDONE"
+    exit_code = EXIT_USAGE
+
+
 class LearnerEnded(DilocoError):
     """The learner has left the run, and is asked to go on."""
 

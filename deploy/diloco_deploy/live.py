@@ -29,7 +29,6 @@ _STYLES = {
     "training": "green",
     "ready": "green",
     "died": "red",
-    "evicted": "red",
     "lost": "red",
     "no answer": "red",
     "away": "red",
@@ -37,6 +36,7 @@ _STYLES = {
     "unknown": "yellow",
     "quarantined": "red",
     "stalled": "yellow",
+    "partly": "yellow",
     "not ready": "yellow",
 }
 

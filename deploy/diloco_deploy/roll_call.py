@@ -16,6 +16,7 @@ from diloco_common.endpoints import Role
 from diloco_deploy import units
 from diloco_deploy.progress import Status
 from diloco_deploy.snapshot import Member, Snapshot
+from diloco_deploy.standing import tokens_per_s
 from diloco_deploy.status_schema import ClusterRecord, MemberRecord, Presence, Problem
 
 _ROLES: dict[bool, Role] = {True: "worker", False: "shard"}
@@ -29,7 +30,7 @@ class Present:
     role: Role
     presence: Presence
     state: str = ""
-    """One word that says more than `presence`, such as "evicted"; empty: it is told from the answer."""
+    """One word that says more than `presence`, such as "no answer"; empty: it is told from the answer."""
     since_s: float | None = None
     why: str = ""
     status: Status | None = None
@@ -227,7 +228,7 @@ def _learner(name: str, views: Sequence[Mapping[str, Any]]) -> Present:
     where = f"{len(views)} shard{'s' if len(views) > 1 else ''}"
     if any(state in ("alive", "stalled") for state in states):
         return Present(name, "worker", "alive", why=f"heard by {where}", status=status)
-    if "left" in states:
+    if set(states) == {"left"}:
         return Present(name, "worker", "left", "left", status=status)
     return Present(name, "worker", "away", "away", silent_s, why=f"evicted by {where}", status=status)
 
@@ -240,7 +241,7 @@ def _as_status(name: str, views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "role": "worker", "name": name, "state": "training" if last.get("state") == "alive" else last.get("state"),
         "inner_step": step, "tokens": tokens, "unit": last.get("unit"), "loss": last.get("loss"), "step_time_s": step_s,
-        "tokens_per_s": tokens / step / step_s if step and step_s else 0.0,
+        "tokens_per_s": tokens_per_s(tokens, step, step_s),
         "contributions": {
             "merged": sum(int(view.get("merged") or 0) for view in views),
             "late": sum(_count(view.get("missed", {}), "LATE") for view in views),

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_common.endpoints import Role
 from diloco_deploy.progress import Status, tokens_merged
+from diloco_deploy.standing import standing, state_at
 
 SILENT_AFTER_S = 3.0
 """A process is shown as silent if it has not answered for this long."""
@@ -133,17 +134,14 @@ class Snapshot:
         return dict(sorted(found.items()))
 
     def learner_states(self) -> dict[str, str]:
-        """The worst state of each learner at any shard: "evicted", "quarantined", "stalled", then the rest."""
-        worst = {"evicted": 3, "quarantined": 2, "stalled": 1}
-        states: dict[str, str] = {}
-        for shard in self.shards:
+        """One word for each learner, from what all shards say that answer (`standing`)."""
+        answering = [shard for shard in self.shards if shard.process == "up" and shard.status is not None]
+        at: dict[str, dict[str, str]] = {}
+        for shard in answering:
             for learner in shard.get("learners", []):
-                name, state = str(learner["id"]), str(learner["state"])
-                if state != "evicted" and learner.get("quarantine"):
-                    state = "quarantined"
-                if worst.get(state, 0) >= worst.get(states.get(name, ""), 0):
-                    states[name] = state
-        return states
+                at.setdefault(str(learner["id"]), {})[shard.name] = state_at(learner)
+        names = [shard.name for shard in answering]
+        return {learner_id: standing(seen, names)[0] for learner_id, seen in at.items()}
 
     def state_of(self, member: Member) -> str:
         """One word for a member: the state of its process first, then its state at the shards, then its own."""
@@ -156,7 +154,7 @@ class Snapshot:
         if member.role == "shard":
             return "done" if member.get("done") else "ready" if member.get("ready") else "not ready"
         seen = self.learner_states().get(member.name, "")
-        return seen if seen in ("evicted", "quarantined", "stalled") else str(member.get("state", "up"))
+        return seen if seen in ("away", "quarantined", "stalled", "partly") else str(member.get("state", "up"))
 
 
 def worker_rate(worker: Member) -> float:

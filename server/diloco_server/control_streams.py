@@ -1,6 +1,9 @@
 """Directives on their way to learners: one stream per learner, each with a bound.
 
 Owned by the shard's event loop. What is said is decided by the core; the transport reads the streams.
+
+Only what is still true waits: a later directive takes the place of an earlier one of its kind about the same fragment.
+So for a learner that reads nothing there wait at most two directives per fragment, and one of every other kind.
 """
 
 from __future__ import annotations
@@ -8,11 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from diloco_common.messages import Directive
+from diloco_common.messages import Collect, Committed, Directive, Evicted
+from diloco_common.newest import Newest
 from diloco_server.core.effects import Tell
-
-BACKLOG_MAX = 4096
-"""Directives that wait for a learner that does not read. With more the stream ends, so that the learner comes back."""
 
 
 class ControlStream:
@@ -21,24 +22,34 @@ class ControlStream:
     def __init__(self, learner_id: str, generation: int) -> None:
         self.learner_id = learner_id
         self.generation = generation
-        self._queue: asyncio.Queue[Directive | None] = asyncio.Queue(BACKLOG_MAX)
+        self._waiting: Newest[Directive] = Newest()
+        self._is_over = False
+        self._changed = asyncio.Event()
 
     def send(self, directive: Directive) -> None:
-        try:
-            self._queue.put_nowait(directive)
-        except asyncio.QueueFull:
-            self.end()
+        """Say this, and no more what it replaces. A goodbye is the last word."""
+        match directive:
+            case Collect() | Committed():
+                self._waiting.put(directive.fragment_id, type(directive), directive)
+            case Evicted():
+                if not self._is_over:
+                    self._waiting.put(Evicted, Evicted, directive)
+                self._is_over = True
+            case _:
+                self._waiting.put(type(directive), type(directive), directive)
+        self._changed.set()
 
     def end(self) -> None:
-        """No more directives. Those that wait still go out, unless they are too many: a goodbye may be among them."""
-        if self._queue.full():
-            while not self._queue.empty():
-                self._queue.get_nowait()
-        self._queue.put_nowait(None)
+        """No more directives. Those that wait still go out: a goodbye may be among them."""
+        self._is_over = True
+        self._changed.set()
 
     async def next(self) -> Directive | None:
         """The next directive; None at the end."""
-        return await self._queue.get()
+        while not self._waiting and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._waiting.take() if self._waiting else None
 
 
 class ControlStreams:

@@ -55,7 +55,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             "late": ledger.tokens_late,
             "refused": dict(ledger.tokens_refused),
         },
-        "events": host.telemetry.recent(),
+        "events": host.telemetry.recent(now),
         "bytes_pushed": host.telemetry.bytes_pushed,
         "bytes_pulled": host.telemetry.bytes_pulled,
         "bytes_saved": host.keeper.bytes_saved,

@@ -16,6 +16,7 @@ from diloco_common.metrics import ShardMetrics
 from diloco_common.ports import Clock
 from diloco_server.core.effects import (
     BudgetReached,
+    ContributionAnswered,
     Fact,
     LearnerForgotten,
     LearnerGone,
@@ -71,6 +72,8 @@ class ShardTelemetry:
             self._history.note(event)
         self.timeline.note(event, self._clock())
         match event:
+            case ContributionAnswered():
+                self._answered(event)
             case RoundOpened():
                 self._log.debug("round opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
             case QuorumReached():
@@ -155,26 +158,9 @@ class ShardTelemetry:
         )  # fmt: skip
 
     def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
-        """A push got its outcome."""
+        """A push got its outcome. What counts as a contribution, the core says (`ContributionAnswered`)."""
         if self._history is not None:
             self._history.answered(member.learner_id, member.generation, header, answer)
-        self.timeline.answered(header, answer)
-        match answer.outcome:
-            case Outcome.ACCEPTED:
-                state = self._shard.fragments[header.fragment_id]
-                staleness = max(0, state.version - header.base_version)
-                self._metrics.contributions.accepted(staleness=staleness)
-                self.staleness[member.learner_id] = staleness
-            case Outcome.DUPLICATE:
-                self._metrics.contributions.duplicate()
-            case Outcome.LATE:
-                self._metrics.contributions.late()
-            case Outcome.REJECTED:
-                self._metrics.contributions.rejected(answer.code)
-                self._log.warning(
-                    "contribution refused", fragment=header.fragment_id, round=header.round,
-                    code=answer.code, why=answer.message,
-                )  # fmt: skip
 
     def call_refused(self, learner_id: str, code: str, words: str) -> None:
         """A call ended with an error status."""
@@ -223,10 +209,26 @@ class ShardTelemetry:
                 loss=p.loss,
             )
 
-    def recent(self) -> list[dict[str, Any]]:
+    def recent(self, now: float) -> list[dict[str, Any]]:
         """The last events, oldest first, with their age in seconds."""
-        now = self._clock()
         return [{"ago_s": round(now - at, 3), **event} for at, event in self._events]
+
+    def _answered(self, event: ContributionAnswered) -> None:
+        header, answer = event.header, event.answer
+        match answer.outcome:
+            case Outcome.ACCEPTED:
+                self._metrics.contributions.accepted(staleness=event.staleness)
+                self.staleness[event.learner_id] = event.staleness
+            case Outcome.DUPLICATE:
+                self._metrics.contributions.duplicate()
+            case Outcome.LATE:
+                self._metrics.contributions.late()
+            case Outcome.REJECTED:
+                self._metrics.contributions.rejected(answer.code)
+                self._log.warning(
+                    "contribution refused", fragment=header.fragment_id, round=header.round,
+                    code=answer.code, why=answer.message,
+                )  # fmt: skip
 
     def _gone(self, event: LearnerGone) -> None:
         learner, generation = event.learner_id, event.generation

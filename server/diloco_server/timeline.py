@@ -11,8 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
-from diloco_server.core.effects import Fact, QuorumReached, RoundClosed, RoundOpened, VersionCommitted
+from diloco_common.messages import Outcome
+from diloco_server.core.effects import (
+    ContributionAnswered,
+    Fact,
+    QuorumReached,
+    RoundClosed,
+    RoundOpened,
+    VersionCommitted,
+)
 
 ROUNDS_MAX = 2048
 """Of all fragments together."""
@@ -57,6 +64,9 @@ class Timeline:
     def note(self, fact: Fact, now: float) -> None:
         """Something happened in a round; other facts change nothing."""
         match fact:
+            case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
+                if (traced := self._changed(header.fragment_id, header.round)) is not None:
+                    traced.refused[answer.code] += 1
             case RoundOpened():
                 self._rounds[fact.fragment_id, fact.round] = TracedRound(fact.fragment_id, fact.round, now, fact.asked)
                 self._changed(fact.fragment_id, fact.round)
@@ -72,13 +82,6 @@ class Timeline:
                     traced.announced_s, traced.tokens = fact.round_s, fact.tokens
             case _:
                 pass
-
-    def answered(self, header: PushHeader, answer: PushAnswer) -> None:
-        """A contribution was refused; other answers change nothing."""
-        if answer.outcome is not Outcome.REJECTED:
-            return
-        if (traced := self._changed(header.fragment_id, header.round)) is not None:
-            traced.refused[answer.code] += 1
 
     def event(self, facts: Mapping[str, Any], now: float) -> None:
         """Something that people want to hear of."""

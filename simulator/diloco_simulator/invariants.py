@@ -39,6 +39,10 @@ NORM_CAP = 2.02
 """How far a version may move, in norms of the longest honest contribution: a radius may be twice the median."""
 
 
+HEARD_STEPS = 4
+"""From the answer to a rank of an island until all ranks have taken it in."""
+
+
 class Violation(Exception):
     """Something that must always hold did not."""
 
@@ -222,6 +226,13 @@ def checkpoints_count_what_they_hold(process: str, saved: tuple[int, int], taken
     """P5: who is resumed goes on with the counts of the model that it goes on with. Both are inner steps and tokens."""
     if saved != taken:
         raise Violation("checkpoints_count_what_they_hold", f"{process}: {saved} of {taken}")
+
+
+def refusals_are_heard(process: str, fragment_id: int, steps: int) -> None:
+    """What was refused is not pushed again, so its work goes into the next contribution: within a few steps of
+    `process`, of which `steps` have ended since."""
+    if steps > HEARD_STEPS:
+        raise Violation("refusals_are_heard", f"{process} fragment {fragment_id}: refused {steps} steps ago")
 
 
 def steps_keep_their_pace(now: float, due: float) -> None:

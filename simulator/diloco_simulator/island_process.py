@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco_common.errors import DilocoError
 from diloco_common.manifest import Fragment
 from diloco_simulator import invariants
-from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, Checkpoint
+from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, Checkpoint, refused_since
 from diloco_simulator.model import AVERAGED, Counting
 from diloco_simulator.process import Process
 from diloco_simulator.silence import QuietLog, Silence
@@ -167,6 +167,7 @@ class Rank:
         self.replica = RowsReplica(self.model, self.holdings, rank, size, self._poison)
         self._island = island
         self._accounts: dict[int, Account] = {}
+        self._refused: dict[Contribution, int] = {}
         self._connections: Connections | None = None
         self._running: asyncio.Task[None] | None = None
         self._handed_over = 0.0
@@ -247,6 +248,9 @@ class Rank:
         """Every rank's model moves by what all ranks have trained."""
         self.model.train_on(all_tokens)
         self.learner.step(tokens)
+        self._refused = refused_since(self._refused, self._fragments())
+        for contribution, steps in self._refused.items():
+            invariants.refusals_are_heard(f"{self._island.name}/{self.rank}", contribution.fragment_id, steps)
         for fragment in self._fragments():
             anchor = fragment.tensors.anchor
             if anchor is None or self._island.options.on_commit == "blend":
@@ -340,9 +344,8 @@ class RowsReplica(Replica):
     ) -> None:
         """`meanwhile` is called with every snapshot."""
         super().__init__(model, AVERAGED)
-        self._tensors = {
-            name: p.view(-1)[holdings[name].start : holdings[name].stop] for name, p in self._tensors.items()
-        }
+        rows = {name: slice(held.start, held.stop) for name, held in holdings.items()}
+        self._hold({name: p.detach().view(-1)[rows[name]] for name, p in self._tensors.items()})
         self._holdings, self._rank, self._size, self._meanwhile = holdings, rank, size, meanwhile
 
     def held(self, fragment: Fragment) -> LocalFragment:

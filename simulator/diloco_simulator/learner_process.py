@@ -7,7 +7,7 @@ outside: by the acts of its step boundaries, by what it pushes, and by the value
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,12 @@ class Taken:
     """What the encoding lost of it, once it was pushed."""
 
 
+def refused_since(before: Mapping[Contribution, int], fragments: Iterable[LearnerFragment]) -> dict[Contribution, int]:
+    """The contributions that were refused, and are held as if they were not: for how many steps."""
+    held = (fragment.contribution for fragment in fragments)
+    return {c: before.get(c, 0) + 1 for c in held if c is not None and c.pushes.is_refused}
+
+
 class LearnerProcess:
     """A process that trains. `state`: "joining", "training", "leaving", "left", "done" or "failed"."""
 
@@ -103,13 +109,14 @@ class LearnerProcess:
             stutters=options.stutters,
         )  # fmt: skip
         self._random = self.process.random
-        self.model = Counting(flat)
+        self.model = Counting(flat, has_buffer=options.has_buffer)
         self._step_s = options.step_s[cluster.learner_ids.index(learner_id)]
         self._tokens = 0  # of the step that is under way
         self._ahead = 0  # of these, the optimizer has put so many into the model already
         self._thawed_at = 0.0
         self._handed_over = 0.0
         self._accounts: dict[int, Account] = {}
+        self._refused: dict[Contribution, int] = {}
         self._taken: dict[Contribution, Taken] = {}
         self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
         self.unresolved: dict[int, Contribution] = {}
@@ -230,12 +237,16 @@ class LearnerProcess:
         match act:
             case PushContribution():
                 contribution = act.contribution
+                fragment = self.learner.core.fragments[contribution.fragment_id]  # type: ignore[union-attr]
+                if fragment.fragment.kind == "buffer":
+                    return
                 self.unresolved[contribution.fragment_id] = contribution
                 if contribution not in self._taken:
-                    fragment = self.learner.core.fragments[contribution.fragment_id]  # type: ignore[union-attr]
                     self._taken[contribution] = Taken(self._unmerged(fragment))
             case VersionApplied():
                 fragment = self.learner.core.fragments[act.fragment_id]  # type: ignore[union-attr]
+                if fragment.fragment.kind == "buffer":
+                    return
                 account = self._account(fragment)
                 self._measure(account, fragment)
                 if self._options.on_commit != "carry":  # what was trained is gone
@@ -290,7 +301,10 @@ class LearnerProcess:
         """After a step boundary."""
         core = self.learner.core
         assert core is not None
-        for fragment in core.fragments.values():
+        self._refused = refused_since(self._refused, core.fragments.values())
+        for contribution, steps in self._refused.items():
+            invariants.refusals_are_heard(self.name, contribution.fragment_id, steps)
+        for fragment in self._fragments():
             pending = self.unresolved.get(fragment.fragment.fragment_id)
             if pending is not None and fragment.contribution is not pending:
                 del self.unresolved[fragment.fragment.fragment_id]
@@ -327,7 +341,9 @@ class LearnerProcess:
         self.process.thaw()
 
     def _fragments(self) -> list[LearnerFragment]:
-        return list(self.learner.core.fragments.values()) if self.learner.core is not None else []
+        """Those whose values count tokens."""
+        fragments = self.learner.core.fragments.values() if self.learner.core is not None else ()
+        return [f for f in fragments if f.fragment.kind != "buffer"]
 
     def _hear_error(self, what: str, facts: dict[str, object]) -> None:
         error = facts.get("trace")

@@ -27,9 +27,11 @@ PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 class Counting(nn.Module):
     """Parameters that are views into one flat tensor, so that a step is one operation."""
 
-    def __init__(self, flat: Tensor) -> None:
+    def __init__(self, flat: Tensor, *, has_buffer: bool = False) -> None:
         """Every parameter begins with its part of `flat`, float32 [NUM_ELEMENTS]."""
         super().__init__()
+        if has_buffer:  # the mean of several says nothing of tokens: nobody looks at its values
+            self.register_buffer("seen", torch.zeros(2))
         self.flat = flat.clone()
         self.trained = torch.zeros(NUM_ELEMENTS)
         """What training has added, whatever versions were laid under it since."""

@@ -95,6 +95,8 @@ class Options:
     """Whether shards forget at once who has no lease, as they would where far too many came and went."""
     companions_every: int = 0
     """One parameter of the model is a companion, due so many times as rarely; 0: none is."""
+    has_buffer: bool = False
+    """Whether the model has one."""
     islands: int = 0
     """So many of the learners, from the first one on, are islands of several ranks."""
     hostile: int = 0
@@ -305,10 +307,13 @@ def draw_islands(seed: int) -> Options:
 
 
 def draw_companions(seed: int) -> Options:
-    """Long and short schedules in which learners average a companion beside the model."""
+    """Long and short schedules in which learners average a companion beside the model, and perhaps have a buffer."""
     r = random.Random(f"companions {seed}")
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
-    return replace(drawn, family="companions", companions_every=r.choice((1, 1, 2, 3)), hostile=0, max_pushes=64)
+    return replace(
+        drawn, family="companions", companions_every=r.choice((1, 1, 2, 3)), has_buffer=r.random() < 0.5, hostile=0,
+        max_pushes=64,
+    )  # fmt: skip
 
 
 FAMILIES: dict[str, Callable[[int], Options]] = {

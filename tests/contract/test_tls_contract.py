@@ -179,7 +179,7 @@ def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
     found = refusal(control.ends)
 
     assert found.code == Revoked.code
-    assert shard.member_state("a") == "left"
+    assert shard.member_state("a") == "evicted"
     assert time.monotonic() - began < 60 * OUT_S, "a deadline against hanging; 1 s is the rule"
     assert {refusal(call).code for call in calls_of(bad).values()} == {Revoked.code}
     honest_control.hear(object)
@@ -196,7 +196,7 @@ def test_a_lease_ends_at_once_although_no_call_is_open(serve, run):
 
     run.revoke(run.serials["learner/a"])
 
-    until(lambda: shard.member_state("a") == "left", "its lease ends")
+    until(lambda: shard.member_state("a") == "evicted", "its lease ends")
     assert shard.member_state("b") == "alive"
 
 
@@ -215,7 +215,7 @@ def test_a_lease_is_of_the_certificate_that_attends_last(serve, run):
 
     assert shard.member_state("a") == "alive"
     run.revoke(run.serials["learner/a"])
-    until(lambda: shard.member_state("a") == "left", "so is the new one")
+    until(lambda: shard.member_state("a") == "evicted", "so is the new one")
 
 
 def test_whoever_is_revoked_does_not_hear_of_its_health_either(shard, run):
@@ -406,7 +406,7 @@ def test_a_revoked_token_is_out_at_once(token_shard, run):
     run.revoke(run.serials["learner/a"])
 
     assert refusal(control.ends).code == Revoked.code
-    assert token_shard.member_state("a") == "left"
+    assert token_shard.member_state("a") == "evicted"
 
 
 def test_a_learner_goes_on_with_the_next_token_in_its_file(token_shard, run, train, tmp_path):

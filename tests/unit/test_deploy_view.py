@@ -14,14 +14,18 @@ from diloco_common.settings import Settings
 from diloco_deploy import units
 from diloco_deploy.live import LineDisplay, line, tables, view
 from diloco_deploy.report import make_report, summary
+from diloco_deploy.roll_call import roll_call
 from diloco_deploy.snapshot import Member, Snapshot
+from diloco_deploy.status import cluster_status
 from diloco_deploy.watch import Watch
+from diloco_deploy.web.learners import Sight, put_together
 
 
 def shard(index: int, **changed: Any) -> dict[str, Any]:
     return {
         "role": "shard",
         "name": f"shard-{index}",
+        "index": index,
         "ready": True,
         "tokens_merged": 500_000,
         "tokens_budget": 2_000_000,
@@ -142,12 +146,46 @@ def test_counters_survive_the_end_of_a_life() -> None:
 
 
 @pytest.mark.parametrize(
+    ("at_0", "at_1", "word"),
+    [
+        ("alive", "alive", "training"),
+        ("alive", "evicted", "partly"),
+        ("evicted", "alive", "partly"),
+        ("left", "alive", "partly"),
+        ("alive", "left", "partly"),
+        ("stalled", "alive", "stalled"),
+        ("left", "evicted", "away"),
+        ("left", "left", "left"),
+    ],
+)
+def test_status_and_page_say_the_same_of_a_learner(at_0: str, at_1: str, word: str) -> None:
+    answers = {
+        f"shard-{index}": shard(index, count=2, learners=[{"id": "ann", "state": state}])
+        for index, state in enumerate((at_0, at_1))
+    }
+    present = roll_call(dict.fromkeys(answers, "host:1"), answers, None, 0.0)
+    (shown,) = [member.state for member in cluster_status(present).members if member.name == "ann"]
+    sights = [Sight(name, True, 0.0, answer["learners"], {}) for name, answer in answers.items()]
+    assert (shown, put_together(sights, {})["ann"].state) == (word, word)
+
+
+@pytest.mark.parametrize("step_time_s", [5e-324, 0.0, 1e-7])
+def test_a_step_that_takes_no_time_has_no_rate(step_time_s: float) -> None:
+    said = {"id": "ann", "state": "alive", "inner_step": 10, "tokens": 1000, "step_time_s": step_time_s}
+    answers = {"shard-0": shard(0, count=1, learners=[said])}
+    (ann,) = [one for one in roll_call({"shard-0": "host:1"}, answers, None, 0.0) if one.name == "ann"]
+    assert ann.status is not None
+    assert ann.status["tokens_per_s"] == 0.0
+    assert put_together([Sight("shard-0", True, 0.0, [said], {})], {})["ann"].tokens_per_s == 0.0
+
+
+@pytest.mark.parametrize(
     ("member", "state"),
     [
         (Member("worker-0", "worker", "starting"), "starting"),
         (Member("worker-0", "worker", "up"), "starting"),
         (Member("worker-0", "worker", "up", worker(0)), "training"),
-        (Member("worker-1", "worker", "up", worker(1)), "evicted"),
+        (Member("worker-1", "worker", "up", worker(1)), "away"),
         (Member("worker-2", "worker", "up", worker(2)), "quarantined"),
         (Member("worker-0", "worker", "up", worker(0), silent_s=7.0), "silent 7s"),
         (Member("worker-0", "worker", "died", worker(0)), "died"),
@@ -240,7 +278,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
     for lines in (drawn(view(cluster(), width), width), [line(cluster(), width)]):
         assert all(len(one) <= width for one in lines)
     text = "\n".join(drawn(view(cluster(), width), width))
-    for said in ("shard-1", "worker-1", "training", "evicted", "2.000", "3-3", "25%", "4:09 left"):
+    for said in ("shard-1", "worker-1", "training", "away", "2.000", "3-3", "25%", "4:09 left"):
         assert said in text, said
     assert "…" not in text, "nothing is cut"
     assert any(set(one.strip()) <= set("━╸╺") and one.strip() for one in text.splitlines()), "a bar on its own line"

@@ -294,6 +294,45 @@ def test_what_does_not_fit_into_a_frame_comes_with_the_next() -> None:
     assert island.settle(16) == [repr(large), repr(Stopped(0))]
 
 
+@pytest.mark.parametrize("fragments", [24, 128])
+def test_a_leader_that_hears_more_than_a_frame_per_step_falls_behind_by_no_more_than_a_few_boundaries(
+    fragments: int,
+) -> None:
+    """Newer words replace older ones: what waits does not grow, and no fragment is passed over."""
+    island = Island(2)
+    asked: dict[int, int] = {}
+
+    def cross(boundaries: int) -> None:
+        for _ in range(boundaries):
+            rounds = [event.directive for event in island.cross().events if isinstance(event, Asked)]
+            asked.update((r.fragment_id, r.round) for r in rounds)
+
+    for version in range(1, 61):
+        for p in range(fragments):
+            island.say(0, Announced(p, 1, version), Asked(Collect(p, version + 1, 1), 1))
+        cross(1)
+    assert min(asked.values()) > 50, "while there is news all the time"
+    cross(6)
+    assert asked == dict.fromkeys(range(fragments), 61)
+    assert island.settle(2) == []
+
+
+def test_a_shard_that_joins_again_is_heard_before_what_it_announces() -> None:
+    """And what it had announced under the lease before is no longer said: it may be of an epoch that is over."""
+    island = Island(2)
+    island.say(0, joined(1), *(Gone(p, 9, 9) for p in range(3)))
+    island.say(0, Announced(0, 1, 5), Asked(Collect(1, 6, 1), 1), Announced(2, 1, 5))
+    island.say(0, joined(2), Announced(0, 2, 4), Asked(Collect(0, 5, 2), 2))
+    assert island.settle() == [repr(joined(2)), repr(Asked(Collect(0, 5, 2), 2)), Fetch(0, 2, 4)]
+
+
+def test_a_new_lease_in_the_same_epoch_leaves_what_was_announced() -> None:
+    """The leader is told it again, but says it only once."""
+    island = Island(2)
+    island.say(0, joined(1), Announced(0, 1, 5), joined(1))
+    assert island.settle() == [repr(joined(1)), Fetch(0, 1, 5)]
+
+
 def test_frames_of_ranks_are_small() -> None:
     log = IslandLog(1, 2)
     for i in range(100):

@@ -44,6 +44,7 @@ PURE_COMMON = tuple(
         "identity",
         "manifest",
         "messages",
+        "newest",
         "part_layout",
         "protocol",
         "ranges",

@@ -198,3 +198,20 @@ def test_a_replaced_parameter_of_a_large_model_is_found_when_its_turn_comes() ->
     watch.check()
     with pytest.raises(ModelChanged, match=f"{3 * AT_ONCE - 1}: replaced"):
         watch.check()
+
+
+def test_a_layer_in_the_place_of_another_is_noticed_and_one_that_is_wrapped_is_not() -> None:
+    """As by resize_token_embeddings after `join`. What a wrapper holds is what has joined."""
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4)))
+    watch = ModelWatch(SharedSet(model))
+    model[1] = nn.DataParallel(model[1])
+    for _ in range(2):
+        watch.check()
+    model[1].module[0] = nn.Linear(2, 2)
+    with pytest.raises(ModelChanged, match=r"1\.0\.weight, 1\.0\.bias: replaced"):
+        watch.check()
+
+    watch = ModelWatch(SharedSet(model))
+    model[0] = nn.Embedding(5, 2)
+    with pytest.raises(ModelChanged, match=r"0\.weight: replaced"):
+        watch.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -48,6 +49,7 @@ from diloco_server import waits
 from diloco_server.host import ShardHost
 from diloco_server.server import real_world
 from diloco_server.service import Service
+from diloco_server.status import shard_status
 from diloco_server.storage.store import MemoryStore
 from diloco_server.storage.version import StoredVersion
 from waiting import DEADLINE_S, until_async
@@ -417,6 +419,66 @@ def test_a_pull_that_is_closed_early_gives_its_place_back(monkeypatch: pytest.Mo
         assert len(await rig.pull(OBSERVER, "float32")) == 2
 
     run(play, pull="bfloat16")
+
+
+def totals(rig: Rig, metric: str) -> dict[str, float]:
+    """Label -> total of a counter, without those that are 0."""
+    families = {family.name: family for family in rig.host.metrics.registry.collect()}
+    samples = [s for s in families[metric].samples if s.name.endswith("_total") and s.value]
+    return {next(iter(s.labels.values())): s.value for s in samples}
+
+
+def test_status_metrics_and_rounds_count_the_same_contributions() -> None:
+    """One that comes in parts once, and a seed not at all."""
+
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        for step in range(2):
+            rig.host.progress(ann, Progress(step, 10 * step))
+        await until_async(lambda: rig.host.shard.open_rounds == 1, "a round")
+        for rank in range(4):
+            payload = encode_payload(torch.ones(150), "float32", chunk_elements=256)
+            header = PushHeader(
+                0, 1, EPOCH, 0, 10, 1, payload.header, DIGEST, not_finite=True, part=rank, num_parts=4,
+                ranges=(Range(rank * 150, rank * 150 + 150),),
+            )  # fmt: skip
+            answer = await rig.service.push(replace(ann, rank=rank), parts([header]))
+            assert answer.code == "NOT_FINITE"
+        rig.host.advance()
+
+        assert rig.host.shard.ledger.rejected == {"NOT_FINITE": 1}
+        assert totals(rig, "diloco_shard_contributions_rejected") == {"NOT_FINITE": 1}
+        assert totals(rig, "diloco_shard_contributions") == {}
+        (traced,) = rig.host.telemetry.timeline.since(EPOCH, 0, 0.0)["rounds"]
+        assert traced["refused"] == {"NOT_FINITE": 1}
+
+    run(play)
+
+
+def test_who_is_revoked_is_evicted_in_status_and_metrics() -> None:
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        rig.host.revoke(ann)
+
+        status = shard_status(rig.host, "")
+        assert status["evictions_by_code"] == {"REVOKED": 1} == totals(rig, "diloco_shard_evictions")
+        assert [learner["state"] for learner in status["learners"]] == ["evicted"]
+        with pytest.raises(NotJoined):  # it may have another certificate by now
+            rig.host.member(ann)
+
+    run(play)
+
+
+def test_a_status_is_of_one_moment() -> None:
+    async def play(rig: Rig) -> None:
+        await rig.seeded()
+        moments = itertools.count(10.0)
+        rig.host.clock = lambda: next(moments)
+        rig.host.telemetry._clock = rig.host.clock
+        shard_status(rig.host, "")
+        assert next(moments) == 11.0
+
+    run(play)
 
 
 def test_an_observer_that_waits_for_a_version_hears_of_the_end() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_server import timeline
-from diloco_server.core.effects import QuorumReached, RoundClosed, RoundOpened, VersionCommitted
+from diloco_server.core.effects import ContributionAnswered, QuorumReached, RoundClosed, RoundOpened, VersionCommitted
 from diloco_server.core.round import CloseReason
 from diloco_server.timeline import Timeline
 
@@ -18,6 +18,10 @@ NO_PAYLOAD: Any = None
 
 def header(fragment_id: int, number: int) -> PushHeader:
     return PushHeader(fragment_id, number, EPOCH, number - 1, 100, 4, NO_PAYLOAD, "digest")
+
+
+def answered(header: PushHeader, answer: PushAnswer) -> ContributionAnswered:
+    return ContributionAnswered("ann", header, answer, staleness=0)
 
 
 def whole_round(told: Timeline, fragment_id: int, number: int, at: float) -> None:
@@ -54,7 +58,7 @@ def test_what_was_told_is_told_again_only_when_it_has_changed():
     first = told.since(EPOCH, 0, now=4.0)
     assert told.since(EPOCH, first["seq"], now=4.0)["rounds"] == []
 
-    told.answered(header(0, 1), PushAnswer(Outcome.REJECTED, "NOT_FINITE"))
+    told.note(answered(header(0, 1), PushAnswer(Outcome.REJECTED, "NOT_FINITE")), 4.5)
     again = told.since(EPOCH, first["seq"], now=5.0)
     assert [(r["fragment"], r["refused"]) for r in again["rounds"]] == [(0, {"NOT_FINITE": 1})]
 
@@ -79,8 +83,8 @@ def test_whoever_knew_another_epoch_hears_everything():
 def test_contributions_that_are_refused_are_told_of_their_round(outcome, code, refused):
     told = Timeline(EPOCH)
     told.note(RoundOpened(0, 1, asked=2), 0.0)
-    told.answered(header(0, 1), PushAnswer(outcome, code))
-    told.answered(header(0, 99), PushAnswer(outcome, code))  # of a round that nobody remembers
+    told.note(answered(header(0, 1), PushAnswer(outcome, code)), 0.5)
+    told.note(answered(header(0, 99), PushAnswer(outcome, code)), 0.5)  # of a round that nobody remembers
 
     (traced,) = told.since(EPOCH, 0, now=1.0)["rounds"]
     assert (traced["late"], traced["refused"]) == (0, refused)

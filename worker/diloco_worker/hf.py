@@ -19,11 +19,13 @@ from typing import Any
 
 from torch import nn
 
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, WrongCall
 from diloco_worker import uncaught
+from diloco_worker.arguments import check_options
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
 from diloco_worker.progress_lr import Shape, share
+from diloco_worker.whereabouts import addresses_of
 
 try:
     from transformers import TrainerCallback
@@ -47,7 +49,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, shards: str, *, save_to: str | Path | None = None, **options: Any) -> None:
         """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: of `join`
-        (run, learner_id, tls, token, ...), but not `island`. Raises ConfigError."""
+        (run, learner_id, tls, token, ...), but not `island`. Raises ConfigError, and WrongCall."""
         if options.get("log", "stderr") is not None:
             uncaught.say_in_one_line()  # as `join` does, which comes later
         if options.get("island") is not None:
@@ -56,6 +58,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
                 "sum them again, and all ranks would write the same files. Give each device a Trainer of its own "
                 "(CUDA_VISIBLE_DEVICES), each a learner, or train an island in a loop of your own (docs/islands.md)"
             )
+        addresses_of(shards)  # now, and not once the Trainer has loaded everything
+        check_options(options, join)
         if save_to is not None and Path(save_to).exists() and not Path(save_to).is_dir():
             raise ConfigError(f"save_to={str(save_to)!r} is a file; give a folder, in which the global model is saved")
         self.learner: Learner | None = None
@@ -115,16 +119,16 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Tell the learner. Raises what `Learner.step` raises."""
-        assert self.learner is not None
+        learner = self._joined()
         tokens = state.num_input_tokens_seen - self._tokens_seen
         self._tokens_seen = state.num_input_tokens_seen
         if self._tokens_seen:
-            self.learner.step(tokens=tokens, loss=self._loss)
+            learner.step(tokens=tokens, loss=self._loss)
         else:  # images, for example
-            self.learner.step(samples=args.train_batch_size * args.gradient_accumulation_steps, loss=self._loss)
-        if self.learner.done:
+            learner.step(samples=args.train_batch_size * args.gradient_accumulation_steps, loss=self._loss)
+        if learner.done:
             if not control.should_training_stop:
-                self.learner.telemetry.log.event("budget reached", steps=state.global_step, of=state.max_steps)
+                learner.telemetry.log.event("budget reached", steps=state.global_step, of=state.max_steps)
             control.should_training_stop = True
         return control
 
@@ -140,22 +144,28 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the global model in the module, and save it with its tokenizer."""
-        assert self.learner is not None
-        if not self.learner.done:
-            self.learner.telemetry.log.warning(
+        learner = self._joined()
+        if not learner.done:
+            learner.telemetry.log.warning(
                 "max_steps reached before the run has ended: the others go on", steps=state.global_step,
-                tokens_merged=self.learner.tokens_merged, tokens_budget=self.learner.tokens_budget,
+                tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
-        self.learner.finish()
-        atexit.unregister(self.learner.close)
+        learner.finish()
+        atexit.unregister(learner.close)
         folder = self._save_to or Path(args.output_dir) / "global"
         parts: tuple[Any, ...] = kwargs["model"], kwargs.get("processing_class")
         for part in parts:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        self.learner.telemetry.log.event("global model saved", folder=folder)
+        learner.telemetry.log.event("global model saved", folder=folder)
 
     # ------------------------------------------------------------ helpers
+
+    def _joined(self) -> Learner:
+        """Raises WrongCall."""
+        if self.learner is None:
+            raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before train()")
+        return self.learner
 
     def _follow_run(self, args: Any, state: Any, optimizer: Any) -> None:
         """The Trainer's schedule counts its own steps up to max_steps, which says nothing of how far the run is."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from diloco_common import logs
 from diloco_common.codec import memory, native
 from diloco_common.endpoints import write_address
-from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
+from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel, WrongCall
 from diloco_common.history import HistoryFile
 from diloco_common.http import HttpServer
 from diloco_common.http_tls import TlsDoor
@@ -26,7 +26,9 @@ from diloco_common.logs import Log
 from diloco_common.manifest import model_digest
 from diloco_common.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_common.spelling import shown
 from diloco_worker import children, frozen_tensors, uncaught
+from diloco_worker.arguments import check_names, check_path, check_seconds, check_who, check_word
 from diloco_worker.boundary import Start
 from diloco_worker.companions import Companions
 from diloco_worker.connections import Connections
@@ -42,6 +44,7 @@ from diloco_worker.interrupts import as_one_line
 from diloco_worker.island import form_island, make_island_learner, make_replica
 from diloco_worker.island_exchange import IslandGroup
 from diloco_worker.learner import HURRY_S, LOOK_S, Learner, make_learner
+from diloco_worker.masters import Masters, find_copies
 from diloco_worker.network_thread import NetworkThread
 from diloco_worker.number import taken
 from diloco_worker.patience import Patience
@@ -63,10 +66,11 @@ def join(
     private: Patterns = (),
     mean_merge: Collection[str] | None = None,
     companions: Optimizer | Sequence[Optimizer] | None = None,
+    masters: Masters | None = None,
     state: Mapping[str, Any] | None = None,
     http: str | None = None,
-    address_file: Path | None = None,
-    history: Path | None = None,
+    address_file: str | Path | None = None,
+    history: str | Path | None = None,
     wait_s: float | None = None,
     island: Island = None,
     frozen: FrozenRule = "same",
@@ -102,6 +106,10 @@ def join(
             own (`sync.companions_every`): those of the model, made before `join`, with their state loaded, if there is
             any. Known are torch's Adam, AdamW, Muon and SGD; the state must be float32. All learners of a run alike.
             None: momentum stays local.
+        masters: copies of the weights that the optimizer steps on and writes over the parameters, so that versions get
+            there, too: float32 masters beside 16 bits, `z` of schedule-free, the slow weights of Lookahead. Give the
+            optimizer, or several, whose state has them under a known name; or a dict of names and tensors, a list of
+            pairs (parameter, tensor), or a function of a name. None: it steps on the parameters, as torch's do.
         state: what `learner.state_dict()` gave in an earlier process, from the checkpoint that model and optimizer were
             loaded from. The learner goes on as the same one, with its counts. One shard that answers is enough:
             training goes on from the values that the model holds where a shard is away, and what it adds is contributed
@@ -128,6 +136,7 @@ def join(
     Raises:
         ConfigError: an address is no address, the shards do not make up one run, or the certificate is of another.
         ConfigError: `state` is of another run, or no state.
+        WrongCall: an argument is not what is asked for above.
         UnsupportedModel: the momentum of an optimizer cannot be averaged, or an island asks for it.
         UnsupportedModel: the model cannot be synchronised (FSDP1 and DeepSpeed are refused, for example);
             the message says why, and what to do. Of several processes, rank 0 says it, and the others in short.
@@ -136,12 +145,20 @@ def join(
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
         ChildOfLearner: this process is a child of a learner, and would join in its place.
     """
+    check_word("log", log, ("stderr", None))
     if log == "stderr":
         logs.listen()
         uncaught.say_in_one_line()
     else:
         logs.keep_quiet()
     addresses = addresses_of(shards)
+    check_who(run, learner_id, tls, token)
+    check_seconds("wait_s", wait_s)
+    check_names("mean_merge", mean_merge)
+    check_path("history", history, "a folder")
+    check_path("address_file", address_file, "of a file to write")
+    if not isinstance(http, str | None):
+        raise WrongCall(f"http= is {shown(http)}: give an address to serve on, such as 127.0.0.1:0, or leave it out")
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
     wanted = learner_id or (saved.learner_id if saved is not None else "")
@@ -161,6 +178,10 @@ def join(
         raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
     else:
         replica, averaged = make_replica(chosen, mean_merge, group), None
+    if masters is not None:
+        if replica.is_spread:
+            raise UnsupportedModel("masters=: copies under fully_shard get no versions yet; shard float32 parameters")
+        replica.keep_copies(find_copies(masters, chosen))
     if residuals not in ("device", "host"):
         raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
     if snapshots not in ("step", "background"):
@@ -170,7 +191,7 @@ def join(
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
     if caller.rank:  # the leader speaks for all
         http, address_file, history, name = None, None, None, f"{name}/{caller.rank}"
-    recorded = None if history is None else HistoryFile(history, name)
+    recorded = None if history is None else _recorded(Path(history), name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
     if credentials.tls() is not None:
         telemetry.metrics.certificates.follow(credentials.files)
@@ -201,7 +222,7 @@ def join(
     try:
         learner.start()
         if address_file is not None:
-            write_address(address_file, "worker", name, http=network.http_address)
+            _write_address(Path(address_file), name, network.http_address)
         _wait_until_joined(learner, world, wait_s)
         if group is not None:
             learner.number(int(group.agree(str(learner.index))))
@@ -242,6 +263,22 @@ def _synchronised(
         return Replica(chosen, mean_merge), None
     averaged = Companions(companions, chosen)
     return Replica(chosen, mean_merge, averaged.by_name), averaged
+
+
+def _recorded(folder: Path, name: str) -> HistoryFile:
+    """Raises ConfigError."""
+    try:
+        return HistoryFile(folder, name)
+    except OSError as error:
+        raise ConfigError(f"history={str(folder)!r}: {error.strerror}; give a folder that can be written") from None
+
+
+def _write_address(path: Path, name: str, http: str) -> None:
+    """Raises ConfigError."""
+    try:
+        write_address(path, "worker", name, http=http)
+    except OSError as error:
+        raise ConfigError(f"address_file={str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def _check_ranks(model: nn.Module, island: Island) -> None:

@@ -26,22 +26,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import ConfigError, DilocoError, LearnerEnded
+from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, WrongCall
 from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
 from diloco_worker import children
+from diloco_worker.arguments import check_seconds
 from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act, GiveUp, LastRounds, PushAnswered, PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.connection import Caller
-from diloco_worker.core.counted import counted
+from diloco_worker.core.counted import check_loss, counted
 from diloco_worker.core.diverging import Diverging
 from diloco_worker.core.fragment import Fate
 from diloco_worker.core.learner import LearnerCore
@@ -52,6 +53,7 @@ from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.leaving import LEAVE_S, Leaving
 from diloco_worker.notice import Notice, as_exit
+from diloco_worker.one_thread import OneThread, one_thread
 from diloco_worker.other_values import OtherValues, Values, write
 from diloco_worker.patience import Patience
 from diloco_worker.state import LearnerState
@@ -106,6 +108,7 @@ class Learner(LearnerView):
         self.step_time_s = 0.0
         """Moving average."""
         self._home = children.Home()
+        self.one_thread = OneThread()
         self._background = background
         self._codec = context.codec
         self._inbox = context.inbox
@@ -154,6 +157,7 @@ class Learner(LearnerView):
 
     # ------------------------------------------------------------ for the training loop
 
+    @one_thread
     def step(
         self, tokens: int | None = None, loss: Tensor | float | None = None, *, samples: int | None = None
     ) -> None:
@@ -167,8 +171,10 @@ class Learner(LearnerView):
             Refusal: a shard refuses this learner for good.
             ManifestMismatch: a shard that was away when training began is of another run.
             ConfigError: there is not one whole number of tokens or samples.
-            WrongCall: the model holds other values, inside a block of `global_values` or `values`.
+            WrongCall: `loss` is no number; the model holds other values, inside a block of `global_values` or `values`;
+                or another thread is inside a call of this learner.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, since the model joined.
+            VersionUndone: the optimizer takes back every version (see `masters` of `join`).
             NotFinite: the model holds NaN, and round after round has refused it.
             LearnerEnded: the learner has left the run.
             ChildOfLearner: this process was forked from the learner's.
@@ -177,7 +183,9 @@ class Learner(LearnerView):
         self._others.check()
         if self._watch is not None:
             self._watch.check()
+        self._boundary.replica.laid.check()
         amount, is_samples = counted(tokens, samples)
+        check_loss(loss)
         began = self._clock()
         step_s = began - self._step_ended
         self._step_ended = began
@@ -199,20 +207,23 @@ class Learner(LearnerView):
         Give the tokens or the samples of a step, or a function that tells them. Of several optimizers, follow the one
         that ends a step of the loop. Once the run is over the loop goes on, and the log says so: end it by a callback
         that looks at `done`. What `step` raises, optimizer.step() raises. `remove()` of what is returned ends it, and
-        so does `close`. Raises ConfigError.
+        so does `close`. Raises ConfigError, and LearnerEnded.
         """
+        self._check_not_ended()
         if self._following is not None and not self._following.is_removed:
             raise ConfigError("this learner follows an optimizer already: call remove() of what follow() gave first")
         self._following = Following(self, optimizer, tokens, samples, self.telemetry.log)
         return self._following
 
+    @one_thread
     def poll(self, wait_s: float = 0.0) -> None:
         """Apply versions that have arrived, and send what rounds ask for, between two steps.
 
         `step` does this too; call it where the next step is far away, such as during a long evaluation. Waits up to
         `wait_s` seconds for something to arrive. Raises what `step` raises.
         """
-        self._home.check(self.learner_id)
+        check_seconds("wait_s", wait_s)
+        self._check_not_ended()
         self._others.check()
         if wait_s > 0:
             self._inbox.wait(wait_s)
@@ -240,6 +251,7 @@ class Learner(LearnerView):
         pairs = self._others.beside(values)
         return self._others.instead("values()", partial(write, pairs), [theta for theta, _ in pairs])
 
+    @one_thread
     def restore(self, values: Values) -> None:
         """Train on from these values, of a best checkpoint for example, given as to `values`. Between two steps.
 
@@ -250,6 +262,7 @@ class Learner(LearnerView):
         self._check_not_ended()
         self._others.for_good(values)
 
+    @one_thread
     def finish(self, wait_s: float | None = None) -> bool:
         """End the training of this learner, and leave the global model in the user's module.
 
@@ -263,6 +276,7 @@ class Learner(LearnerView):
         for 10 is not waited for. Of those that did not come, the learner takes the version that it had, and the log
         names them. Raises ModelChanged, and what `step` raises.
         """
+        check_seconds("wait_s", wait_s)
         if self._is_whole is not None:
             return self._is_whole
         self._check_not_ended()
@@ -276,6 +290,7 @@ class Learner(LearnerView):
         self.close()
         return self._is_whole
 
+    @one_thread
     def leave(self, wait_s: float | None = None) -> bool:
         """Leave the run, and leave nothing behind: what was trained since the last contributions goes into a round that
         is opened for it. The model stays as it is.
@@ -287,6 +302,7 @@ class Learner(LearnerView):
         listened for 10 is not waited for. The log says what is in none. What was contributed by then still counts, if
         its round closes. Raises ModelChanged, and what `step` raises.
         """
+        check_seconds("wait_s", wait_s)
         if self._is_whole is not None:
             return self._is_whole
         self._check_not_ended()
@@ -339,6 +355,7 @@ class Learner(LearnerView):
     def close(self, settle_s: float | None = None) -> None:
         """Leave the run: what is being pushed gets some seconds (None: 5). Repeating it is fine; in a forked child,
         nothing."""
+        check_seconds("settle_s", settle_s)
         if not self._home.is_here:
             return
         children.left(self.telemetry.caller.run_id, self.learner_id)
@@ -355,6 +372,13 @@ class Learner(LearnerView):
             self._codec.close()
             if self._notice is not None:
                 self._notice.end(is_heeded=self._is_leaving and self._boundary.is_leave_asked)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises WrongCall: for copies and pickles."""
+        raise WrongCall(
+            f"the learner {self.learner_id} cannot be copied or pickled: save learner.state_dict() in its place, and "
+            "keep the learner out of what is copied (a model, a dataset of a DataLoader's workers)"
+        )
 
     def __enter__(self) -> Self:
         return self

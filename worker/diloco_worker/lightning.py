@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, WrongCall
 from diloco_worker import uncaught
+from diloco_worker.arguments import check_options, check_word
 from diloco_worker.core.counted import Counted, counted
 from diloco_worker.joining import join
 from diloco_worker.learner import Learner
-from diloco_worker.progress_lr import ProgressLR, Shape
+from diloco_worker.progress_lr import SHAPES, ProgressLR, Shape
+from diloco_worker.whereabouts import addresses_of
 
 try:
     from lightning.pytorch import Callback
@@ -73,7 +75,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
                 (`counted_in`).
             options: of `join` (run, learner_id, tls, token, ...), but not `island`.
 
-        Raises ConfigError.
+        Raises ConfigError, and WrongCall.
         """
         if options.get("log", "stderr") is not None:
             uncaught.say_in_one_line()  # as `join` does, which comes later
@@ -82,6 +84,9 @@ class DilocoCallback(Callback):  # type: ignore[misc]
                 "DilocoCallback takes no island=: give each device a Trainer of its own (devices=1), each a learner, "
                 "or train an island in a loop of your own (docs/islands.md)"
             )
+        addresses_of(shards)  # now, and not once the Trainer has loaded everything
+        check_options(options, join)
+        check_word("rate", rate, SHAPES)
         self.learner: Learner | None = None
         """None before training begins."""
         self._shards, self._options = shards, options
@@ -116,7 +121,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Tell the learner, if the optimizer has stepped. Raises what `Learner.step` raises."""
-        assert self.learner is not None
+        learner = self._joined()
         amount, is_samples = self._counted(batch)
         self._amount += amount
         if trainer.global_step == self._steps:  # it accumulates gradients
@@ -126,21 +131,21 @@ class DilocoCallback(Callback):  # type: ignore[misc]
             schedule.step()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         loss = None if loss is None else loss * trainer.accumulate_grad_batches
-        self.learner.step(loss=loss, **{"samples" if is_samples else "tokens": amount})
-        trainer.should_stop = trainer.should_stop or self.learner.done
+        learner.step(loss=loss, **{"samples" if is_samples else "tokens": amount})
+        trainer.should_stop = trainer.should_stop or learner.done
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Leave the global model in the module, and save it."""
-        assert self.learner is not None
-        if not self.learner.done:
-            self.learner.telemetry.log.warning(
+        learner = self._joined()
+        if not learner.done:
+            learner.telemetry.log.warning(
                 "the Trainer ends before the run: the others go on", steps=trainer.global_step,
-                tokens_merged=self.learner.tokens_merged, tokens_budget=self.learner.tokens_budget,
+                tokens_merged=learner.tokens_merged, tokens_budget=learner.tokens_budget,
             )  # fmt: skip
-        self.learner.finish()
+        learner.finish()
         if self._save_to is not None:
             trainer.save_checkpoint(self._save_to, weights_only=True)
-            self.learner.telemetry.log.event("global model saved", file=self._save_to)
+            learner.telemetry.log.event("global model saved", file=self._save_to)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Leave the run."""
@@ -156,6 +161,12 @@ class DilocoCallback(Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Before training begins, by the Trainer."""
         self._saved, self.learner = state_dict, None
+
+    def _joined(self) -> Learner:
+        """Raises WrongCall."""
+        if self.learner is None:
+            raise WrongCall("this DilocoCallback has joined no run: give it to the Trainer before fit()")
+        return self.learner
 
     def _counted(self, batch: Any) -> Counted:
         if self._tokens_of is None and self._samples_of is None:

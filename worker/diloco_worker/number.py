@@ -22,6 +22,7 @@ from diloco_common.messages import JoinAnswer, JoinRequest
 from diloco_common.ports import Unavailable
 from diloco_common.protocol import PROTOCOL
 from diloco_worker import children, uncaught
+from diloco_worker.arguments import check_seconds, check_who
 from diloco_worker.credentials import Credentials
 from diloco_worker.grpc_transport import GrpcTransport
 from diloco_worker.patience import Patience
@@ -52,6 +53,8 @@ def take_number(
     logs.listen()
     uncaught.say_in_one_line()
     addresses = addresses_of(shards)
+    check_who(run, learner_id, tls, token)
+    check_seconds("wait_s", wait_s)
     credentials = Credentials(None if tls is None else Path(tls), token)
     name = credentials.learner_id(learner_id, run)
     children.check_may_join(run, name)

@@ -67,7 +67,9 @@ class OtherValues:
         """Write them and leave them there. Raises WrongCall and UnsupportedModel."""
         self.check()
         self._settle()
-        write(self.beside(values))
+        pairs = self.beside(values)
+        write(pairs)
+        self._replica.into_copies(pairs)
 
     def beside(self, values: Values) -> list[tuple[Tensor, Tensor]]:
         """Each tensor of the model that they name, with its values. Raises WrongCall and UnsupportedModel."""

@@ -12,7 +12,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, WrongCall
+from diloco_common.spelling import shown
 
 Shape: TypeAlias = Literal["cosine", "linear", "wsd", "constant"]
 SHAPES = ("cosine", "linear", "wsd", "constant")
@@ -64,7 +65,11 @@ class ProgressLR(LRScheduler):
         final: float = 0.1,
     ) -> None:  # fmt: skip
         """`warmup`: the share of the run, from 0 to 1, in which the rate rises. `final`: the share of the rate that is
-        left at the end. The rate itself is the optimizer's. Raises ConfigError."""
+        left at the end. The rate itself is the optimizer's. Raises ConfigError, and WrongCall."""
+        if not isinstance(optimizer, Optimizer):
+            raise WrongCall(f"ProgressLR: the optimizer is {shown(optimizer)}: give one of torch.optim")
+        if not hasattr(learner, "fraction"):
+            raise WrongCall(f"ProgressLR: the learner is {shown(learner)}: give what join returned")
         if shape not in SHAPES:
             raise ConfigError(f"ProgressLR: {shape!r} is none of {', '.join(SHAPES)}")
         if not (0 <= warmup <= 1 and 0 <= final <= 1):

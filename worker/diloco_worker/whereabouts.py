@@ -11,8 +11,9 @@ from pathlib import Path
 
 from diloco_common.addresses import parse_address
 from diloco_common.endpoints import read_address
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, WrongCall
 from diloco_common.ports import Unavailable
+from diloco_common.spelling import shown
 from diloco_common.watched import Stamp, stamp_of
 
 FILE_MARK = "@"
@@ -21,6 +22,8 @@ MISSING: Stamp = (None,)
 
 def addresses_of(shards: str | Sequence[str]) -> list[str]:
     """The addresses of all shards of a run, or the files that name them, each once. Raises ConfigError."""
+    if not isinstance(shards, list | tuple | set | frozenset | str) or not all(isinstance(a, str) for a in shards):
+        raise WrongCall(f"shards is {shown(shards)}: give addresses, such as ps-0:50051,ps-1:50051, or a list of them")
     named = shards.split(",") if isinstance(shards, str) else list(shards)
     stripped = [a.strip() for a in named if a.strip()]
     addresses = [a if a.startswith(FILE_MARK) else str(parse_address(a)) for a in stripped]

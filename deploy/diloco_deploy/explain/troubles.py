@@ -90,10 +90,18 @@ TROUBLES = (
     ),
     _command(
         "MODEL_CHANGED", 2,
-        "A learner's parameters are other tensors than those that joined, or `load_state_dict` has overwritten them. "
-        "The message names them.",
+        "A learner's parameters are others than those that joined: replaced, added, removed, frozen or unfrozen since, "
+        "or overwritten by `load_state_dict`. The message names them.",
         "Load, move and convert the model before `join`. In the middle of a run: `learner.values(...)`, "
-        "`learner.restore(...)`.",
+        "`learner.restore(...)`. What is frozen and unfrozen is named at `join`: `shared=`.",
+        "[own loop](bring-your-loop.md#layers-that-are-frozen-and-unfrozen)",
+    ),
+    _command(
+        "VERSION_UNDONE", 2,
+        "The optimizer steps on a copy of the weights and writes it over the parameters, so every version was gone "
+        "after a step.",
+        "Say where the copies are: `join(masters=...)`.",
+        "[own loop](bring-your-loop.md#optimizers-with-weights-of-their-own)",
     ),
     _command(
         "LEARNER_ENDED", 2, "A step, or `finish`, of a learner that has left the run.",

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
+from diloco_deploy.standing import standing, state_at, tokens_per_s
+
 ROWS_MAX = 10_000
 """Learners that are remembered. Of more, those that have been away for longest are dropped, and counted."""
 PAGE = 50
-STEP_S_MIN = 1e-6
-"""No step is shorter: a learner that reports less is not counted."""
 
 STATES = ("away", "awaited", "quarantined", "stalled", "partly", "unknown", "training", "left")
 """In the order in which they want attention."""
@@ -52,10 +52,7 @@ class Learner:
     @property
     def tokens_per_s(self) -> float:
         """By its own report; 0: it is not here, has not said, or says what cannot be."""
-        if not (self.is_here and self.inner_step and self.step_time_s >= STEP_S_MIN):
-            return 0.0
-        found = self.tokens / self.inner_step / self.step_time_s
-        return found if isfinite(found) else 0.0
+        return tokens_per_s(self.tokens, self.inner_step, self.step_time_s) if self.is_here else 0.0
 
     def row(self) -> dict[str, Any]:
         """JSON."""
@@ -91,15 +88,14 @@ def put_together(sights: Iterable[Sight], known: Mapping[str, Learner]) -> dict[
     """The learners of a run, by id. Those that no shard knows any more stay as they were known, and are away."""
     sights = list(sights)
     found: dict[str, Learner] = {}
-    states: dict[str, list[tuple[str, str]]] = {}
+    states: dict[str, dict[str, str]] = {}
     for sight in sights:
         for said in sight.learners:
             learner_id = str(said["id"])
             learner = found.get(learner_id) or found.setdefault(learner_id, Learner(learner_id))
             _add(learner, said, sight)
             if sight.answers:
-                state = "quarantined" if said.get("quarantine") and _has_lease(said) else str(said["state"])
-                states.setdefault(learner_id, []).append((sight.shard, state))
+                states.setdefault(learner_id, {})[sight.shard] = state_at(said)
     for sight in sights:
         for learner_id in sight.past:
             if learner_id not in found:  # it has not come back to a shard that started again
@@ -110,8 +106,8 @@ def put_together(sights: Iterable[Sight], known: Mapping[str, Learner]) -> dict[
             found[learner_id].missed.update(missed)
     answering = [sight.shard for sight in sights if sight.answers]
     for learner in found.values():
-        seen, old = states.get(learner.learner_id, []), known.get(learner.learner_id)
-        learner.state, learner.away_at = _state(seen, answering)
+        seen, old = states.get(learner.learner_id, {}), known.get(learner.learner_id)
+        learner.state, learner.away_at = standing(seen, answering)
         if not seen and old is not None and old.state == "left":
             learner.state = "left"
     for learner_id, old in known.items():
@@ -170,25 +166,6 @@ def _as_known(learner_id: str, old: Learner | None) -> Learner:
 
 def counts_of(said: Mapping[str, Any]) -> Counter[str]:
     return Counter({key: int(said.get(key) or 0) for key in _COUNTS})
-
-
-def _has_lease(said: Mapping[str, Any]) -> bool:
-    return said["state"] in ("alive", "stalled")
-
-
-def _state(seen: list[tuple[str, str]], answering: list[str]) -> tuple[str, tuple[str, ...]]:
-    """One word for what the shards that answer say of a learner, and those of them that gave it no lease."""
-    if not answering:
-        return "unknown", ()
-    here = {shard for shard, state in seen if state in ("alive", "stalled", "quarantined")}
-    without = tuple(shard for shard in answering if shard not in here)
-    words = {state for _, state in seen}
-    if not here:
-        return ("left" if words == {"left"} else "away"), without
-    for word in ("quarantined", "stalled"):
-        if word in words:
-            return word, without
-    return ("partly" if without else "training"), without
 
 
 def _loss(learner: Learner) -> float:

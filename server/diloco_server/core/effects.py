@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco_common.codec import Payload
-from diloco_common.messages import Directive
+from diloco_common.messages import Directive, PushAnswer, PushHeader
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import CloseReason, Contribution
@@ -42,6 +42,17 @@ class MergeRound:
     fragment_id: int
     version: int
     contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionAnswered:
+    """The ledger counted a contribution: one that comes in parts once, and a seed only if it is refused."""
+
+    learner_id: str
+    header: PushHeader
+    answer: PushAnswer
+    staleness: int
+    """In versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,8 @@ class BudgetReached:
 
 
 Fact = (
-    RoundOpened
+    ContributionAnswered
+    | RoundOpened
     | QuorumReached
     | RoundClosed
     | VersionCommitted

@@ -56,7 +56,8 @@ class Leases:
 
     def revoke(self, member: Member) -> None:
         """A learner may call no longer."""
-        self._membership.leave(member)
+        self._membership.revoke(member)
+        self._rounds.ledger.evictions[member.evicted_for] += 1
         self._end(member, Revoked.code, f"{member.learner_id} was revoked")
 
     def expire(self, now: float) -> None:

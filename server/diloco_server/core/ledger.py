@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.messages import Outcome, PushAnswer
 
 
 @dataclass
@@ -30,13 +30,11 @@ class Ledger:
     tokens_fenced: int = 0
     """Accepted, then dropped: the learner lost its lease before the round closed. It carries the work if it lives."""
 
-    def answered(self, header: PushHeader, answer: PushAnswer, tokens: int) -> None:
-        """Count the answer to a push of so many tokens. Of seeds only refusals count: a seed is no learner's work."""
+    def answered(self, answer: PushAnswer, tokens: int) -> None:
+        """Count the answer to a contribution of so many tokens."""
         if answer.outcome is Outcome.REJECTED:
             self.rejected[answer.code] += 1
             self.tokens_refused[answer.code] += tokens
-        elif header.is_seed:
-            return
         elif answer.outcome is Outcome.ACCEPTED:
             self.tokens_accepted += tokens
         elif answer.outcome is Outcome.LATE:

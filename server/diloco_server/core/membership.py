@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration, Superseded
+from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, Revoked, StaleGeneration, Superseded
 from diloco_common.errors import Stalled as StalledError
 from diloco_common.messages import Progress
 from diloco_common.settings import LeaseSettings
@@ -35,7 +35,7 @@ class State(Enum):
 
     ALIVE = "alive"  # holds a lease
     STALLED = "stalled"  # holds a lease, but no inner step has ended for long
-    EVICTED = "evicted"  # the lease ran out
+    EVICTED = "evicted"  # the lease ran out, or was taken away
     LEFT = "left"  # said goodbye
 
 
@@ -215,7 +215,7 @@ class Membership:
         return self._members.get(learner_id)
 
     def check(self, learner_id: str, generation: int) -> Member:
-        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
+        """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired, Stalled."""
         member = self._members.get(learner_id)
         if member is None or generation > member.generation:
             raise NotJoined(f"{learner_id} has no lease here; join first")
@@ -231,6 +231,8 @@ class Membership:
         """Why this member's lease is over, in words."""
         if member.state is State.LEFT:
             return NotJoined(f"{member.learner_id} has left; join again to come back")
+        if member.evicted_for == Revoked.code:
+            return NotJoined(f"{member.learner_id} was revoked; join again with what proves it now")
         if member.evicted_for == StalledError.code:
             limit = f"{self._settings.progress_timeout_s:g} s (lease.progress_timeout_s)"
             return StalledError(f"{member.learner_id}: no inner step ended for {limit}; join again")
@@ -272,6 +274,13 @@ class Membership:
         member.state = State.LEFT
         self._live = None
 
+    def revoke(self, member: Member) -> None:
+        self._evict(member, Revoked.code)
+
+    def _evict(self, member: Member, code: str) -> None:
+        member.state, member.evicted_for = State.EVICTED, code
+        self._live = None
+
     def expire(self, now: float) -> list[Member]:
         """End the leases that ran out. Returns the members that lost theirs just now."""
         if now < self._expires_at:
@@ -285,9 +294,9 @@ class Membership:
         for member in self.live():
             silent_s, idle_s = now - member.last_heard, now - member.last_step_at
             if silent_s > lease_s:
-                member.evicted_for = LeaseExpired.code
+                self._evict(member, LeaseExpired.code)
             elif timeout_s and idle_s > timeout_s:
-                member.evicted_for = StalledError.code
+                self._evict(member, StalledError.code)
             else:
                 if idle_s > stalled_s:
                     member.state = State.STALLED
@@ -295,8 +304,6 @@ class Membership:
                 left_s += [limit_s - idle_s for limit_s in (timeout_s, stalled_s) if limit_s >= idle_s]
                 self._expires_at = min(self._expires_at, now + min(left_s))
                 continue
-            member.state = State.EVICTED
-            self._live = None
             gone.append(member)
         return gone
 

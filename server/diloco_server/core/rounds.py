@@ -20,6 +20,7 @@ from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
 from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import (
+    ContributionAnswered,
     LearnerQuarantined,
     LearnerReleased,
     MergeRound,
@@ -114,7 +115,7 @@ class Rounds:
             self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
             member.contributes()
             member.takes_last(header.fragment_id)  # what an older report asks for is in this one
-        self._count(header, ACCEPTED)
+        self._count(member, header, ACCEPTED)
         return ACCEPTED
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
@@ -145,7 +146,7 @@ class Rounds:
                 self._decline(member, state, header, answer)
                 if header.is_seed:
                     state.drop_half_seed(member.learner_id)
-        self._count(header, answer)
+        self._count(member, header, answer)
         return answer
 
     def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
@@ -171,7 +172,7 @@ class Rounds:
         if answer.outcome is Outcome.LATE:
             member.is_late()
         if answer.outcome is not Outcome.REJECTED:  # a repeated refusal was counted before
-            self._count(header, answer)
+            self._count(member, header, answer)
         if answer.outcome is not Outcome.DUPLICATE:
             self._decline(member, state, header, answer)
         return answer
@@ -191,8 +192,13 @@ class Rounds:
             if answer.code in CODES:
                 self._vote(member.learner_id, answer.code)
 
-    def _count(self, header: PushHeader, answer: PushAnswer) -> None:
-        self.ledger.answered(header, answer, self._tokens(header.fragment_id, header.tokens))
+    def _count(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
+        if header.is_seed and answer.outcome is not Outcome.REJECTED:
+            return  # no learner's work
+        self.ledger.answered(answer, self._tokens(header.fragment_id, header.tokens))
+        state = self._versions.fragments.get(header.fragment_id)
+        staleness = 0 if state is None else max(0, state.version - header.base_version)
+        self._outbox.add(ContributionAnswered(member.learner_id, header, answer, staleness))
 
     def _tokens(self, fragment_id: int, tokens: int) -> int:
         """What of a contribution's tokens the accounts count: they are of what the model learns, not of companions."""

@@ -19,6 +19,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import google_crc32c
@@ -130,18 +131,37 @@ def _encode_header(header: Header) -> bytes:
     metadata = {
         "format": FORMAT,
         "origin": asdict(header.origin),
-        "manifest": {
-            "digest": header.manifest.digest,
-            "tensors": [t.as_json() for t in header.manifest.tensors],
-        },
+        "manifest": _MANIFEST_PLACE,
         "record": asdict(header.record),
         "previous": header.previous,
         "chunk_elements": header.chunk_elements,
     }
     # safetensors allows text only, so each value is JSON by itself.
     text = _json({"__metadata__": {key: _json(value) for key, value in metadata.items()}} | _table(header)).encode()
+    # Quotes inside of values are escaped, so this is found in one place.
+    text = text.replace(_json(_json(_MANIFEST_PLACE)).encode(), _manifest_text.of(header.manifest), 1)
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+_MANIFEST_PLACE = "manifest"
+
+
+class _ManifestText:
+    """How the manifest is written, kept for the next file: it is the same in all of a run, and the longest part."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Manifest, bytes] | None = None
+
+    def of(self, manifest: Manifest) -> bytes:
+        last = self._last  # threads that write at once may each compute it
+        if last is None or last[0] is not manifest:
+            facts = {"digest": manifest.digest, "tensors": [t.as_json() for t in manifest.tensors]}
+            self._last = last = manifest, _json(_json(facts)).encode()
+        return last[1]
+
+
+_manifest_text = _ManifestText()
 
 
 def _table(header: Header) -> dict[str, Any]:
@@ -267,14 +287,11 @@ def _decode_header(name: str, head: bytes) -> Header:
                 "use the release of decoupled-diloco that wrote it"
             )
         origin = _ORIGIN.validate_json(metadata["origin"], strict=True)
-        model = _MODEL.validate_json(metadata["manifest"], strict=True)
-        specs = [spec_of(entries) for entries in model.tensors]
-        check_tensors(specs)
-        manifest = cut(specs, origin.num_fragments, origin.num_shards)
-        if manifest.digest != model.digest:
+        manifest, digest = _read_manifest(metadata["manifest"], origin.num_fragments, origin.num_shards)
+        if manifest.digest != digest:
             raise DataError(
                 f"{name}: this release cuts its model in another way (manifest {manifest.digest[:12]}, the file says "
-                f"{model.digest[:12]}): use the release of decoupled-diloco that wrote it"
+                f"{digest[:12]}): use the release of decoupled-diloco that wrote it"
             )
         record = _RECORD.validate_json(metadata["record"], strict=True)
         check_record(record)
@@ -296,6 +313,18 @@ def _decode_header(name: str, head: bytes) -> Header:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, BadRequest) as error:
         why = plain("; ".join(line.strip() for line in str(error).splitlines() if _MORE not in line))
         raise VersionDamaged(name, f"its header is not that of a version: {why}") from None
+
+
+@lru_cache(maxsize=1)
+def _read_manifest(text: str, num_fragments: int, num_shards: int) -> tuple[Manifest, str]:
+    """The manifest, and the digest that the file says. All files of a folder have the same: it is cut once.
+
+    Raises ValueError, BadRequest.
+    """
+    model = _MODEL.validate_json(text, strict=True)
+    specs = [spec_of(entries) for entries in model.tensors]
+    check_tensors(specs)
+    return cut(specs, num_fragments, num_shards), model.digest
 
 
 @dataclass(frozen=True)

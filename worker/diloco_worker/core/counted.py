@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
 
 from diloco_common.bounds import TOKENS_MAX
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, WrongCall
+from diloco_common.spelling import shown
 
 
 class Counted(NamedTuple):
@@ -28,6 +30,19 @@ def counted(tokens: object, samples: object) -> Counted:
     if not 0 <= amount <= TOKENS_MAX:
         raise ConfigError(f"step({name}={amount}): a step has 0 to 2^40 {name}; give those of this batch")
     return Counted(amount, samples is not None)
+
+
+def check_loss(loss: object) -> None:
+    """Of `step(loss=...)`. Reads no tensor, which would wait for its device. Raises WrongCall."""
+    if isinstance(loss, Tensor):
+        if loss.numel() == 1 and not loss.is_complex():
+            return
+        what = f"a tensor of shape {tuple(loss.shape)}, {str(loss.dtype).removeprefix('torch.')}"
+    elif loss is None or isinstance(loss, Real):
+        return
+    else:
+        what = shown(loss)
+    raise WrongCall(f"step(loss=...) has {what}: give one number, such as loss.mean() of this batch, or leave it out")
 
 
 def _whole(name: str, given: object) -> int:

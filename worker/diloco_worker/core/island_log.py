@@ -10,6 +10,9 @@ ranks (what has been pulled, which push was answered, what time it is) enters a 
 A version is pulled by name, one per fragment at a time, and applied by all ranks at the boundary at which all have read
 that all have it. Fragments do not wait for each other. If one rank cannot get the version any more, all drop it.
 
+A frame has room for a few dozen words. Of those that wait for the next one, a newer word takes the place of an older
+one about the same fragment, so an island with many fragments hears a little less, and nothing that is over.
+
 Pure: the shell hands frames over (`island_exchange.py`).
 """
 
@@ -22,12 +25,13 @@ from dataclasses import dataclass, field, replace
 
 from diloco_common.errors import IslandBroken
 from diloco_common.messages import Outcome, Pulse
-from diloco_worker.core.events import Announced, Answered, Arrived, Event, Failed, Gone, Joined
+from diloco_common.newest import Newest
+from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
 from diloco_worker.core.island_words import LeaveAsked, Ready, StopAsked, Word, read_word, write_word
 
 LEADER = 0
 LEADER_BYTES = 4096
-"""Of the leader's frame: a few dozen words. More wait for the next boundary."""
+"""Of the leader's frame: a few dozen words."""
 RANK_BYTES = 512
 """Of the frame of every other rank."""
 APPLY_ELEMENTS = 1 << 22
@@ -80,8 +84,10 @@ class IslandLog:
         """Whether a rank has asked all to leave."""
         self.elements: Mapping[int, int] = {}
         """Fragment -> its elements, once the model is cut."""
-        self._unsaid = bytearray()
+        self._unsaid: Newest[Word] = Newest()
+        self._begun = bytearray()  # of a word that did not fit into the last frame
         self._said_pulse = self.pulse
+        self._said_epochs: dict[int, int] = {}  # shard -> the epoch that this rank has said last
         self._unread = [bytearray() for _ in range(size)]
         self._fetching: dict[int, _Fetching] = {}
         self._newer: dict[int, Fetch] = {}  # announced while the one before is being pulled
@@ -125,11 +131,35 @@ class IslandLog:
     def frame(self, tokens: int | None) -> bytes:
         """What to post at this boundary. `tokens`: trained by this rank in the step that has ended; None: a poll."""
         room = (LEADER_BYTES if self.rank == LEADER else RANK_BYTES) - _HEAD.size
-        said, self._unsaid = self._unsaid[:room], self._unsaid[room:]
+        begun = self._begun
+        while self._unsaid and len(begun) < room:
+            begun += write_word(self._unsaid.take())
+        said, self._begun = begun[:room], begun[room:]
         return _HEAD.pack(-1 if tokens is None else tokens, len(said)) + said
 
     def _say(self, word: Word) -> None:
-        self._unsaid += write_word(word)
+        kind = type(word)
+        match word:
+            case Announced():
+                self._unsaid.put(("version", word.fragment_id), kind, word)
+            case Asked():
+                self._unsaid.put(("version", word.directive.fragment_id), kind, word)
+            case Joined():
+                if self._said_epochs.get(word.shard_index) != word.epoch:
+                    # It says again what there is, and that must be heard after this.
+                    self._said_epochs[word.shard_index] = word.epoch
+                    for status in word.fragments:
+                        self._unsaid.drop(("version", status.fragment_id))
+                    self._unsaid.drop((kind, word.shard_index))
+                self._unsaid.put((kind, word.shard_index), kind, word)
+            case Ready() | Gone():
+                self._unsaid.put(("pull", word.fragment_id), kind, word)
+            case Answered():
+                self._unsaid.put((kind, word.fragment_id, word.round, word.tokens), kind, word)
+            case Stopped():
+                self._unsaid.put((kind, word.shard_index), kind, word)
+            case _:
+                self._unsaid.put(kind, kind, word)
 
     # ------------------------------------------------------------ what all ranks hear
 

@@ -18,7 +18,7 @@ from diloco_common.manifest import Fragment
 from diloco_common.sizes import torch_chunk
 from diloco_worker.core import names
 from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
-from diloco_worker.core.replica import Replica, form_of
+from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 
 SUPPORTED = (
@@ -52,7 +52,7 @@ class IslandReplica(Replica):
                     raise UnsupportedModel(f"this rank's rows of {name} are not contiguous; {SUPPORTED}")
             else:
                 self._holdings[name], sharings[name] = Holding(0, parameter.numel()), Sharing(rank, size)
-        self._forms = {name: form_of(tensor) for name, tensor in self._tensors.items()}
+        self._hold(self._tensors)
         self._sharing = _the_same(sharings)
         self._holdings |= {name: Holding(0, b.tensor.numel()) for name, b in self._buffers.shared.items()}
         self.device = next((p.device for p in self._tensors.values() if p.numel()), self.device)

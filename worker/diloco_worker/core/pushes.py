@@ -28,12 +28,13 @@ class Pushes:
     def __init__(self) -> None:
         self.may_have_arrived = False
         """Whether values of the contribution were ever sent: a shard may have them. Never reset."""
+        self.is_refused = False
+        """Whether it came too late, or was refused. Nobody pushes it again. Never reset."""
         self._under_way: set[Lease] = set()
-        self._is_refused = False
 
     def begin(self, lease: Lease) -> bool:
         """Whether to push now: not while a push under this lease is under way, and not what was refused."""
-        if self._is_refused or lease in self._under_way:
+        if self.is_refused or lease in self._under_way:
             return False
         self._under_way.add(lease)
         return True
@@ -46,4 +47,4 @@ class Pushes:
         """The push under this lease has its answer; None: it will never have one, or not under the current lease."""
         self._under_way.discard(lease)
         if answer is not None and answer.outcome in (Outcome.LATE, Outcome.REJECTED):
-            self._is_refused = True
+            self.is_refused = True

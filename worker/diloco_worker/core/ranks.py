@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from diloco_common.errors import UnsupportedModel
+from diloco_common.errors import UnsupportedModel, WrongCall
+from diloco_common.spelling import shown
 from diloco_worker.core import names
 
 FSDP2 = "torch.distributed.fsdp.FSDPModule"
@@ -54,9 +55,14 @@ class Rank:
 
 
 def check(model: nn.Module, rank: Rank, island: Island) -> None:
-    """Raises UnsupportedModel for what several processes train together, in words that say what to do."""
+    """Raises UnsupportedModel for what several processes train together, in words that say what to do.
+
+    And WrongCall for what is no island.
+    """
     if isinstance(island, str) and island != "alone":
         raise UnsupportedModel(f'island={island!r} is neither "alone", nor a process group, nor a device mesh')
+    if is_together(island) and not hasattr(island, "size"):
+        raise WrongCall(f'island= is {shown(island)}: give a process group or a device mesh of torch, or "alone"')
     if is_together(island):
         spread = next(_what_spreads(model, IN_ISLANDS), None)
         if spread is not None:

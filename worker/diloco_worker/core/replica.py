@@ -24,8 +24,10 @@ from diloco_common.errors import ModelChanged, UnsupportedModel
 from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
 from diloco_worker.core import layout, names
+from diloco_worker.core.copies import Copies, FindCopies
 from diloco_worker.core.heads import embeddings_and_heads
 from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.core.undone import Laid
 
 MOST_OF_OWN = 3.0
 """How many times its own norm a version may make momentum that is divided by no second moment. The mean of such momenta
@@ -84,19 +86,21 @@ class Replica:
             _check_companion(name, companion, parameters)
         layout.refuse_several_devices(parameters)
         layout.refuse_overlaps(chosen.all, parameters)
-        self._tensors: dict[str, Tensor] = dict(parameters)
         self._companions = {momentum_of(name, of.kind): of for name, of in companions.items()}
-        self._tensors |= {name: companion.values for name, companion in self._companions.items()}
-        self._forms = {name: form_of(tensor) for name, tensor in self._tensors.items()}
+        self._hold({**parameters, **{name: companion.values for name, companion in self._companions.items()}})
         self.specs = [
             TensorSpec(name, tuple(p.shape), "mean" if name in averaged else "run") for name, p in parameters.items()
         ]
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
         self._buffers = chosen.buffers
         self.specs += [buffer.spec for buffer in self._buffers.shared.values()]
+        self.laid = Laid(self._theta)
+        """Whether versions stay in the model."""
         self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
         """The further names of those that are tied."""
         self.device = next(p.device for p in parameters.values() if p.numel())
+        self.copies: Copies | None = None
+        """Those that the optimizer steps on; None: it steps on the parameters."""
         self.stow: Callable[[Tensor], Tensor] | None = None
         """Where a residual lies between contributions: gives a copy there. None: where it was computed."""
         self.model = chosen.model
@@ -121,6 +125,11 @@ class Replica:
             for first, part in layout.parts(theta, piece.tensor_offset, piece.tensor_offset + piece.num_elements):
                 yield Piece(piece.tensor, first, part.numel(), begins + first, piece.rule), part
 
+    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """From now on these hold the values of this process."""
+        self._tensors = dict(tensors)
+        self._forms = {name: form_of(tensor) for name, tensor in tensors.items()}
+
     def _theta(self, name: str) -> Tensor:
         """As it is now. Raises ModelChanged."""
         theta = self._tensors[name].detach()
@@ -137,6 +146,9 @@ class Replica:
         if fragment.kind == "buffer":
             self._buffers.read(fragment, out)
             return
+        if (copies := self._copies(fragment)) is not None:
+            copies.read(fragment, out)
+            return
         for piece, theta in self.views(fragment):
             _like(theta, out[piece.bounds]).copy_(theta)
 
@@ -148,6 +160,9 @@ class Replica:
             out.neg_()
             return
         _used_here(anchor)
+        if (copies := self._copies(fragment)) is not None:
+            copies.progress(fragment, anchor, out)
+            return
         flat: list[tuple[int, Tensor]] = []
         for piece, theta in self.views(fragment):
             if theta.dim() == 1 and theta.is_contiguous():
@@ -164,6 +179,9 @@ class Replica:
         if fragment.kind == "buffer":
             self._buffers.write(fragment, values, trains_on=trains_on)
             return
+        if (copies := self._copies(fragment)) is not None:
+            copies.write(fragment, values)
+            return
         with self._bounded(fragment):
             for theta, new in self._beside(fragment, values):
                 theta.copy_(new)
@@ -175,6 +193,9 @@ class Replica:
         then: it has forgotten the rest.
         """
         _used_here(difference)
+        if (copies := self._copies(fragment)) is not None:
+            copies.add(fragment, difference)
+            return
         with self._bounded(fragment):
             for piece, theta in self.views(fragment):
                 kept = self._companions[piece.tensor].pace().keeps ** steps if fragment.kind == "momentum" else 1.0
@@ -189,7 +210,12 @@ class Replica:
             for leaf, buffer in module._buffers.items()
             if buffer is not None
         ]
-        tensors = (*(theta for _, theta in parameters), *also, *(buffer for *_, buffer in owners))
+        tensors = (
+            *(theta for _, theta in parameters),
+            *(copy for _, copy in self._all_copies()),
+            *also,
+            *(buffer for *_, buffer in owners),
+        )
         unique = {names.identity(t): t.detach() for t in tensors}
         copies = [(tensor, tensor.clone()) for tensor in unique.values()]
 
@@ -204,6 +230,27 @@ class Replica:
 
         return put_back
 
+    def keep_copies(self, find: FindCopies) -> None:
+        """From now on versions go there, too."""
+        self.copies = Copies(find, self._theta)
+
+    @torch.no_grad()
+    def into_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """The copies of each theta that is one of ours <- values: these were written to theta."""
+        if self.copies is not None:
+            values = {theta.data_ptr(): value for theta, value in pairs}
+            for name, copy in self._all_copies():
+                if (value := values.get(self._theta(name).data_ptr())) is not None:
+                    copy.copy_(value)
+
+    def _copies(self, fragment: Fragment) -> Copies | None:
+        return None if fragment.companion else self.copies
+
+    def _all_copies(self) -> list[tuple[str, Tensor]]:
+        """Each with the name of its parameter."""
+        parameters = self._tensors.keys() - self._companions
+        return [] if self.copies is None else [(name, copy) for name in parameters for copy in self.copies.of(name)]
+
     def left(self, fragment: Fragment, difference: Tensor, steps: int) -> Tensor:
         """Of a difference, as `add` counts it after so many inner steps: float32 [num_elements]."""
         if fragment.kind != "momentum":
@@ -217,6 +264,9 @@ class Replica:
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
         """theta <- alpha * theta + (1 - alpha) * values, computed in float32."""
         _used_here(values)
+        if (copies := self._copies(fragment)) is not None:
+            copies.blend(fragment, values, alpha)
+            return
         with self._bounded(fragment):
             for theta, new in self._beside(fragment, values):
                 if theta.dtype == torch.float32:

@@ -192,11 +192,6 @@ class FragmentTensors:
         """Whether a snapshot is being taken: no version may be applied meanwhile."""
         return self.contribution is not None and self.contribution.is_being_read
 
-    @property
-    def carries(self) -> bool:
-        """Whether a version is laid under the local progress; else it takes its place, as it always does of buffers."""
-        return self._policy.on_commit == "carry" and self.fragment.kind != "buffer"
-
     def values(self) -> Tensor:
         """What this learner believes the global values are: the anchor, else its own."""
         if self.anchor is not None:
@@ -208,7 +203,7 @@ class FragmentTensors:
 
     def reference_of(self, version: int, merged_version: int) -> Reference | None:
         """What theta moves away from if this version is applied now; None if that is no addition. In any thread."""
-        if not self.carries:
+        if self._policy.on_commit != "carry" or self.fragment.kind == "buffer":
             return None
         contribution, anchor = self.contribution, self.anchor
         if contribution is not None and contribution.round == merged_version <= version:
@@ -261,24 +256,30 @@ class FragmentTensors:
         theta + (new - anchor).
         `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
         steps since the reference was what the model held. `before`: so many of them led to the snapshot of a
-        contribution that is not merged in it.
+        contribution that is not merged in it. Buffers take over what they do in training (buffers.py).
         """
+        if self.fragment.kind == "buffer":
+            self._replica.write(self.fragment, values, trains_on=True)
+            self._settle(values, merged=merged)
+            return
         contribution = self.contribution
         assert self.anchor is not None
         reference = contribution.reference if contribution is not None and merged else Reference(self.anchor)
         if difference is None or not _are_the_same(difference.reference, reference):
             difference = Difference(reference, _minus(values, reference))
-        self._replica.add(self.fragment, difference.values, steps)
+        with self._replica.laid.under(self.fragment):
+            self._replica.add(self.fragment, difference.values, steps)
         if contribution is not None and not merged:  # of a later round
             contribution.move(self._replica.left(self.fragment, difference.values, before))
         self._settle(values, merged=merged)
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
-        if self._policy.on_commit == "blend" and self._policy.blend_alpha and self.fragment.kind != "buffer":
-            self._replica.blend(self.fragment, values, self._policy.blend_alpha)
-        else:
-            self._replica.write(self.fragment, values, trains_on=True)
+        with self._replica.laid.under(self.fragment):
+            if self._policy.on_commit == "blend" and self._policy.blend_alpha and self.fragment.kind != "buffer":
+                self._replica.blend(self.fragment, values, self._policy.blend_alpha)
+            else:
+                self._replica.write(self.fragment, values, trains_on=True)
         self._settle(values, merged=merged)
 
     def _settle(self, values: Tensor, *, merged: bool) -> None:

@@ -1,0 +1,389 @@
+"""What a training script calls in a wrong way: each is an error of ours, of at most three lines, with a code.
+
+It says what is wrong, and what to do. Where a script does not catch it, these lines are all that a person sees.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from in_process import InProcessShard, LoopThread, settings_with
+from torch import nn
+from training import Training, state_of, tiny_model
+
+import diloco_worker
+from diloco_common.command import one_line
+from diloco_common.errors import DilocoError
+from diloco_worker import ProgressLR, digest_of, init_island, take_number
+
+try:
+    import accelerate  # noqa: F401
+
+    from diloco_worker.hf import DilocoCallback as OfTransformers
+except ImportError:
+    OfTransformers = None
+try:
+    from diloco_worker.lightning import DilocoCallback as OfLightning
+except ImportError:
+    OfLightning = None
+
+LINES_MAX = 3
+
+
+class Here:
+    """What a wrong call may need: a shard, an empty folder, and a learner that trains, made when it is asked for."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address, self.folder = address, folder
+        self.model = tiny_model()
+
+    @cached_property
+    def training(self) -> Training:
+        return Training(self.address, "a")
+
+    @property
+    def learner(self) -> Any:
+        return self.training.learner
+
+    @property
+    def finished(self) -> Any:
+        self.learner.finish(wait_s=0.0)
+        return self.learner
+
+    def join(self, model: Any = None, **options: Any) -> Any:
+        """As a script does that is right in all that a row does not give. It must not come to a learner."""
+        options.setdefault("wait_s", 10.0)
+        options.setdefault("learner_id", "a")
+        shards = options.pop("shards", self.address)
+        joined = diloco_worker.join(shards, self.model if model is None else model, **options)
+        joined.close()
+        return joined
+
+    def file(self, name: str = "file") -> Path:
+        (self.folder / name).write_text("")
+        return self.folder / name
+
+    def close(self) -> None:
+        if "training" in vars(self):
+            self.training.learner.close()
+
+
+@pytest.fixture(scope="module")
+def shard(loop: LoopThread) -> Iterator[InProcessShard]:
+    made = InProcessShard(loop, settings_with(sync={"quorum": 1})).start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def here(shard: InProcessShard, tmp_path: Path) -> Iterator[Here]:
+    made = Here(shard.address, tmp_path)
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------ calls that take more than a line
+
+
+def lazy_model() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(6), nn.Tanh())
+
+
+def frozen_model() -> nn.Module:
+    return tiny_model().requires_grad_(requires_grad=False)
+
+
+def port_in_use(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        here.join(http=f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def nobody_there(here: Here) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    here.join(shards=f"127.0.0.1:{port}", wait_s=0.2)
+
+
+def step_in_two_threads(here: Here) -> None:
+    """One waits for something to arrive, and the other steps meanwhile."""
+    waits = threading.Event()
+    wait = here.learner._inbox.wait
+
+    def waiting(wait_s: float) -> None:
+        waits.set()
+        wait(wait_s)
+
+    here.learner._inbox.wait = waiting
+    thread = threading.Thread(target=here.learner.poll, args=(2.0,))
+    thread.start()
+    try:
+        assert waits.wait(10.0)
+        here.training.step()
+    finally:
+        thread.join()
+
+
+def inside_a_block(call: Callable[[Any], Any]) -> Callable[[Here], None]:
+    def called(here: Here) -> None:
+        with here.learner.global_values():
+            call(here.learner)
+
+    return called
+
+
+def after_the_with(here: Here) -> None:
+    with here.learner:
+        here.training.step()
+    here.training.step()
+
+
+def joined_twice(here: Here) -> None:
+    """The script's cell was run again: the first learner is another one's place."""
+    first = here.training
+    second = Training(here.address, "a")
+    try:
+        first.until(lambda: False, "it hears that another one is there")
+    finally:
+        second.learner.close()
+
+
+def load_after_join(here: Here) -> None:
+    here.training.model.load_state_dict(tiny_model(1).state_dict())
+    here.training.step()
+
+
+def other_parameters(here: Here) -> None:
+    here.training.model[0] = nn.Linear(4, 6)
+    here.training.step()
+
+
+def follow_wrong_amount(here: Here) -> None:
+    here.learner.follow(here.training.optimizer, tokens=lambda: 1.5)
+    here.training.optimizer.step()
+
+
+def follow_twice(here: Here) -> None:
+    here.learner.follow(here.training.optimizer, tokens=8)
+    here.learner.follow(here.training.optimizer, tokens=8)
+
+
+def batch_without_a_tensor(here: Here) -> None:
+    callback = OfLightning(here.address)
+    callback.learner = here.learner
+    callback.on_train_batch_end(SimpleNamespace(), None, None, ["text"], 0)
+
+
+def hf_arguments(**changes: Any) -> Any:
+    return SimpleNamespace(load_best_model_at_end=False, output_dir="out", **changes)
+
+
+HF = pytest.mark.skipif(OfTransformers is None, reason="NOT RUN: transformers or accelerate is not installed")
+LIGHTNING = pytest.mark.skipif(OfLightning is None, reason="NOT RUN: lightning is not installed")
+Row = tuple[str, Callable[[Here], Any], str, str]
+# what is wrong, the call, the code, words of the message
+JOIN: list[Row] = [
+    ("model: a generator of parameters", lambda h: h.join(h.model.parameters()), "WRONG_CALL", "give the nn.Module"),
+    ("model: a state_dict", lambda h: h.join(h.model.state_dict()), "WRONG_CALL", "give the nn.Module"),
+    ("model: a class", lambda h: h.join(nn.Linear), "WRONG_CALL", "not an instance"),
+    ("model: None", lambda h: diloco_worker.join(h.address, None), "WRONG_CALL", "the model is None"),  # type: ignore[arg-type]
+    ("model: an empty list", lambda h: h.join([]), "WRONG_CALL", "the model is []"),
+    ("model: an optimizer", lambda h: h.join(torch.optim.SGD(h.model.parameters())), "WRONG_CALL", "type SGD"),
+    ("model: lazy", lambda h: h.join(lazy_model()), "UNSUPPORTED_MODEL", "send one batch through"),
+    ("model: all frozen", lambda h: h.join(frozen_model()), "UNSUPPORTED_MODEL", "require"),
+    ("model: another one", lambda h: [h.training, h.join(tiny_model(width=8))], "MANIFEST_MISMATCH", ""),
+    ("model: one with a string as key", lambda h: h.join({1: h.model}), "WRONG_CALL", "dict of models"),
+    ("arguments swapped", lambda h: diloco_worker.join(h.model, h.address), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
+    ("shards: None", lambda h: h.join(shards=None), "WRONG_CALL", "shards"),
+    ("shards: a number", lambda h: h.join(shards=50051), "WRONG_CALL", "shards"),
+    ("shards: a list of numbers", lambda h: h.join(shards=[50051]), "WRONG_CALL", "shards"),
+    ("shards: empty", lambda h: h.join(shards=""), "BAD_CONFIG", "no shard addresses"),
+    ("shards: an empty list", lambda h: h.join(shards=[]), "BAD_CONFIG", "no shard addresses"),
+    ("shards: no port", lambda h: h.join(shards="ps-0"), "BAD_CONFIG", "ps-0"),
+    ("shards: a port that is none", lambda h: h.join(shards="ps-0:port"), "BAD_CONFIG", "ps-0:port"),
+    ("shards: a URL", lambda h: h.join(shards="http://ps-0:50051"), "BAD_CONFIG", "http"),
+    ("shards: one twice", lambda h: h.join(shards=[h.address] * 2), "BAD_CONFIG", "named twice"),
+    ("shards: nobody there", nobody_there, "CANNOT_CONNECT", "no run to join after 0.2 s"),
+    ("run: another one", lambda h: h.join(run="other"), "WRONG_RUN", "other"),
+    ("run: wrong characters", lambda h: h.join(run="my run"), "WRONG_CALL", "run="),
+    ("run: empty", lambda h: h.join(run=""), "WRONG_CALL", "run="),
+    ("run: a number", lambda h: h.join(run=5), "WRONG_CALL", "run="),
+    ("learner_id: wrong characters", lambda h: h.join(learner_id="my learner"), "BAD_LEARNER_ID", "my learner"),
+    ("learner_id: a number", lambda h: h.join(learner_id=3), "WRONG_CALL", "learner_id="),
+    ("tls: no such folder", lambda h: h.join(tls="/no/such/folder"), "BAD_CONFIG", "/no/such/folder"),
+    ("tls: True", lambda h: h.join(tls=True), "WRONG_CALL", "tls="),
+    ("token: no such file", lambda h: h.join(token=Path("/no/such/token")), "BAD_CONFIG", "/no/such/token"),
+    ("token: a number", lambda h: h.join(token=5), "WRONG_CALL", "token="),
+    ("token: two lines", lambda h: h.join(token="one\ntwo"), "WRONG_CALL", "not one word"),
+    ("token: empty", lambda h: h.join(token=""), "WRONG_CALL", "not one word"),
+    ("shared: fits nothing", lambda h: h.join(shared=["head.*"]), "WRONG_CALL", "shared='head.*' fits nothing"),
+    ("shared: a number", lambda h: h.join(shared=5), "WRONG_CALL", "shared= is 5"),
+    ("shared: not all that trains", lambda h: h.join(shared="0.*"), "UNSUPPORTED_MODEL", "add it to shared="),
+    ("private: fits nothing", lambda h: h.join(private=["lora_*"]), "WRONG_CALL", "private='lora_*' fits nothing"),
+    ("private: everything", lambda h: h.join(private="*"), "UNSUPPORTED_MODEL", "no trainable parameters"),
+    ("mean_merge: fits nothing", lambda h: h.join(mean_merge=["head"]), "UNSUPPORTED_MODEL", "names ['head']"),
+    ("mean_merge: one name", lambda h: h.join(mean_merge="0.weight"), "WRONG_CALL", "a list of names"),
+    ("mean_merge: a number", lambda h: h.join(mean_merge=5), "WRONG_CALL", "mean_merge"),
+    ("mean_merge: a flag", lambda h: h.join(mean_merge=True), "WRONG_CALL", "mean_merge"),
+    ("companions: not an optimizer", lambda h: h.join(companions="adam"), "BAD_CONFIG", "companions="),
+    ("companions: a state_dict", lambda h: h.join(companions=torch.optim.Adam(h.model.parameters()).state_dict()),
+     "BAD_CONFIG", "the optimizer itself"),
+    ("companions: of another model", lambda h: h.join(companions=torch.optim.Adam(tiny_model().parameters())),
+     "BAD_CONFIG", "trains this model"),
+    ("companions: without momentum", lambda h: h.join(companions=torch.optim.SGD(h.model.parameters(), lr=0.1)),
+     "UNSUPPORTED_MODEL", "momentum=0"),
+    ("state: of another run", lambda h: h.join(state={**state_of("a"), "run": "other"}), "BAD_CONFIG", "run 'other'"),
+    ("state: of the model", lambda h: h.join(state=h.model.state_dict()), "BAD_CONFIG", "learner.state_dict()"),
+    ("state: a path", lambda h: h.join(state="checkpoint.pt"), "BAD_CONFIG", "learner.state_dict()"),
+    ("state: negative", lambda h: h.join(state=state_of("a", -1)), "BAD_CONFIG", "inner_step is -1"),
+    ("http: no address", lambda h: h.join(http="here"), "BAD_CONFIG", "here"),
+    ("http: a number", lambda h: h.join(http=8080), "WRONG_CALL", "http="),
+    ("http: a port in use", port_in_use, "IN_USE", "127.0.0.1"),
+    ("address_file: in no folder", lambda h: h.join(http="127.0.0.1:0", address_file=h.file() / "address"),
+     "BAD_CONFIG", "address"),
+    ("history: a file", lambda h: h.join(history=h.file()), "BAD_CONFIG", "history="),
+    ("history: a flag", lambda h: h.join(history=True), "WRONG_CALL", "history="),
+    ("wait_s: negative", lambda h: h.join(wait_s=-1), "WRONG_CALL", "wait_s"),
+    ("wait_s: words", lambda h: h.join(wait_s="10 s"), "WRONG_CALL", "wait_s"),
+    ("wait_s: not a number", lambda h: h.join(wait_s=float("nan")), "WRONG_CALL", "wait_s"),
+    ("island: a word", lambda h: h.join(island="all"), "UNSUPPORTED_MODEL", "island='all'"),
+    ("island: a number", lambda h: h.join(island=2), "WRONG_CALL", "island="),
+    ("frozen: another word", lambda h: h.join(frozen="skip"), "BAD_CONFIG", "frozen='skip'"),
+    ("residuals: another word", lambda h: h.join(residuals="disk"), "BAD_CONFIG", "residuals='disk'"),
+    ("snapshots: another word", lambda h: h.join(snapshots=True), "BAD_CONFIG", "snapshots=True"),
+    ("log: a file", lambda h: h.join(log="train.log"), "WRONG_CALL", "log="),
+]  # fmt: skip
+STEP: list[Row] = [
+    ("neither tokens nor samples", lambda h: h.learner.step(), "BAD_CONFIG", "neither tokens nor samples"),
+    ("both tokens and samples", lambda h: h.learner.step(8, samples=8), "BAD_CONFIG", "both tokens and samples"),
+    ("tokens: a float", lambda h: h.learner.step(tokens=8.0), "BAD_CONFIG", "takes a whole number"),
+    ("tokens: a tensor", lambda h: h.learner.step(tokens=torch.tensor(8)), "BAD_CONFIG", "takes a whole number"),
+    ("tokens: a batch", lambda h: h.learner.step(tokens={"input_ids": [1, 2]}), "BAD_CONFIG", "takes a whole number"),
+    ("tokens: a flag", lambda h: h.learner.step(tokens=True), "BAD_CONFIG", "takes a whole number"),
+    ("tokens: negative", lambda h: h.learner.step(tokens=-8), "BAD_CONFIG", "0 to 2^40"),
+    ("tokens: of the whole run", lambda h: h.learner.step(tokens=2**50), "BAD_CONFIG", "0 to 2^40"),
+    ("loss: one of each token", lambda h: h.learner.step(8, torch.ones(4)), "WRONG_CALL", "loss"),
+    ("loss: words", lambda h: h.learner.step(8, "0.5"), "WRONG_CALL", "loss"),
+    ("loss: what the model returned", lambda h: h.learner.step(8, {"loss": torch.ones(())}), "WRONG_CALL", "loss"),
+    ("loss: complex", lambda h: h.learner.step(8, torch.ones((), dtype=torch.complex64)), "WRONG_CALL", "loss"),
+    ("after finish", lambda h: h.finished.step(8), "LEARNER_ENDED", "join again"),
+    ("after the with", after_the_with, "LEARNER_ENDED", "join again"),
+    ("in two threads", step_in_two_threads, "WRONG_CALL", "thread"),
+    ("inside a block", inside_a_block(lambda learner: learner.step(8)), "WRONG_CALL", "end the block"),
+    ("after another join under its id", joined_twice, "SUPERSEDED", ""),
+    ("after load_state_dict", load_after_join, "MODEL_CHANGED", "learner.restore(checkpoint)"),
+    ("after a layer was replaced", other_parameters, "MODEL_CHANGED", "replaced by other tensors"),
+]  # fmt: skip
+OTHER_CALLS: list[Row] = [
+    ("poll after finish", lambda h: h.finished.poll(), "LEARNER_ENDED", "join again"),
+    ("poll inside a block", inside_a_block(lambda learner: learner.poll()), "WRONG_CALL", "end the block"),
+    ("poll for words", lambda h: h.learner.poll("1 s"), "WRONG_CALL", "wait_s"),
+    ("poll for less than nothing", lambda h: h.learner.poll(-1.0), "WRONG_CALL", "wait_s"),
+    ("finish for words", lambda h: h.learner.finish("1 s"), "WRONG_CALL", "wait_s"),
+    ("finish after close", lambda h: [h.learner.close(), h.learner.finish()], "LEARNER_ENDED", "join again"),
+    ("finish inside a block", inside_a_block(lambda learner: learner.finish()), "WRONG_CALL", "end the block"),
+    ("leave for less than nothing", lambda h: h.learner.leave(-1), "WRONG_CALL", "wait_s"),
+    ("leave after close", lambda h: [h.learner.close(), h.learner.leave()], "LEARNER_ENDED", "join again"),
+    ("leave inside a block", inside_a_block(lambda learner: learner.leave()), "WRONG_CALL", "end the block"),
+    ("close for words", lambda h: h.learner.close("1 s"), "WRONG_CALL", "settle_s"),
+    ("a block inside a block", inside_a_block(lambda learner: learner.global_values().__enter__()), "WRONG_CALL",
+     "end the block"),
+    ("values: none", lambda h: h.learner.values({}).__enter__(), "WRONG_CALL", "there are none"),
+    ("values: None", lambda h: h.learner.values(None).__enter__(), "WRONG_CALL", "None"),
+    ("values: a path", lambda h: h.learner.values("best.pt").__enter__(), "WRONG_CALL", "best.pt"),
+    ("values: a list of tensors", lambda h: h.learner.values([*h.model.parameters()]).__enter__(), "WRONG_CALL", ""),
+    ("values: unknown name", lambda h: h.learner.values({"0.weigth": torch.ones(6, 4)}).__enter__(), "WRONG_CALL",
+     "did you mean 0.weight"),
+    ("values: another shape", lambda h: h.learner.values({"0.weight": torch.ones(4, 6)}).__enter__(), "WRONG_CALL",
+     "of shape (4, 6)"),
+    ("values: numbers", lambda h: h.learner.values({"0.weight": 1.0}).__enter__(), "WRONG_CALL", "0.weight is 1.0"),
+    ("restore: None", lambda h: h.learner.restore(None), "WRONG_CALL", "None"),
+    ("restore: of another model", lambda h: h.learner.restore(nn.Linear(2, 2)), "WRONG_CALL", "the model has no"),
+    ("restore after finish", lambda h: h.finished.restore(h.model), "LEARNER_ENDED", "join again"),
+    ("restore inside a block", lambda h: inside_a_block(lambda learner: learner.restore(h.model))(h), "WRONG_CALL",
+     "end the block"),
+    ("follow: None", lambda h: h.learner.follow(None, tokens=8), "BAD_CONFIG", "torch.optim"),
+    ("follow: without a count", lambda h: h.learner.follow(h.training.optimizer), "BAD_CONFIG", "neither tokens"),
+    ("follow: a count that is none", follow_wrong_amount, "BAD_CONFIG", "takes a whole number"),
+    ("follow twice", follow_twice, "BAD_CONFIG", "remove()"),
+    ("follow after finish", lambda h: h.finished.follow(h.training.optimizer, tokens=8), "LEARNER_ENDED", "join again"),
+    ("a copy", lambda h: copy.copy(h.learner), "WRONG_CALL", "state_dict()"),
+    ("a deep copy", lambda h: copy.deepcopy(h.learner), "WRONG_CALL", "state_dict()"),
+    ("a pickle", lambda h: pickle.dumps({"learner": h.learner}), "WRONG_CALL", "state_dict()"),
+    ("torch.save", lambda h: torch.save({"learner": h.learner}, h.folder / "a.pt"), "WRONG_CALL", "state_dict()"),
+    ("take_number: None", lambda h: take_number(None), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
+    ("take_number: a model", lambda h: take_number(h.model), "WRONG_CALL", "shards"),  # type: ignore[arg-type]
+    ("take_number: of another run", lambda h: take_number(h.address, run="other"), "WRONG_RUN", "other"),
+    ("take_number: wait_s", lambda h: take_number(h.address, wait_s=-1), "WRONG_CALL", "wait_s"),
+    ("digest_of: a state_dict", lambda h: digest_of(h.model.state_dict()), "WRONG_CALL", "give the nn.Module"),  # type: ignore[arg-type]
+    ("digest_of: another optimizer", lambda h: digest_of(h.model, companions=[None]), "BAD_CONFIG", "companions="),  # type: ignore[list-item]
+    ("init_island without torchrun", lambda h: init_island("gloo"), "WRONG_CALL", "torchrun"),
+    ("ProgressLR: no optimizer", lambda h: ProgressLR(h.model, h.learner), "WRONG_CALL", "optimizer"),  # type: ignore[arg-type]
+    ("ProgressLR: no learner", lambda h: ProgressLR(h.training.optimizer, h.address), "WRONG_CALL", "learner"),  # type: ignore[arg-type]
+    ("ProgressLR: another shape", lambda h: ProgressLR(h.training.optimizer, h.learner, "sine"), "BAD_CONFIG",  # type: ignore[arg-type]
+     "'sine'"),
+    ("ProgressLR: warm-up in steps", lambda h: ProgressLR(h.training.optimizer, h.learner, warmup=500), "BAD_CONFIG",
+     "from 0 to 1"),
+]  # fmt: skip
+CALLBACKS: list[Any] = [
+    pytest.param(*row, marks=mark, id=row[0])
+    for mark, row in [
+        (HF, ("Trainer: an island", lambda h: OfTransformers(h.address, island="all"), "BAD_CONFIG", "no island=")),
+        (HF, ("Trainer: a file", lambda h: OfTransformers(h.address, save_to=h.file()), "BAD_CONFIG", "is a file")),
+        (HF, ("Trainer: no such option", lambda h: OfTransformers(h.address, learnerid="a"), "WRONG_CALL",
+              "did you mean learner_id")),
+        (HF, ("Trainer: no shards", lambda h: OfTransformers(None), "WRONG_CALL", "shards")),
+        (HF, ("Trainer: the best model", lambda h: OfTransformers(h.address).on_train_begin(
+            SimpleNamespace(load_best_model_at_end=True), None, None), "BAD_CONFIG", "load_best_model_at_end")),
+        (HF, ("Trainer: added too late", lambda h: OfTransformers(h.address).on_step_end(None, None, None),
+              "WRONG_CALL", "before train()")),
+        (LIGHTNING, ("Lightning: an island", lambda h: OfLightning(h.address, island=1), "BAD_CONFIG", "no island=")),
+        (LIGHTNING, ("Lightning: no such option", lambda h: OfLightning(h.address, save="a"), "WRONG_CALL", "save")),
+        (LIGHTNING, ("Lightning: no shards", lambda h: OfLightning(5), "WRONG_CALL", "shards")),
+        (LIGHTNING, ("Lightning: another rate", lambda h: OfLightning(h.address, rate="sine"), "WRONG_CALL", "'sine'")),
+        (LIGHTNING, ("Lightning: text", batch_without_a_tensor, "BAD_CONFIG", "give tokens= or samples=")),
+        (LIGHTNING, ("Lightning: added too late", lambda h: OfLightning(h.address).on_train_end(None, None),
+                     "WRONG_CALL", "before fit()")),
+    ]
+]  # fmt: skip
+ALL = [
+    *(pytest.param(*row, id=f"join, {row[0]}") for row in JOIN),
+    *(pytest.param(*row, id=f"step, {row[0]}") for row in STEP),
+    *(pytest.param(*row, id=row[0]) for row in OTHER_CALLS),
+    *CALLBACKS,
+]
+
+
+@pytest.mark.parametrize(("wrong", "call", "code", "words"), ALL)
+def test_a_wrong_call_is_told_in_at_most_three_lines_with_a_code(
+    here: Here, wrong: str, call: Callable[[Here], Any], code: str, words: str
+) -> None:
+    with pytest.raises(DilocoError) as raised:
+        call(here)
+
+    told = one_line(raised.value, "diloco")
+    assert told.endswith(f" [{code}]"), told
+    assert words in told
+    assert len(told.splitlines()) <= LINES_MAX
+    assert "Traceback" not in told
+
+
+def test_there_are_a_hundred() -> None:
+    assert len({row.id for row in ALL}) == len(ALL) >= 100
+
+
+@pytest.mark.parametrize("again", ["finish", "leave", "close"])
+def test_an_end_may_be_repeated(here: Here, again: str) -> None:
+    here.training.step()
+    first = here.learner.finish(wait_s=20.0)
+    for _ in range(2):
+        assert getattr(here.learner, again)() in (first, None)

@@ -1,0 +1,267 @@
+"""An optimizer that takes back what versions have put into the model is noticed, and no honest one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from test_watch import Sam
+from torch import Tensor, nn
+
+from builders import TinyText, make_settings
+from diloco_common.errors import VersionUndone
+from diloco_common.manifest import Fragment, Piece
+from diloco_worker.core.shared_set import SharedSet
+from diloco_worker.core.undone import IN_A_ROW, ROW, STEPS, Laid, is_gone
+from diloco_worker.masters import Masters, find_copies
+from lockstep import Lockstep
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SGD: Make = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+ADAMW: Make = partial(torch.optim.AdamW, lr=0.01)
+
+
+class OnMasters:
+    """Steps on float32 copies, and writes them over the parameters, as apex and others do."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], make: Make = ADAMW) -> None:
+        self.parameters = list(parameters)
+        self.copies = [nn.Parameter(p.detach().float().clone()) for p in self.parameters]
+        self.inner = make(self.copies)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            parameter.copy_(copy)
+
+
+class Lookahead:
+    """Every k steps, slow weights go half of the way to the fast ones, and these back to them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], make: Make = ADAMW, k: int = 5) -> None:
+        self.inner, self.k, self.count = make(list(parameters)), k, 0
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if not self.count:
+            self.slow = {p: p.clone() for p in self.parameters()}
+        self.inner.step()
+        for p in self.parameters():
+            self.state[p]["slow_param"] = self.slow[p]
+        self.count += 1
+        if self.count % self.k == 0:
+            for p in self.parameters():
+                p.copy_(self.slow[p].lerp_(p, 0.5))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that keeps z and x, and writes y, between them, over the parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.5) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"z": p.clone(), "x": p.clone()}
+                z, x = state["z"], state["x"]
+                z.sub_(p.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / self.count)
+                p.copy_(x.lerp(z, 0.1))
+
+
+class TwoSteps(Sam):
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    """Every third token after the one before, with some noise."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        start = torch.randint(0, TinyText.VOCABULARY, (8, 1), generator=generator)
+        noise = torch.randint(0, 2, (8, 12), generator=generator).cumsum(1)
+        yield (start + 3 * torch.arange(12) + noise) % TinyText.VOCABULARY
+
+
+def trained(
+    make: Callable[[Iterable[nn.Parameter]], object], *, masters: Callable[[object], Masters] | None = None,
+    steps: int = 120, sync_every: int = 8, dtype: torch.dtype = torch.float32, num_learners: int = 2,
+) -> tuple[int, float]:  # fmt: skip
+    """Train some learners together. Returns at which step one was refused (0: none was), and the last loss."""
+    cluster = Lockstep(make_settings(sync={"sync_every": sync_every, "push": "int8", "pull": "bfloat16"}))
+    learners = []
+    for i in range(num_learners):
+        model = TinyText().to(dtype)
+        optimizer = make(model.parameters())
+        copies = None if masters is None else find_copies(masters(optimizer), SharedSet(model))
+        learners.append((cluster.join(f"learner-{i}", model, copies=copies), model, optimizer, batches(i)))
+    loss = torch.zeros(())
+    for step in range(1, steps + 1):
+        cluster.shards[0].advance(1.0)
+        for learner, model, optimizer, data in learners:
+            batch = next(data)
+            for _ in range(2 if isinstance(optimizer, TwoSteps) else 1):
+                optimizer.zero_grad()
+                loss = model.loss(batch)
+                loss.backward()
+                if isinstance(optimizer, TwoSteps):
+                    (optimizer.second_step if optimizer.old else optimizer.first_step)()
+                else:
+                    optimizer.step()
+            if isinstance(optimizer, TwoSteps):
+                optimizer.old.clear()
+            try:
+                learner.replica.laid.check()
+            except VersionUndone:
+                return step, loss.item()
+            cluster.stepped(learner.learner_id, batch.numel())
+        cluster.exchange()
+    assert cluster.shards[0].shard.fragments[0].version >= 4
+    return 0, loss.item()
+
+
+HONEST: dict[str, Callable[[Iterable[nn.Parameter]], object]] = {
+    "sgd": SGD,
+    "sgd-fast": partial(torch.optim.SGD, lr=2.0),
+    "adamw": ADAMW,
+    "adamw-fast": partial(torch.optim.AdamW, lr=0.1),
+    "decay": partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.05),
+    "nothing": partial(torch.optim.SGD, lr=0.0),
+    "rprop": torch.optim.Rprop,
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "sam": lambda parameters: TwoSteps(p := list(parameters), torch.optim.SGD(p, lr=0.3), rho=0.05),
+}
+
+
+@pytest.mark.parametrize("sync_every", [4, 12])
+@pytest.mark.parametrize("name", HONEST)
+def test_an_optimizer_that_steps_on_the_parameters_is_never_refused(name: str, sync_every: int) -> None:
+    refused, _ = trained(HONEST[name], sync_every=sync_every, steps=60)
+    assert not refused
+
+
+def test_nor_is_one_whose_steps_are_rounded_away() -> None:
+    refused, _ = trained(partial(torch.optim.SGD, lr=0.05), dtype=torch.bfloat16)
+    assert not refused
+
+
+OVERWRITE = {
+    "masters": (OnMasters, torch.bfloat16, lambda o: list(zip(o.parameters, o.copies, strict=True))),
+    "masters of float32": (OnMasters, torch.float32, lambda o: list(zip(o.parameters, o.copies, strict=True))),
+    "masters by sgd": (partial(OnMasters, make=SGD), torch.bfloat16,
+                       lambda o: list(zip(o.parameters, o.copies, strict=True))),
+    "lookahead": (Lookahead, torch.float32, lambda o: o),
+    "schedule-free": (ScheduleFree, torch.float32, lambda o: o),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OVERWRITE)
+def test_an_optimizer_that_writes_a_copy_over_the_parameters_is_refused(kind: str) -> None:
+    make, dtype, _ = OVERWRITE[kind]
+    refused, _ = trained(make, dtype=dtype)
+    assert 0 < refused < 60
+
+
+@pytest.mark.parametrize("kind", OVERWRITE)
+def test_and_is_not_where_its_copies_get_versions(kind: str) -> None:
+    make, dtype, masters = OVERWRITE[kind]
+    refused, loss = trained(make, dtype=dtype, masters=masters)
+    assert not refused
+    assert loss < 2.6
+
+
+def test_the_refusal_says_what_to_do() -> None:
+    laid, theta, piece = overwritten(IN_A_ROW - 1)
+    with pytest.raises(VersionUndone, match=r"masters=optimizer or masters=\{name: tensor\}") as caught:
+        one_version(laid, theta, piece, is_undone=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_versions_that_stay_begin_the_count_anew(is_undone: bool) -> None:
+    laid, theta, piece = overwritten(IN_A_ROW - 1)
+    one_version(laid, theta, piece, is_undone=False)
+    for _ in range(IN_A_ROW - 1):
+        one_version(laid, theta, piece, is_undone=True)
+    if is_undone:
+        with pytest.raises(VersionUndone):
+            one_version(laid, theta, piece, is_undone=True)
+
+
+def overwritten(times: int) -> tuple[Laid, Tensor, Fragment]:
+    theta = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    laid = Laid(lambda name: theta)
+    fragment = Fragment(0, 0, (Piece("w", 0, 200, 0),))
+    for _ in range(times):
+        one_version(laid, theta, fragment, is_undone=True)
+    return laid, theta, fragment
+
+
+def one_version(laid: Laid, theta: Tensor, fragment: Fragment, *, is_undone: bool) -> None:
+    version = torch.randn(theta.shape)
+    with laid.under(fragment):
+        theta.add_(version)
+    for step in range(STEPS):
+        theta.add_(torch.randn(theta.shape), alpha=0.01)
+        if is_undone and step == 2:
+            theta.sub_(version)
+        laid.check()
+
+
+# ------------------------------------------------------------------ what counts as gone
+
+
+def seen(rows: int, *, at: int, share: float, step: float = 0.1, laid: float = 1.0, steps: int = STEPS) -> Tensor:
+    """Rows of a version of that size, of which step `at` takes back a share; the others train by steps of that size."""
+    generator = torch.Generator().manual_seed(0)
+    d = torch.randn(rows, ROW, generator=generator) * laid
+    before = torch.randn(rows, ROW, generator=generator)
+    found = [before, before + d]
+    for number in range(steps):
+        moved = torch.randn(rows, ROW, generator=generator) * step
+        found.append(found[-1] + moved - (share * d if number == at else 0.0))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (seen(4, at=0, share=1.0), True),
+        (seen(4, at=4, share=0.5), True),
+        (seen(1, at=0, share=1.0, steps=3), True),
+        (seen(4, at=0, share=0.0), False),
+        (seen(4, at=0, share=0.2), False),  # a schedule that averages slowly
+        (seen(4, at=0, share=4.0), False),  # a step that is far longer
+        (seen(4, at=0, share=0.0, step=10.0), False),
+        (seen(4, at=0, share=1.0, step=1.0), False),  # in steps as long as the version nobody can tell
+        (seen(4, at=0, share=1.0, laid=0.0), False),
+        (torch.cat([seen(2, at=0, share=1.0), seen(1, at=0, share=0.0)], 1), True),
+        (torch.cat([seen(1, at=0, share=1.0), seen(2, at=0, share=0.0)], 1), False),
+        (torch.cat([seen(1, at=0, share=1.0), seen(2, at=0, share=0.0, laid=0.0)], 1), True),  # these say nothing
+    ],
+)  # fmt: skip
+def test_a_version_is_gone_where_one_step_is_its_inverse(samples: Tensor, expected: bool) -> None:
+    assert is_gone(samples) is expected
