@@ -67,9 +67,12 @@ def test_every_line_has_a_case_and_every_case_a_line() -> None:
 
 @pytest.fixture
 def ground(serve, tmp_path) -> Ground:
-    exact = {"push": "float32", "pull": "float32", "fragments": 2}
-    shards = [serve(settings_with(sync=exact, shard={"index": i, "count": 2})) for i in range(2)]
-    yield Ground(",".join(shard.address for shard in shards), tmp_path)
+    def start(**sync: int) -> str:
+        exact = {"push": "float32", "pull": "float32", "fragments": 2, **sync}
+        shards = [serve(settings_with(sync=exact, shard={"index": i, "count": 2})) for i in range(2)]
+        return ",".join(shard.address for shard in shards)
+
+    yield Ground(start, tmp_path)
     rest()
 
 

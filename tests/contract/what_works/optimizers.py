@@ -257,3 +257,121 @@ def gan() -> Script:
         return loss
 
     return Script({"generator": generator, "judge": judge}, step)
+
+
+# ---------------------------------------------------------------- weights of the optimizer's own
+
+
+class OnMasters:
+    """AdamW on float32 copies, which are written over the parameters, as apex and others do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.parameters]
+        self.inner = torch.optim.AdamW(self.masters, lr=0.03)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        self.inner.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.copy_(master)
+
+
+class Lookahead(torch.optim.SGD):
+    """Every second step, slow weights go half of the way to the fast ones, and these back to them."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        self.steps += 1
+        for group in self.param_groups:
+            for fast in group["params"]:
+                slow = self.state[fast].setdefault("slow_param", fast.clone())
+                if self.steps % 2 == 0:
+                    fast.copy_(slow.lerp_(fast, 0.5))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule: the parameters are y, between z and its mean."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": RATE})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for y in group["params"]:
+                z = self.state[y].setdefault("z", y.clone())
+                share = 1 / self.steps
+                y.lerp_(z, share).add_(y.grad, alpha=RATE * (0.9 * (1 - share) - 1))
+                z.sub_(y.grad, alpha=RATE)
+
+
+def with_masters(model: nn.Module, optimizer: OnMasters) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        model.zero_grad()
+        loss = loss_of(lambda x: model(x.bfloat16()))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@CASES.script("float32 masters beside bfloat16 weights, with masters=")
+def masters() -> Script:
+    model = small().bfloat16()
+    optimizer = OnMasters(model)
+    pairs = list(zip(model.parameters(), optimizer.masters, strict=True))
+    return Script(model, with_masters(model, optimizer), {"masters": pairs}, exact=4e-3)
+
+
+@CASES("float32 masters beside bfloat16 weights, without masters=")
+def masters_unsaid(ground: Ground) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)).bfloat16()  # of fewer, no tensor is watched
+    ground.is_undone(Script(model, with_masters(model, OnMasters(model))))
+
+
+@CASES.script("Lookahead, with masters=")
+def lookahead() -> Script:
+    model = small()
+    optimizer = Lookahead(model.parameters(), lr=RATE)
+    return Script(model, loop(model, optimizer), {"masters": optimizer})
+
+
+@CASES.script("schedule-free, with masters=")
+def schedule_free() -> Script:
+    model = small()
+    optimizer = ScheduleFree(model.parameters())
+    return Script(model, loop(model, optimizer), {"masters": optimizer})
+
+
+@CASES.script("SAM: two steps, p.data = old")
+def sam() -> Script:
+    model = small()
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def step() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        old = [p.data for p in model.parameters()]
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data = parameter.data + 0.05 * parameter.grad
+        inner.zero_grad()
+        loss_of(model).backward()
+        for parameter, values in zip(model.parameters(), old, strict=True):
+            parameter.data = values
+        inner.step()
+        inner.zero_grad()
+        return loss
+
+    return Script(model, step)

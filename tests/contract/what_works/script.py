@@ -62,8 +62,12 @@ class Script:
 class Ground:
     """Where a case runs: shards that are there already, and a folder."""
 
-    shards: str
+    start: Callable[..., str]
+    """Starts two shards with these settings of `sync`; gives their addresses."""
     folder: Path
+
+    def __post_init__(self) -> None:
+        self.shards = self.start()
 
     def trains(self, script: Script) -> None:
         """It trains beside partners, and all that the module says is true. Raises what `join` and `step` raise."""
@@ -127,6 +131,21 @@ class Ground:
             pass
         assert not off, f"what the version must have brought is not in the model; it is off by {off}"
 
+    def is_undone(self, script: Script) -> None:
+        """Versions come every few steps, and the script takes them back. Returns if nobody notices."""
+        self.shards = self.start(sync_every=12)
+        partners = [Partner(copy.deepcopy(script.model), {}) for _ in range(2)]
+        with self.learner(script.model, "script", **script.options) as learner, ExitStack() as joined:
+            for number, partner in enumerate(partners):
+                partner.learner = joined.enter_context(self.learner(partner.model, f"partner-{number}"))
+            for _ in range(120):
+                learner.step(samples=SAMPLES, loss=script.step())
+                for partner in partners:
+                    partner.step(JUMP / 4)
+                for one in (learner, *(partner.learner for partner in partners)):
+                    assert one is not None
+                    one.poll(0.01)
+
     @contextmanager
     def learner(self, model: Models, learner_id: str, **options: Any) -> Iterator[Learner]:
         joined = diloco_worker.join(self.shards, model, learner_id=learner_id, wait_s=20.0, log=None, **options)
@@ -146,10 +165,10 @@ class Partner:
     learner: Learner | None = None
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, jump: float = JUMP) -> None:
         assert self.learner is not None
         for theta in SharedSet(self.model, **self.names).shared.values():
-            theta.add_(JUMP)
+            theta.add_(jump)
         self.learner.step(samples=SAMPLES)
 
 
