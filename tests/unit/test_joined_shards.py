@@ -42,7 +42,16 @@ def test_addresses_that_are_no_run_are_a_mistake_of_the_user(before: list[Joined
         shards.join(joined)
 
 
-@pytest.mark.parametrize("other", [{"manifest_digest": "another"}, {"policy": replace(POLICY, sync_every=5)}])
+def test_a_shard_that_reads_the_model_in_another_way_is_of_another_version() -> None:
+    shards = Shards(2)
+    shards.join(FIRST)
+    with pytest.raises(ManifestMismatch, match=r"ps-0:50051 reads this model in another way .* of another version"):
+        shards.check(replace(FIRST, manifest_digest="another"), "digest", is_new=True)
+
+
+@pytest.mark.parametrize(
+    "other", [{"num_fragments": 7, "manifest_digest": "another"}, {"policy": replace(POLICY, sync_every=5)}]
+)
 def test_shards_with_other_settings_than_the_first_one_are_refused(other: dict[str, object]) -> None:
     shards = Shards(2)
     shards.join(FIRST)

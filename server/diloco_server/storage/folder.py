@@ -13,7 +13,7 @@ from diloco_server.storage.version import Origin
 def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:
     """The store, and the lock on its folder. Raises InUse, and DataError if the disk refuses.
 
-    `epoch_in_memory` is for a shard without a folder, `first_epoch` for a folder that names no epoch.
+    `epoch_in_memory` is for a shard without a folder, `first_epoch` the least epoch of one that has a folder.
     """
     folder = settings.shard.data_dir
     if folder is None:

@@ -121,9 +121,9 @@ class FileStore:
     def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
         """Begin an epoch, durably.
 
-        `first_epoch` is for a folder that names no epoch: a new one, an emptied one, or one restored from a checkpoint.
-        It must be above every earlier epoch of the run, or versions of two epochs would have the same name. Seconds
-        since 1970 are high enough. Raises OSError.
+        `first_epoch` is the least that it may be: above every earlier epoch of the run, or versions of two epochs would
+        have the same name. A folder that is new, emptied, or a copy of an earlier day, names none of the epochs that
+        the shard has had since. Seconds since 1970 are high enough. Raises OSError.
         """
         self._fs = fs
         self._origin = origin
@@ -134,7 +134,7 @@ class FileStore:
             if name.endswith(TEMPORARY):
                 fs.remove(name)
         epochs = sorted(int(m[1]) for name in names if (m := _EPOCH.fullmatch(name)))
-        self.epoch = epochs[-1] + 1 if epochs else first_epoch
+        self.epoch = max(first_epoch, epochs[-1] + 1 if epochs else 0)
         self._was_restored = not epochs
         self._begin_epoch(epochs)
 

@@ -69,6 +69,13 @@ class Shards:
         policy = joined.policy
         if not is_new:  # H is the shard's alone, and of pulls a learner takes values in any case: both may change
             policy = replace(policy, sync_every=first.policy.sync_every, pull_encoding=first.policy.pull_encoding)
+        is_cut_alike = (joined.num_fragments, joined.num_shards) == (first.num_fragments, first.num_shards)
+        if is_cut_alike and policy == first.policy and joined.manifest_digest != manifest_digest:
+            raise ManifestMismatch(
+                f"{joined.address} reads this model in another way than this learner: it is of another version, which "
+                "knows other kinds of tensors (buffers, for example). Exchange the shards first, or keep those tensors "
+                "with this learner, join(private=[...]); see docs/upgrades.md"
+            )
         if joined.manifest_digest != manifest_digest or policy != first.policy:
             raise ManifestMismatch(
                 f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "

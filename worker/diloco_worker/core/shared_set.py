@@ -42,6 +42,7 @@ class SharedSet:
         """One module, also where several have joined."""
         self.is_named = shared is not None
         """Whether the user has said what is shared, so that it may be frozen and unfrozen at any time."""
+        _refuse_scripted(self.model)
         by_name = names.parameters(self.model)
         _refuse_lazy(by_name)
         self.name_of = names.canonical(by_name)
@@ -111,6 +112,16 @@ def matching(argument: str, patterns: Patterns, known: Iterable[str]) -> set[str
             raise WrongCall(f"{argument}={pattern!r} fits nothing in the model{did_you_mean(pattern, names_known)}")
         found.update(fits)
     return found
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """TorchScript keeps tensors where nobody can look at them in place. Raises UnsupportedModel."""
+    for path, module in names.modules(model):
+        if "torch.jit._script.ScriptModule" in names.type_names(module):
+            raise UnsupportedModel(
+                f"{path or 'the model'} is of TorchScript: join the module that it was made of by torch.jit.script, "
+                "whose parameters are the same, and train the script"
+            )
 
 
 def _refuse_lazy(parameters: Mapping[str, nn.Parameter]) -> None:

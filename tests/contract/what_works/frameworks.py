@@ -1,0 +1,144 @@
+"""Loops that sit inside a library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from what_works.script import RATE, Cases, Ground, Script, X, loop, loss_of, small, values
+
+CASES = Cases()
+STEPS = 4
+
+
+def holds_the_global_values(ground: Ground, model: Any) -> None:
+    found = ground.pulled()
+    for name, theta in values(model, {}).items():
+        assert torch.equal(theta, found[name]), name
+
+
+@CASES("Trainer of transformers, with DilocoCallback")
+def trainer(ground: Ground) -> None:
+    pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
+    from test_hf_contract import trainer
+
+    training = trainer(ground.shards, ground.folder, max_steps=STEPS)
+    training.train()
+    assert training.diloco.learner.inner_step == STEPS
+    holds_the_global_values(ground, training.model)
+
+
+@CASES("Trainer of transformers with dataloader_num_workers")
+def trainer_with_workers(ground: Ground) -> None:
+    pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
+    from test_hf_contract import trainer
+
+    training = trainer(ground.shards, ground.folder, max_steps=STEPS, dataloader_num_workers=2)
+    training.train()
+    holds_the_global_values(ground, training.model)
+
+
+@CASES("Trainer of transformers with load_best_model_at_end")
+def best_model(ground: Ground) -> None:
+    pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
+    from test_hf_contract import trainer
+
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": STEPS}
+    trainer(ground.shards, ground.folder, max_steps=STEPS, **best).train()
+
+
+@CASES("models of transformers in a loop of one's own")
+def own_loop(ground: Ground) -> None:
+    pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed")
+    from test_model_zoo_contract import KINDS, made
+
+    model, inputs = made(KINDS["t5"]), KINDS["t5"].inputs(torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    ground.trains(Script(model, loop(model, optimizer, lambda: model(**inputs).loss)))
+
+
+@CASES("peft: LoRA")
+def lora(ground: Ground) -> None:
+    peft = pytest.importorskip("peft", reason="NOT RUN: peft is not installed")
+    from test_model_zoo_contract import KINDS, made
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(made(KINDS["gpt2"]), peft.LoraConfig(target_modules=["c_attn"], r=2))
+
+    model = adapted()
+    inputs = KINDS["gpt2"].inputs(torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    ground.trains(Script(model, loop(model, optimizer, lambda: model(**inputs).loss), plain=adapted))
+
+
+@CASES("Trainer of Lightning, with DilocoCallback")
+def lightning(ground: Ground) -> None:
+    pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed")
+    from test_lightning_contract import fit
+
+    callback, module = fit(ground.shards, ground.folder, max_steps=STEPS)
+    assert callback.learner is not None
+    assert callback.learner.inner_step == STEPS
+    holds_the_global_values(ground, module)
+
+
+@CASES("Trainer of Lightning with loader workers")
+def lightning_with_workers(ground: Ground) -> None:
+    pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed")
+    from test_lightning_contract import fit
+
+    _, module = fit(ground.shards, ground.folder, max_steps=STEPS, loaders=1)
+    holds_the_global_values(ground, module)
+
+
+@CASES("Fabric of Lightning")
+def fabric(ground: Ground) -> None:
+    lightning = pytest.importorskip("lightning", reason="NOT RUN: lightning is not installed")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    plain = small()
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), RATE))
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        fabric.backward(loss)
+        optimizer.step()
+        return loss
+
+    ground.trains(Script(plain, step, plain=small))
+
+
+@CASES("Accelerate")
+def accelerate(ground: Ground) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    plain = small()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), RATE))
+
+    def step() -> Tensor:
+        with accelerator.accumulate(model):
+            loss = loss_of(model)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    ground.trains(Script(model, step, plain=small))
+
+
+@CASES("a loop inside another library: learner.follow(optimizer)")
+def followed(ground: Ground) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    with ground.learner(model, "script") as learner:
+        learner.follow(optimizer, samples=len(X))
+        step = loop(model, optimizer)
+        for _ in range(STEPS):
+            step()
+        assert learner.inner_step == STEPS
+        assert learner.finish()
+    holds_the_global_values(ground, model)

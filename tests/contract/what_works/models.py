@@ -1,0 +1,248 @@
+"""Models: what they are made of, and what is handed to `join` in their place."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from what_works.script import RATE, Cases, Ground, Script, X, Y, loop, loss_of, small, usual
+
+CASES = Cases()
+
+
+def seeded(make: type[nn.Module] | partial[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+@CASES.script("a convolutional network")
+def convolutional() -> Script:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.ReLU(), nn.ConvTranspose2d(3, 2, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+    images = X.reshape(8, 1, 2, 2)
+    return Script(model, loop(model, loss=lambda: (model(images) - Y).square().mean()))
+
+
+@CASES.script("an LSTM or GRU with packed weights")
+def recurrent() -> Script:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, num_layers=2), nn.Linear(5, 2)
+            self.lstm.flatten_parameters()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head(self.lstm(x)[0])
+            return found
+
+    model = seeded(Recurrent)
+    return Script(model, loop(model, torch.optim.Adam(model.parameters(), lr=RATE)))
+
+
+@CASES.script("a Transformer of torch, with dropout")
+def transformer() -> Script:
+    model = seeded(partial(nn.TransformerEncoderLayer, 4, 2, 8))
+    words = X.reshape(8, 1, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    return Script(model, loop(model, optimizer, lambda: (model(words)[:, 0, :2] - Y).square().mean()))
+
+
+@CASES.script("embeddings and a head that is tied to them")
+def tied() -> Script:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(7, 3)
+            self.head = nn.Linear(3, 7, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, rows: Tensor) -> Tensor:
+            found: Tensor = self.head(self.words(rows))
+            return found
+
+    model, rows = seeded(Tied), torch.arange(7)
+    return Script(model, loop(model, loss=lambda: nn.functional.cross_entropy(model(rows), rows.roll(1))))
+
+
+@CASES.script("a layer that is used at several places")
+def reused() -> Script:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    return usual(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 2)))
+
+
+@CASES.script("LayerNorm, GroupNorm and others without statistics")
+def norms() -> Script:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), nn.Linear(6, 2))
+    return Script(model, loop(model, torch.optim.Adam(model.parameters(), lr=RATE)))
+
+
+@CASES.script("BatchNorm and others with running statistics")
+def statistics() -> Script:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+    return usual(model, is_whole=True)
+
+
+class Queued(nn.Module):
+    """A layer with buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("queue", torch.randn(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue = self.queue.roll(1)
+        self.seen += 1
+        found: Tensor = self.layer(x) * self.mask
+        return found
+
+
+@CASES.script("other buffers: codebooks, counters, masks, caches")
+def buffers() -> Script:
+    return usual(Queued(), is_whole=True)
+
+
+@CASES.script('buffers of this learner\'s own, with private=["queue"]')
+def own_buffers() -> Script:
+    model = Queued()
+    return Script(model, loop(model), {"private": ["queue"]})
+
+
+@CASES.script("a mixture of experts: some get no gradient in a step")
+def experts() -> Script:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.experts[1](x)
+            return found
+
+    model = seeded(Mixture)
+    return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=RATE)))
+
+
+@CASES.script("LoRA and other adapters: the base is frozen")
+def adapters() -> Script:
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(4, 2).requires_grad_(False)
+            self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.base(x) + self.up(self.down(x))
+            return found
+
+    model = seeded(Adapter)
+    return Script(model, loop(model, torch.optim.AdamW(model.parameters(), lr=RATE)))
+
+
+@CASES("another frozen base than the first learner's")
+def another_base(ground: Ground) -> None:
+    first, second = (nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)) for _ in range(2))
+    with ground.learner(first, "first"), ground.learner(second, "script"):
+        pass
+
+
+@CASES.script('another frozen base, with frozen="any"')
+def any_base() -> Script:
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+
+    model = made(0)
+    return Script(model, loop(model), {"frozen": "any"}, plain=lambda: made(1))
+
+
+@CASES("another model than the first learner's")
+def another_model(ground: Ground) -> None:
+    with ground.learner(small(), "first"), ground.learner(nn.Linear(4, 2), "script"):
+        pass
+
+
+@CASES.script('heads of this learner\'s own, with private=["2.*"]')
+def private() -> Script:
+    model = small()
+    return Script(model, loop(model), {"private": ["2.*"]})
+
+
+@CASES.script("a list of models")
+def several() -> Script:
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 3), nn.Linear(3, 2)
+    whole = nn.Sequential(body, head)
+    return Script([body, head], loop(whole))
+
+
+@CASES.script("a dict of models")
+def named() -> Script:
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 3), nn.Linear(3, 2)
+    whole = nn.Sequential(body, head)
+    return Script({"actor": body, "critic": head}, loop(whole))
+
+
+@CASES.script("models that share a part")
+def sharing() -> Script:
+    torch.manual_seed(0)
+    body = nn.Linear(4, 3)
+    actor, critic = nn.Sequential(body, nn.Linear(3, 2)), nn.Sequential(body, nn.Linear(3, 2))
+    optimizer = torch.optim.SGD({*actor.parameters(), *critic.parameters()}, RATE)
+    both = nn.ModuleList([actor, critic])
+    return Script([actor, critic], loop(both, optimizer, lambda: loss_of(actor) + loss_of(critic)))
+
+
+@CASES("model.parameters(), an optimizer, None")
+def no_model(ground: Ground) -> None:
+    with ground.learner(small().parameters(), "script"):  # type: ignore[arg-type]
+        pass
+
+
+@CASES("a model in which nothing is trained")
+def frozen(ground: Ground) -> None:
+    with ground.learner(small().requires_grad_(False), "script"):
+        pass
+
+
+@CASES("a lazy module before its first batch")
+def lazy(ground: Ground) -> None:
+    with ground.learner(nn.LazyLinear(2), "script"):
+        pass
+
+
+@CASES.script("a lazy module after its first batch")
+def no_longer_lazy() -> Script:
+    torch.manual_seed(0)
+    model = nn.LazyLinear(2)
+    model(X)
+    return usual(model)
+
+
+@CASES("a model on the meta device")
+def meta(ground: Ground) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    with ground.learner(model, "script"):
+        pass
+
+
+@CASES("a model that holds NaN")
+def not_finite(ground: Ground) -> None:
+    model = small()
+    nn.init.constant_(next(model.parameters()), torch.nan)
+    with ground.learner(model, "script"):
+        pass

@@ -1,0 +1,235 @@
+"""What is put around a model, or around parts of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+from what_works.script import RATE, Cases, Ground, Script, loop, loss_of, small, usual
+
+CASES = Cases()
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@CASES.script("torch.compile(model)")
+def compiled() -> Script:
+    model = torch.compile(small(), backend="eager")
+    return usual(model, plain=small)  # type: ignore[arg-type]
+
+
+@CASES.script("model.compile()")
+def compiled_in_place() -> Script:
+    model = small()
+    model.compile(backend="eager")
+    return usual(model, plain=small)
+
+
+@CASES.script("a compiled step")
+def compiled_step() -> Script:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+    @torch.compile(backend="eager")
+    def step() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Script(model, step)
+
+
+@CASES.script("torch.jit.script(model)")
+def scripted() -> Script:
+    model = small()
+    script = torch.jit.script(model)
+    return Script(model, loop(script), plain=small)
+
+
+@CASES("what torch.jit.script returned, or torch.jit.load")
+def script_joins(ground: Ground) -> None:
+    with ground.learner(torch.jit.script(small()), "script"):
+        pass
+
+
+@CASES.script("torch.fx and torch.export")
+def traced() -> Script:
+    return usual(torch.fx.symbolic_trace(small()))
+
+
+@CASES.script("functional_call")
+def functional() -> Script:
+    model = small()
+    named = dict(model.named_parameters())
+    return Script(model, loop(model, loss=lambda: loss_of(lambda x: torch.func.functional_call(model, named, (x,)))))
+
+
+@CASES.script("checkpointed activations, both ways")
+def checkpointed() -> Script:
+    model = small()
+    model[0] = checkpoint_wrapper(model[0])  # type: ignore[index,operator]
+    return Script(
+        model, loop(model, loss=lambda: loss_of(lambda x: checkpoint(model, x, use_reentrant=False))), plain=small
+    )
+
+
+@CASES.script("DataParallel")
+def data_parallel() -> Script:
+    return usual(DataParallel(small()), plain=small)
+
+
+@CASES("DistributedDataParallel with island=")
+def ddp(ground: Ground) -> None:
+    with one_rank():
+        model = DistributedDataParallel(small())
+        ground.trains(usual(model, options={"island": dist.group.WORLD}, plain=small))
+
+
+@CASES("fully_shard (FSDP2) with island=")
+def fsdp2(ground: Ground) -> None:
+    with one_rank():
+        model = fully_shard(small(), mesh=init_device_mesh("cpu", (1,)))
+        ground.trains(usual(model, options={"island": dist.group.WORLD}, plain=small))
+
+
+def refused(make: Callable[[], nn.Module]) -> Callable[[Ground], None]:
+    def case(ground: Ground) -> None:
+        with one_rank(), ground.learner(make(), "script"):
+            pass
+
+    return case
+
+
+CASES("DistributedDataParallel or fully_shard without island=")(refused(lambda: DistributedDataParallel(small())))
+CASES("FullyShardedDataParallel (FSDP1)")(
+    refused(lambda: FullyShardedDataParallel(small(), device_id=torch.device("cpu")))
+)
+CASES("tensor parallelism")(
+    refused(lambda: parallelize_module(small(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()}))
+)
+
+
+class DeepSpeedEngine(nn.Module):
+    """Called as the real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = small()
+
+
+DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+CASES("DeepSpeed")(refused(DeepSpeedEngine))
+
+
+@CASES("torchrun with several processes, and no island=")
+def torchrun(ground: Ground) -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    try:
+        with ground.learner(small(), "script"):
+            pass
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+@CASES('torchrun with several processes, and island="alone"')
+def torchrun_alone(ground: Ground) -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    try:
+        ground.trains(usual(small(), options={"island": "alone"}))
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
+@CASES.script("weight_norm, the older one (weight_g, weight_v)")
+def weight_norm_with_hooks() -> Script:
+    def made() -> nn.Module:
+        return nn.utils.weight_norm(linear())
+
+    return usual(made(), plain=made)
+
+
+@CASES.script("parametrizations.weight_norm and orthogonal")
+def weight_norm() -> Script:
+    torch.manual_seed(0)
+    return usual(
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), parametrizations.orthogonal(nn.Linear(4, 2)))
+    )
+
+
+@CASES.script("spectral_norm, both")
+def spectral_norm() -> Script:
+    torch.manual_seed(0)
+
+    def made() -> nn.Module:
+        return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 2)))
+
+    return usual(made(), plain=made)
+
+
+@CASES.script("a parametrization of one's own, also inside parametrize.cached()")
+def own_parametrization() -> Script:
+    class Symmetric(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+
+    def loss() -> Tensor:
+        with parametrize.cached():
+            return loss_of(model)
+
+    return Script(model, loop(model, loss=loss))
+
+
+@CASES.script("pruning (a mask) before join")
+def pruned() -> Script:
+    def made() -> nn.Module:
+        model = small()
+        prune.l1_unstructured(model[0], "weight", amount=0.5)  # type: ignore[index,no-untyped-call]
+        return model
+
+    return usual(made(), plain=made)
+
+
+@CASES("pruning after join")
+def pruned_later(ground: Ground) -> None:
+    model = small()
+    script = usual(model, between=lambda learner: prune.l1_unstructured(model[0], "weight", amount=0.5))  # type: ignore[index,no-untyped-call]
+    ground.trains(script)
+
+
+@CASES.script("hooks of modules and of gradients")
+def hooks() -> Script:
+    model = small()
+    model[0].register_forward_hook(lambda module, inputs, output: output * 1.0)  # type: ignore[index]
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[index]
+    return usual(model)
