@@ -80,8 +80,10 @@ def serialize(message: Message) -> bytes:
     return data
 
 
-def parse(kind: type[M], data: bytes) -> M:
-    """The message of this kind that was sent. Raises BadRequest."""
+def parse(kind: type[M], data: bytes | None) -> M:
+    """The message of this kind that was sent; None: the call ended well, and without one. Raises BadRequest."""
+    if data is None:
+        raise errors.BadRequest(f"the call ended without the {kind.DESCRIPTOR.name} of diloco.v1 that answers it")
     limit = bounds.MESSAGE_BYTES_MAX.get(kind.DESCRIPTOR.name, math.inf)
     if len(data) > limit:
         raise errors.BadRequest(f"{kind.DESCRIPTOR.name} has {len(data)} bytes; at most {limit} are taken")

@@ -7,8 +7,7 @@ use, inside the event loop that uses them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -60,10 +59,9 @@ class GrpcTransport:
         message = protobuf.join_request_to_pb(request)
         wait = True if self._waits_for_shard else None
         try:
-            with _ended_by_shard():
-                answer = await self._control.dialed().join(
-                    message, metadata=self._metadata(caller), timeout=timeout_s, wait_for_ready=wait
-                )
+            answer = await self._control.dialed().join(
+                message, metadata=self._metadata(caller), timeout=timeout_s, wait_for_ready=wait
+            )
         except grpc.aio.AioRpcError as error:
             raise await self._probe.explained(error) from None
         return protobuf.join_answer_from_pb(protobuf.parse(pb.JoinResponse, answer))
@@ -74,8 +72,7 @@ class GrpcTransport:
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         messages = protobuf.push_requests(header, payload)
         try:
-            with _ended_by_shard():
-                answer = await self._pushes.dialed()(messages, metadata=self._metadata(caller), timeout=timeout_s)
+            answer = await self._pushes.dialed()(messages, metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
         return protobuf.answer_from_pb(protobuf.parse(pb.PushResponse, answer))
@@ -87,8 +84,7 @@ class GrpcTransport:
         call = self._pulls.dialed()(message, metadata=self._metadata(caller), timeout=timeout_s)
         try:
             while True:
-                with _ended_by_shard():
-                    part = await call.read()
+                part = await call.read()
                 if part is rpc.EOF:
                     return
                 yield protobuf.pull_part(part)
@@ -100,8 +96,7 @@ class GrpcTransport:
     async def leave(self, caller: Identity, timeout_s: float) -> None:
         control = self._control.calls or self._control.dialed()
         try:
-            with _ended_by_shard():
-                await control.leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
+            await control.leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
 
@@ -207,8 +202,7 @@ class GrpcControlStream:
 
     async def report(self, progress: Progress) -> None:
         try:
-            with _ended_by_shard():
-                await self._call.write(protobuf.progress_to_pb(progress))
+            await self._call.write(protobuf.progress_to_pb(progress))
         except grpc.aio.AioRpcError as error:
             raise _unavailable(error) from None
         except asyncio.InvalidStateError:
@@ -217,8 +211,7 @@ class GrpcControlStream:
     async def hear(self) -> Directive | None:
         try:
             while True:
-                with _ended_by_shard():
-                    data = await self._call.read()
+                data = await self._call.read()
                 if data is rpc.EOF:
                     return None
                 directive = protobuf.directive_from_pb(protobuf.parse(pb.Directive, data))
@@ -229,21 +222,6 @@ class GrpcControlStream:
 
     def cancel(self) -> None:
         self._call.cancel()
-
-
-@contextmanager
-def _ended_by_shard() -> Iterator[None]:
-    """A shard that ends a call as CANCELLED cancels that call. To grpc.aio it cancels whoever waits for it, too.
-
-    Raises Unavailable then.
-    """
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise Unavailable("cancelled: the shard ended the call") from None
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> DilocoError:
