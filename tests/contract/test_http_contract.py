@@ -205,8 +205,8 @@ def test_signals_stay_with_the_process_that_hosts_the_server(process):
 # ---------------------------------------------------------------- who may see what
 
 
-SHOWN = {"epoch": 7, "learners": [{"id": "ann", "generation": 3}], "version": 2}
-OPEN = {"learners": [{"id": "ann"}], "version": 2}
+SHOWN = {"epoch": 7, "learners": [{"id": "ann", "state": "alive", "generation": 3}], "version": 2}
+OPEN = {"learners": [{"id": "ann", "state": "alive"}], "version": 2}
 TOKEN = "a-token-of-16-or-more"
 
 
