@@ -121,7 +121,7 @@ class Learner(LearnerView):
         self._leaving = Leaving(boundary, connections, agree)
         self._watch = watch
         self._others = OtherValues(boundary.replica, self._settle)
-        self._diverging = Diverging()
+        self._diverging = Diverging(len(list(connections)))
         self._following: Following | None = None
         self._notice: Notice | None = None
         self._is_leaving = False
@@ -456,7 +456,9 @@ class Learner(LearnerView):
             self._steps_told = core.inner_step
             self.telemetry.stepped(core.inner_step, core.tokens)
         if not self.telemetry.readiness[0]:
-            self.telemetry.readiness = self._boundary.readiness()
+            is_ready, missing = self._boundary.readiness()
+            objections = "" if is_ready else self.connections.objections
+            self.telemetry.readiness = is_ready, f"{missing} ({objections})" if objections else missing
         return acts
 
     def _post(self, acts: list[Act]) -> None:
@@ -472,7 +474,8 @@ class Learner(LearnerView):
                     fragment = self._core.manifest.fragments[act.contribution.fragment_id]
                     self._codec.begin(act.contribution, fragment.encoding(self._core.policy.push_encoding))
                 case PushAnswered():
-                    error = error or self._diverging.answered(act.fragment_id, act.round, act.answer)
+                    shard_index = self._core.manifest.fragments[act.fragment_id].shard_index
+                    error = error or self._diverging.answered(act.fragment_id, shard_index, act.round, act.answer)
                 case VersionApplied(fate=Fate.MERGED):
                     self._diverging.merged(act.fragment_id)
                 case GiveUp():

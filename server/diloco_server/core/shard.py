@@ -68,15 +68,15 @@ class Shard:
 
     def join(
         self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = (),
-        frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None,
+        frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None, age_s: float = 0.0,
     ) -> Member:  # fmt: skip
         """Grant a lease. `held`: the versions that the learner has. `frozen`: what it holds fixed, if that must agree.
-        `ties`: further names of its tied parameters. `index`: the number that it had before.
+        `ties`: further names of its tied parameters. `index`: the number that it had before. `age_s`: of its process.
 
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
         self._check_not_draining()
-        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index)
+        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index, age_s)
 
     def take_number(self, learner_id: str, now: float) -> int:
         """The number of a learner that has not joined yet. Raises Draining or Busy."""
