@@ -106,7 +106,7 @@ class Shard:
         for state in self.fragments.values():
             if state.seeded:
                 self._outbox.tell(member, state.announcement())
-            if state.round and member.learner_id in state.round.missing:
+            if state.round and member.learner_id in state.round.awaited:
                 self._outbox.tell(member, state.request())
         if self.done:
             self._outbox.tell(member, Stop())
@@ -245,7 +245,7 @@ class Shard:
     @property
     def open_rounds(self) -> int:
         """Fragments that are collecting contributions."""
-        return sum(s.round is not None for s in self.fragments.values())
+        return len(self._versions.phases.collecting)
 
     @property
     def all_seeded(self) -> bool:
