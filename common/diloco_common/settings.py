@@ -62,7 +62,7 @@ class SyncSettings(Section):
     """A contribution is refused if its base version is more than this many versions old."""
     merge: Literal["rda", "mean", "centered_clip"] | Extension = "rda"
     """Radial-directional averaging, the weighted mean, or centered clipping, which takes more time and withstands more
-    liars. In all of them weights and norms of one learner are bounded by medians (docs/quality.md). Or one of others:
+    liars. Among strangers weights and norms of one learner are bounded by medians (docs/quality.md). Or one of others:
     `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.merge."""
     cadence: Literal["steps"] | Extension = "steps"
     """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
@@ -104,8 +104,13 @@ class OuterSettings(Section):
 
 
 class GuardSettings(Section):
-    """Contributions that a shard refuses to merge."""
+    """What a shard believes of contributions, and which it refuses to merge."""
 
+    trust: Literal["members", "strangers"] = "members"
+    """"members": learners may be slow, away, diverged or on broken hardware, but do not cheat. What a healthy one sends
+    is merged by the published formula; what a sick one sends is left out. "strangers": they may cheat. Then weight and
+    length are cut to the median of a round, which costs unequal learners (docs/security.md), and a round needs more
+    than half of the learners that answer."""
     norm_factor: float = Field(default=1000.0, gt=1)
     """A contribution is refused if its norm is above this many times the usual norm of its fragment: the median over
     the learners, each of which has one vote."""

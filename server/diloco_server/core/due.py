@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from diloco_common.manifest import Fragment, Kind
 from diloco_common.settings import SyncSettings
-from diloco_server.core.cadence import CadenceRule, Rest, interval, is_due
+from diloco_server.core.cadence import CadenceRule, Quorum, Rest, interval, is_due
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Member
 from diloco_server.core.versions import Versions
@@ -24,17 +24,18 @@ class DueFragments:
         self._versions = versions
         self._found: object = None  # what `among` last decided by
 
-    def among(self, live: Sequence[Member]) -> set[int]:
-        """The fragments that have become due for these learners."""
+    def among(self, live: Sequence[Member], quorum: Quorum) -> set[int]:
+        """The fragments that have become due for these learners: so many of them, at least, have taken the steps."""
         fragments = self._versions.fragments
         # Whether a fragment is due follows from these, not from the time.
         found = (
             [(m.generation, m.first_step, m.counted, m.progress.last_rounds) for m in live],
             [(s.phase, s.version, s.rounds_opened) for s in fragments.values()],
+            quorum,
         )
         if found == self._found:
             return set()
-        due = {fragment_id for fragment_id, state in fragments.items() if self._is_due(state, live)}
+        due = {fragment_id for fragment_id, state in fragments.items() if self._is_due(state, live, quorum)}
         self._found = found
         return due
 
@@ -42,7 +43,7 @@ class DueFragments:
         """Inner steps between two rounds of a fragment, as the settings have it."""
         return self._sync.sync_every * self._times(fragment)
 
-    def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
+    def _is_due(self, state: FragmentState, live: Sequence[Member], quorum: Quorum) -> bool:
         versions, fragment = self._versions, state.fragment
         if state.phase is not Phase.RESTING or versions.is_final(state):
             return False
@@ -57,7 +58,7 @@ class DueFragments:
                 return True
             if versions.budget.rest_is_trained(state, there):
                 return True
-        return is_due(there, state.base_steps, steps, self._sync.quorum)
+        return is_due(there, state.base_steps, steps, quorum)
 
     def _times(self, fragment: Fragment) -> int:
         """H of a fragment, in those of the settings."""

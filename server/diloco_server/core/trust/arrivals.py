@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from diloco_server.core.pace import Trail
+from diloco_server.core.trust.trail import Trail
 
 ALPHA = 0.1
 """Weight of the newest contribution in the averages."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from diloco_server.core.membership import Member, Membership
-from diloco_server.core.pace import STEPS_FACTOR
 from diloco_server.core.record import Record
 from diloco_server.core.round import Contribution, Round
+from diloco_server.core.trust.trail import STEPS_FACTOR
 
 ROUNDS_UNKNOWN = 64
 """After a restart the usual contribution is not known. Until another learner is merged, and for the first contribution
