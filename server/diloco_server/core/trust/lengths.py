@@ -2,8 +2,9 @@
 
 Whoever is healthy trains the same model at the same rates. So its way is about as long as that of others for as many
 steps: it grows with the steps at most, where it is straight, and with their root at least. What is far beyond is noise,
-a value with a flipped bit, or a learner that diverges. With one other nobody can say which of the two is sick: there a
-learner may go as far as it went before, or as is usual for the size of what it trains.
+a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some: at its start a
+learner's rate rises. Beside fewer than two of them nobody can say which one is sick: there a learner may go as far as
+it went before, or as is usual for the size of what it trains.
 
 What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only.
 """
@@ -11,6 +12,7 @@ What is refused is seen, too: where most go further, that is how far one goes no
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,6 +30,8 @@ SPARSE_OF_SEED = 0.03
 """Share of the norm of version 0 per H steps, with nothing else to compare with. Rare rows took 0.01."""
 UP, DOWN = 1.2, 0.97
 """How fast what a learner may do by its own past follows what it does, per contribution."""
+SETTLED = 4
+"""Contributions after which a learner says what is usual."""
 CROWD = 16
 """From so many others on, one learner does not change what is usual."""
 LOOKED_AT = 64
@@ -61,28 +65,36 @@ class Ways:
     last: dict[str, Way] = field(default_factory=dict)
     """Learner -> what it sent last, taken or not."""
     own: dict[str, Way] = field(default_factory=dict)
-    """Learner -> what it may be measured by, of what was taken. Follows slowly."""
+    """Learner -> what it may be measured by, of what was merged. Follows slowly."""
+    count: Counter[str] = field(default_factory=Counter)
+    """Learner -> how often it sent something."""
     of_crowd: Way | None = None
     """The usual one of many, looked up now and then."""
-    seen: int = 0
-    """Since that."""
+    looked_at: int = 0
+    """Contributions until then."""
 
-    def others(self, learner_id: str, live: Collection[str]) -> Sequence[Way]:
-        """Those that are here have a say; where nobody else is, those that were. Of a crowd only the usual one."""
+    def others(self, learner_id: str, live: Collection[str]) -> tuple[Sequence[Way], bool]:
+        """Those that say what is usual, and whether that is enough. Of a crowd only the usual one.
+
+        Learners that are here go before those that were, and settled ones before new ones.
+        """
         if len(self.last) > CROWD:
-            if self.of_crowd is None or CROWD * self.seen > len(self.last):
+            sent = self.count.total()
+            if self.of_crowd is None or CROWD * (sent - self.looked_at) > len(self.last):
                 ways = sorted(self.last.values(), key=lambda way: way.pace)
-                self.of_crowd, self.seen = ways[len(ways) // 2], 0
-            return [self.of_crowd] * 2
-        others = [(one, way) for one, way in self.last.items() if one != learner_id]
-        return [way for one, way in others if one in live] or [way for _, way in others]
+                self.of_crowd, self.looked_at = ways[len(ways) // 2], sent
+            return [self.of_crowd], True
+        others = [one for one in self.last if one != learner_id]
+        others = [one for one in others if one in live] or others
+        settled = [one for one in others if self.count[one] >= SETTLED]
+        return [self.last[one] for one in settled or others], len(settled) > 1
 
-    def saw(self, learner_id: str, way: Way, *, taken: bool) -> None:
+    def saw(self, learner_id: str, way: Way) -> None:
         self.last[learner_id] = way
-        self.seen += 1
-        if not taken:
-            return
-        before = self.own.get(learner_id)
+        self.count[learner_id] += 1
+
+    def took(self, learner_id: str) -> None:
+        way, before = self.last[learner_id], self.own.get(learner_id)
         if before is not None and before.norm > 0:
             usual = before.norm * way.steps / before.steps
             way = Way(min(max(way.norm, DOWN * usual), UP * usual), way.steps)
@@ -101,16 +113,23 @@ class Lengths:
         ways = self._ways.get(fragment_id)
         return None if ways is None else ways.last.get(learner_id)
 
-    def saw(self, fragment: Fragment, learner_id: str, way: Way, *, taken: bool) -> None:
+    def saw(self, fragment: Fragment, learner_id: str, way: Way) -> None:
         """A finite contribution has come. Once each."""
         self._elements[fragment.fragment_id] = fragment.num_elements
-        self._ways.setdefault(fragment.fragment_id, Ways()).saw(learner_id, way, taken=taken)
+        self._ways.setdefault(fragment.fragment_id, Ways()).saw(learner_id, way)
+
+    def took(self, fragment_id: int, learner_id: str) -> None:
+        """What it sent last is merged."""
+        ways = self._ways.get(fragment_id)
+        if ways is not None and learner_id in ways.last:
+            ways.took(learner_id)
 
     def forget(self, learner_id: str) -> None:
         """The learner has been gone for long."""
         for ways in self._ways.values():
             ways.last.pop(learner_id, None)
             ways.own.pop(learner_id, None)
+            ways.count.pop(learner_id, None)
 
     def too_long(
         self, fragment: Fragment, learner_id: str, way: Way, live: Collection[str], seed_norm: float, every: int
@@ -122,17 +141,17 @@ class Lengths:
         """
         fragment_id, steps = fragment.fragment_id, way.steps
         ways = self._ways.get(fragment_id, Ways())
-        others = ways.others(learner_id, live)
+        others, is_enough = ways.others(learner_id, live)
         if not others:
             return None
         most = median_high([other.reach(steps) for other in others])
         own = ways.own.get(learner_id)
-        if len(others) == 1 and own is not None:
+        if own is not None and not is_enough:
             most = max(most, own.reach(steps))
         if way.norm <= most:
             return 0.0
         sparse = SPARSE * math.sqrt(fragment.num_elements) * self._elsewhere(fragment_id, learner_id, steps, live)
-        if len(others) == 1 or not sparse:
+        if not is_enough or not sparse:
             sparse = max(sparse, SPARSE_OF_SEED * seed_norm * max(1.0, steps / every))
         most = max(most, sparse)
         return most if way.norm > most > 0 else 0.0
@@ -141,7 +160,8 @@ class Lengths:
         """How far others go per element where they go furthest: root mean square, of other fragments."""
         furthest = 0.0
         for one in islice((one for one in self._ways if one != fragment_id), LOOKED_AT):
-            if others := self._ways[one].others(learner_id, live):
+            others, _ = self._ways[one].others(learner_id, live)
+            if others:
                 norms = [way.norm * max(math.sqrt(t), t) for way in others for t in [steps / way.steps]]
                 furthest = max(furthest, median_high(norms) / math.sqrt(self._elements[one]))
         return furthest

@@ -69,7 +69,7 @@ class Trust:
             if can_be is not None:
                 most, why = can_be or math.inf, f"{can_be or 0:.3g} is merged for {way.steps} steps"
             if is_whole:
-                self._lengths.saw(fragment, member.learner_id, way, taken=norm <= most)
+                self._lengths.saw(fragment, member.learner_id, way)
         if norm > most:
             raise NormTooLarge(
                 f"{where}: norm {norm:.3g} is {norm / typical:.3g} times the usual {typical:.3g}, at most {why}; look "
@@ -112,6 +112,8 @@ class Trust:
             way = Way(c.norm, c.steps if last is None else last.steps)
             most = self._too_long(state, learner_id, way, every, live)
             evidence[learner_id] = f"a norm of {c.norm:.3g}, by what others sent {most:.3g} at most" if most else ""
+            if not most:
+                self._lengths.took(c.fragment_id, learner_id)
         return evidence
 
     @property
