@@ -113,14 +113,15 @@ class GuardSettings(Section):
     than half of the learners that answer."""
     norm_factor: float = Field(default=1000.0, gt=1)
     """A contribution is refused if its norm is above this many times the usual norm of its fragment: the median over
-    the learners, each of which has one vote."""
+    the learners, each of which has one vote. Of members this holds only where no other one has sent anything yet: else
+    8 times what the others sent for as many steps is the limit."""
     norm_window: int = Field(default=64, ge=8)
     """Merged contributions that enter the usual norm, at most 8 of one learner. While as many are merged, it grows at
     most tenfold."""
     quarantine_s: float = Field(default=60.0, ge=0)
     """Seconds for which a learner is left out after 8 of its last 16 contributions were outliers: not finite, refused
-    for their norm, or far longer than the others of their round. Doubles with each further time, up to tenfold.
-    0: never."""
+    for their norm, or far longer than the others of their round. Doubles with each further time, up to tenfold. After
+    it the learner counts as a stranger until 16 ordinary contributions have cleared it. 0: never."""
 
 
 class LeaseSettings(Section):
