@@ -15,7 +15,7 @@ from diloco_common.manifest import Fragment, Piece, TensorSpec
 from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core.effects import LearnerQuarantined
 from diloco_server.core.membership import Member
-from diloco_server.core.trust.lengths import CROWD, FAR, STRAIGHT, Lengths, Way
+from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, STRAIGHT, Lengths, Way
 from lockstep import ShardShell
 
 SIZE, H, USUAL = 64, 24, 0.1
@@ -206,7 +206,7 @@ def fragment(fragment_id: int, size: int = SIZE) -> Fragment:
 def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
     """An embedding that hardly moves, until one learner meets its rows: thousands of times the usual norm."""
     lengths = Lengths()
-    for learner in "abc":
+    for learner in SETTLED * "abc":
         lengths.saw(fragment(0), learner, Way(1e-5, H))
         lengths.saw(fragment(1), learner, Way(USUAL, H))
     assert lengths.too_long(fragment(0), "a", Way(USUAL, H), set("abc"), 1.0, H) == 0.0

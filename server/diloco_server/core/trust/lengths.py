@@ -26,8 +26,11 @@ STRAIGHT = 2.0
 """The same, where a way grows with its steps and not with their root."""
 SPARSE = 2.0
 """Times as far per element as in other fragments: rows of an embedding, or an expert, that few have met so far."""
-SPARSE_OF_SEED = 0.03
-"""Share of the norm of version 0 per H steps, with nothing else to compare with. Rare rows took 0.01."""
+FIRST_OF_SEED, SPARSE_OF_SEED = 0.3, 0.03
+"""Share of the norm of version 0 per H steps, with nothing else to compare with: for the first contribution of a
+learner, which may have to do with one of another that has begun to warm up, and later. Rare rows took 0.01."""
+QUIET = 0.01
+"""Per element, where version 0 is zeros."""
 UP, DOWN = 1.2, 0.97
 """How fast what a learner may do by its own past follows what it does, per contribution."""
 SETTLED = 4
@@ -152,7 +155,9 @@ class Lengths:
             return 0.0
         sparse = SPARSE * math.sqrt(fragment.num_elements) * self._elsewhere(fragment_id, learner_id, steps, live)
         if not is_enough or not sparse:
-            sparse = max(sparse, SPARSE_OF_SEED * seed_norm * max(1.0, steps / every))
+            share = FIRST_OF_SEED if own is None else SPARSE_OF_SEED
+            size = max(seed_norm, QUIET * math.sqrt(fragment.num_elements))
+            sparse = max(sparse, share * size * max(1.0, steps / every))
         most = max(most, sparse)
         return most if way.norm > most > 0 else 0.0
 
