@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tensors = tensors_of(int(args.params))
     parameters = sum(t.num_elements for t in tensors)
     # A round is one inner step, so that all fragments are due at once. Shards do not believe steps that follow too fast
-    # upon a report (`diloco_server/core/pace.py`), so there are no heartbeats: each would have the next step wait for
+    # upon a report (`core/trust/trail.py`), so there are no heartbeats: each would have the next step wait for
     # another one.
     settings = [
         f"sync.fragments={args.fragments}", "sync.sync_every=1", "sync.quorum=all",

@@ -62,7 +62,7 @@ class SyncSettings(Section):
     """A contribution is refused if its base version is more than this many versions old."""
     merge: Literal["rda", "mean", "centered_clip"] | Extension = "rda"
     """Radial-directional averaging, the weighted mean, or centered clipping, which takes more time and withstands more
-    liars. In all of them weights and norms of one learner are bounded by medians (docs/quality.md). Or one of others:
+    liars. Among strangers weights and norms of one learner are bounded by medians (docs/quality.md). Or one of others:
     `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.merge."""
     cadence: Literal["steps"] | Extension = "steps"
     """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
@@ -104,18 +104,24 @@ class OuterSettings(Section):
 
 
 class GuardSettings(Section):
-    """Contributions that a shard refuses to merge."""
+    """What a shard believes of contributions, and which it refuses to merge."""
 
+    trust: Literal["members", "strangers"] = "members"
+    """"members": learners may be slow, away, diverged or on broken hardware, but do not cheat. What a healthy one sends
+    is merged by the published formula; what a sick one sends is left out. "strangers": they may cheat. Then weight and
+    length are cut to the median of a round, which costs unequal learners (docs/security.md), and a round needs more
+    than half of the learners that answer."""
     norm_factor: float = Field(default=1000.0, gt=1)
     """A contribution is refused if its norm is above this many times the usual norm of its fragment: the median over
-    the learners, each of which has one vote."""
+    the learners, each of which has one vote. Of members this holds only where no other one has sent anything yet: else
+    8 times what the others sent for as many steps is the limit."""
     norm_window: int = Field(default=64, ge=8)
     """Merged contributions that enter the usual norm, at most 8 of one learner. While as many are merged, it grows at
     most tenfold."""
     quarantine_s: float = Field(default=60.0, ge=0)
     """Seconds for which a learner is left out after 8 of its last 16 contributions were outliers: not finite, refused
-    for their norm, or far longer than the others of their round. Doubles with each further time, up to tenfold.
-    0: never."""
+    for their norm, or far longer than the others of their round. Doubles with each further time, up to tenfold. After
+    it the learner counts as a stranger until 16 ordinary contributions have cleared it. 0: never."""
 
 
 class LeaseSettings(Section):

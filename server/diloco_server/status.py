@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
-from diloco_server.core.quarantine import Conduct
+from diloco_server.core.trust.conduct import Conduct
 from diloco_server.host import ShardHost
 from diloco_server.machine import resident_bytes
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from diloco_server.core import pace, robust
+from diloco_server.core.merge import allowed
 from diloco_server.core.round import Contribution
+from diloco_server.core.trust import cuts
+from diloco_server.core.trust.trail import STEPS_FACTOR, STEPS_KNOWN
 from diloco_simulator import invariants
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 SPARE_ROUNDS = 3
 """Of an epoch of a shard: the first round of a fragment comes before H steps, and steps are reported a moment late."""
-FIRST_STEPS = pace.STEPS_KNOWN + 2
+FIRST_STEPS = STEPS_KNOWN + 2
 """Of each honest learner, in an epoch of a shard: until then nobody knows how fast a learner can be."""
 SPARE_ROUNDS_OF_A_BUDGET = 10
 """The last rounds of a run do not wait for H steps."""
@@ -58,7 +60,7 @@ class Fairness:
         options = self._options
         assert options.quorum != "all", "a round that waits for all waits for liars"
         steps_each = self._cluster.timeline.now / min(options.step_s)
-        plausible = options.hostile * steps_each * (pace.STEPS_FACTOR if options.hostile >= options.quorum else 1.0)
+        plausible = options.hostile * steps_each * (STEPS_FACTOR if options.hostile >= options.quorum else 1.0)
         spare = SPARE_ROUNDS_OF_A_BUDGET if options.budget else SPARE_ROUNDS
         at_most = (self._steps + plausible) / options.sync_every + spare * self._epochs[name]
         invariants.rounds_follow_honest_steps(fragment_id, self._opened[name, fragment_id], at_most)
@@ -68,8 +70,7 @@ class Fairness:
         assert state.closed is not None
         assert state.values is not None
         contributions = tuple(state.closed.contributions.values())
-        allowed = robust.allowed([c.steps for c in contributions])
-        weights = robust.capped([c.weight for c in contributions], allowed)
+        weights = cuts.capped([c.weight for c in contributions], allowed(contributions))
         named = zip((c.learner_id for c in contributions), weights, strict=True)
         invariants.nobody_outweighs_a_round(fragment_id, list(named))
         self._merging[name, fragment_id] = state.values.theta.clone(), contributions

@@ -145,7 +145,7 @@ class Options:
                 pull=self.pull, error_feedback=self.error_feedback, companions_every=max(1, self.companions_every),
             ),
             "outer": OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
-            "guard": GuardSettings(norm_factor=self.norm_factor),
+            "guard": GuardSettings(norm_factor=self.norm_factor, trust="strangers" if self.hostile else "members"),
             "lease": LeaseSettings(
                 lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
             ),

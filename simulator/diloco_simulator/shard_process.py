@@ -122,7 +122,7 @@ class ShardProcess:
             if collecting.quorum_at is not None:
                 self._grace_s_max = max(self._grace_s_max, host.shard.grace_s())
                 invariants.nobody_delays_a_round_beyond_its_grace(
-                    state, collecting, self._options.quorum, now - collecting.quorum_at,
+                    state, collecting, host.shard.quorum(collecting), now - collecting.quorum_at,
                     self._grace_s_max + self._options.tick_s,
                 )  # fmt: skip
 

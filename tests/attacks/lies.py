@@ -10,7 +10,7 @@ from attack import Evidence, Over, Seen, Target
 from intruder import Asked, Mole
 from torch import Tensor
 
-from diloco_server.core.pace import STEPS_FACTOR
+from diloco_server.core.trust.trail import STEPS_FACTOR
 
 TAKEN = "ACCEPTED"
 UNREFUSED = (TAKEN, "LATE", "DUPLICATE")

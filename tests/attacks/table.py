@@ -9,9 +9,9 @@ import impostors
 import lies
 import poison
 from attack import Attack, Needs
-from honest import model_of
 
 from diloco_worker import digest_of
+from honest import model_of
 
 FREE, TOKEN, CERTIFICATE = Needs
 BUDGET = {"run.tokens": 10**9}
@@ -49,7 +49,10 @@ _ROWS = [
     Attack(
         7, "all the weight", TOKEN, "as many tokens as are believed, reported too, and an ordinary norm",
         "the weight is capped", lies.all_the_weight, lies.judge_weight, learners=TWO, seconds=3.0,
-        settings={"outer.optimizer": "sgd", "outer.momentum": 0.0, "sync.sync_every": 16, "sync.grace": 0.1},
+        settings={
+            "outer.optimizer": "sgd", "outer.momentum": 0.0, "sync.sync_every": 16, "sync.grace": 0.1,
+            "guard.trust": "strangers",
+        },
     ),
     Attack(
         8, "another's id", CERTIFICATE, "Join under the id of a worker that trains",

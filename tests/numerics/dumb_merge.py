@@ -1,4 +1,7 @@
-"""The merge rules written straight from their formulas, on whole vectors in float64, to hold the real ones against."""
+"""The merge rules written straight from their formulas, on whole vectors in float64, to hold the real ones against.
+
+`published_*` are those of members; the others have the cuts of strangers.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +63,20 @@ def published_rda(sent: Sequence[Sent]) -> Tensor:
     return radius * direction / direction.norm()
 
 
-def centered_clip(sent: Sequence[Sent], iterations: int = 3) -> Tensor:
+def published_mean(sent: Sequence[Sent]) -> Tensor:
+    """sum w v / sum w."""
+    weights = [tokens**2 / steps for _, tokens, steps in sent]
+    return torch.stack([w * v.double() for w, (v, _, _) in zip(weights, sent, strict=True)]).sum(0) / sum(weights)
+
+
+def published_centered_clip(sent: Sequence[Sent]) -> Tensor:
+    """The same as below, with shares as they are."""
+    return centered_clip(sent, most=float("inf"))
+
+
+def centered_clip(sent: Sequence[Sent], iterations: int = 3, most: float = 1.0) -> Tensor:
     """v <- v + sum s clip(x - v, tau), tau the median of |x - v|; begins at the mean clipped to the median norm."""
-    s, xs = shares(sent, [1.0] * len(sent)), [v.double() for v, _, _ in sent]
+    s, xs = shares(sent, [most] * len(sent)), [v.double() for v, _, _ in sent]
     cap = lower_median([float(x.norm()) for x in xs])
     v = torch.stack([share * x * min(1.0, cap / float(x.norm())) for share, x in zip(s, xs, strict=True)]).sum(0)
     for _ in range(iterations):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import dumb_merge
 import pytest
@@ -16,7 +16,6 @@ from torch import Tensor
 from builders import make_contribution, merge, one_piece, random_values
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import Piece
-from diloco_server.core import robust
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.round import Contribution
 
@@ -26,12 +25,13 @@ SIZE = 700
 
 
 def contributions(
-    vectors: Sequence[Tensor], weights: Sequence[tuple[int, int]] | None = None, pieces: tuple[Piece, ...] | None = None
-) -> list[Contribution]:
-    """One per vector; `weights` are (tokens, steps)."""
+    vectors: Sequence[Tensor], weights: Sequence[tuple[int, int]] | None = None,
+    pieces: tuple[Piece, ...] | None = None, *, strange: bool = False,
+) -> list[Contribution]:  # fmt: skip
+    """One per vector; `weights` are (tokens, steps). `strange`: of strangers, else of members."""
     weights = weights or [(1, 1)] * len(vectors)
     return [
-        make_contribution(LEARNERS[i], v, tokens=tokens, steps=steps, pieces=pieces)
+        make_contribution(LEARNERS[i], v, tokens=tokens, steps=steps, pieces=pieces, is_strange=strange)
         for i, (v, (tokens, steps)) in enumerate(zip(vectors, weights, strict=True))
     ]
 
@@ -41,9 +41,11 @@ def merged(
     rule: str = "rda",
     weights: Sequence[tuple[int, int]] | None = None,
     pieces: tuple[Piece, ...] | None = None,
+    *,
+    strange: bool = False,
 ) -> Tensor:
     pieces = pieces or one_piece(vectors[0].numel())
-    return merge(contributions(vectors, weights, pieces), pieces, rule)
+    return merge(contributions(vectors, weights, pieces, strange=strange), pieces, rule)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -62,29 +64,35 @@ WEIGHTS = {
     "of equal batches, unequal speeds": lambda i: (10 * (i + 1), i + 1),
     "wild": lambda i: (10**i, 1 + 7 * i % 5),
 }
-BY_FORMULA = {"rda": dumb_merge.rda, "mean": dumb_merge.mean, "centered_clip": dumb_merge.centered_clip}
+BY_FORMULA = {
+    "rda": (dumb_merge.published_rda, dumb_merge.rda),
+    "mean": (dumb_merge.published_mean, dumb_merge.mean),
+    "centered_clip": (dumb_merge.published_centered_clip, dumb_merge.centered_clip),
+}
+"""Of members, and of strangers."""
 
 
 @pytest.mark.parametrize("rule", BY_FORMULA)
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("liar", [1.0, 1e-3, -500.0])
-def test_every_rule_is_its_formula(rule: str, count: int, weights: str, liar: float) -> None:
+@pytest.mark.parametrize("strange", [False, True])
+def test_every_rule_is_its_formula(rule: str, count: int, weights: str, liar: float, *, strange: bool) -> None:
     vectors = [*randoms(count - 1), liar * random_values(SIZE, 99)]
     pairs = [WEIGHTS[weights](i) for i in range(count)]
-    by_formula = BY_FORMULA[rule]([(v, *pair) for v, pair in zip(vectors, pairs, strict=True)]).float()
-    assert_close(merged(vectors, rule, pairs), by_formula)
+    by_formula = BY_FORMULA[rule][strange]([(v, *pair) for v, pair in zip(vectors, pairs, strict=True)]).float()
+    scale = max(1.0, float(by_formula.abs().max()))
+    assert_close(merged(vectors, rule, pairs, strange=strange) / scale, by_formula / scale)
 
 
-def test_without_bounds_the_formulas_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(robust, "MOST", math.inf)
-    vectors, pairs = randoms(8), [WEIGHTS["wild"](i) for i in range(8)]
-    sent = [(v, *pair) for v, pair in zip(vectors, pairs, strict=True)]
-    weights = [tokens**2 / steps for tokens, steps in pairs]
-    mean = sum(w * v.double() for w, v in zip(weights, vectors, strict=True)) / sum(weights)
-    assert isinstance(mean, Tensor)
-    assert_close(merged(vectors, "rda", pairs), dumb_merge.published_rda(sent).float())
-    assert_close(merged(vectors, "mean", pairs), mean.float())
+@pytest.mark.parametrize("rule", BY_FORMULA)
+def test_one_stranger_is_cut_and_the_members_beside_it_are_not(rule: str) -> None:
+    """A member that is suspected."""
+    members, lie = randoms(3), -500 * random_values(SIZE, 99)
+    sent = contributions([*members, lie], [(10, 1)] * 3 + [(2**40, 1)])
+    cut = merge([*sent[:3], replace(sent[3], is_strange=True)], one_piece(SIZE), rule)
+    assert float(cut.norm()) <= 1.5 * float(merged(members, rule).norm())
+    assert_close(merge(sent[:3], one_piece(SIZE), rule), BY_FORMULA[rule][0]([(v, 10, 1) for v in members]).float())
 
 
 def test_the_mean_is_weighted_by_tokens_squared_over_steps() -> None:
@@ -93,9 +101,9 @@ def test_the_mean_is_weighted_by_tokens_squared_over_steps() -> None:
     assert_close(merged([a, b], "mean", [(20, 4), (30, 6)]), 0.4 * a + 0.6 * b)
 
 
-def test_a_learner_that_claims_more_tokens_in_as_many_steps_weighs_no_more() -> None:
+def test_a_stranger_that_claims_more_tokens_in_as_many_steps_weighs_no_more() -> None:
     a, b = (v / v.norm() for v in randoms(2))
-    assert_close(merged([a, b], "mean", [(20, 4), (2**40, 4)]), 0.5 * a + 0.5 * b)
+    assert_close(merged([a, b], "mean", [(20, 4), (2**40, 4)], strange=True), 0.5 * a + 0.5 * b)
 
 
 def test_a_contribution_weighs_tokens_squared_over_steps() -> None:
@@ -132,15 +140,16 @@ def test_scaling_all_weights_changes_nothing(rule: str) -> None:
 
 def test_directions_that_cancel_fall_back_to_the_mean() -> None:
     v = random_values(SIZE, 0)
-    assert_close(merged([v, -1.5 * v], "rda"), torch.zeros(SIZE))  # the mean; RDA would divide by zero
+    assert_close(merged([v, -1.5 * v], "rda"), -0.25 * v)  # the mean; RDA would divide by zero
+    assert_close(merged([v, -1.5 * v], "rda", strange=True), torch.zeros(SIZE))
 
 
 def test_only_the_piece_whose_directions_cancel_falls_back() -> None:
     pieces = (Piece("a", 0, 300, 0), Piece("b", 0, 400, 300))
     a, b, c = random_values(300, 0), random_values(400, 1), 2 * random_values(400, 2)
     result = merged([torch.cat([a, b]), torch.cat([-1.5 * a, c])], "rda", pieces=pieces)
-    assert_close(result[:300], torch.zeros(300))
-    assert_close(result[300:], dumb_merge.rda([(b, 1, 1), (c, 1, 1)]).float())
+    assert_close(result[:300], -0.25 * a)
+    assert_close(result[300:], dumb_merge.published_rda([(b, 1, 1), (c, 1, 1)]).float())
 
 
 def test_a_contribution_of_zeros_shortens_the_result_and_does_not_turn_it() -> None:
@@ -159,7 +168,7 @@ def test_pieces_marked_for_it_take_the_mean_and_the_others_rda_each_on_its_own()
     )  # fmt: skip
     vectors = randoms(2)
     result = merged(vectors, "rda", [(4, 4), (6, 6)], pieces)
-    mean, rda = dumb_merge.mean, dumb_merge.rda
+    mean, rda = dumb_merge.published_mean, dumb_merge.published_rda
     for part, by_formula in ((slice(300), mean), (slice(300, 450), rda), (slice(450, 700), rda)):
         sent = [(v[part], n, n) for v, n in zip(vectors, (4, 6), strict=True)]
         assert_close(result[part], by_formula(sent).float())
@@ -188,20 +197,22 @@ LIES = {
 @pytest.mark.parametrize("rule", BY_FORMULA)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize(("tokens", "steps"), [(10, 1), (2**40, 1), (2**60, 2**30), (1, 2**30)])
-def test_one_liar_of_eight_neither_turns_a_merge_nor_lengthens_it(rule: str, lie: str, tokens: int, steps: int) -> None:
+def test_one_liar_of_eight_strangers_neither_turns_a_merge_nor_lengthens_it(
+    rule: str, lie: str, tokens: int, steps: int
+) -> None:
     direction, honest = signal(7)
     clean = merged(honest, rule)
     liar = LIES[lie](random_values(SIZE, 7) / SIZE**0.5, honest)
-    result = merged([*honest, liar], rule, [(10, 1)] * 7 + [(tokens, steps)])
+    result = merged([*honest, liar], rule, [(10, 1)] * 7 + [(tokens, steps)], strange=True)
     assert float(result.norm()) <= 1.25 * float(clean.norm())
     assert float(result @ direction) >= 0.3 * float(clean @ direction)
 
 
 @pytest.mark.parametrize("rule", BY_FORMULA)
-def test_of_two_learners_neither_can_lengthen_the_merge(rule: str) -> None:
+def test_of_two_strangers_neither_can_lengthen_the_merge(rule: str) -> None:
     v, w = randoms(2)
-    clean = merged([v, w / 2], rule)  # of norm about |v|
-    assert float(merged([v, -500 * w], rule).norm()) <= 2.0 * float(clean.norm())
+    clean = merged([v, w / 2], rule, strange=True)  # of norm about |v|
+    assert float(merged([v, -500 * w], rule, strange=True).norm()) <= 2.0 * float(clean.norm())
 
 
 def test_what_few_learners_have_met_is_not_erased() -> None:
@@ -209,26 +220,39 @@ def test_what_few_learners_have_met_is_not_erased() -> None:
     v, w = randoms(2)
     nothing = [torch.zeros(SIZE)] * 6
     for rule in ("rda", "mean"):
-        result = merged([v, *nothing, w / 2], rule)
+        result = merged([v, *nothing, w / 2], rule, strange=True)
         assert float(result @ v) >= float(v @ v) / 8 * 0.9
-    assert_close(merged([v, *nothing], "mean"), v / 7)
+    assert_close(merged([v, *nothing], "mean", strange=True), v / 7)
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean"])
+def test_a_stranger_does_not_hide_a_lie_where_the_others_have_zeros(rule: str) -> None:
+    """A piece that nobody else has met is no place for more than a whole contribution has as a rule."""
+    pieces = (Piece("rare", 0, 300, 0), Piece("w", 0, 400, 300))
+    honest = [torch.cat([torch.zeros(300), random_values(400, seed)]) for seed in range(3)]
+    lie = torch.cat([1000 * random_values(300, 4), random_values(400, 5)])
+    result = merged([*honest, lie], rule, pieces=pieces, strange=True)
+    assert float(result.norm()) <= 1.5 * max(float(v.norm()) for v in honest)
 
 
 def test_a_fast_learner_is_not_cut_down_to_slow_ones() -> None:
-    """Two slow learners with 5 steps, and one with 24 that went further: it may be twice as long as they are."""
+    """Two slow learners with 5 steps, and one with 24 that went further. A stranger may be twice as long as they."""
     fast, slow, slower = (v / v.norm() for v in randoms(3))
-    result = merged([3 * fast, slow, slower], "rda", [(240, 24), (50, 5), (50, 5)])
-    assert float(result.norm()) == pytest.approx(0.5 * 2 + 0.25 + 0.25, rel=1e-5)
+    vectors, pairs = [3 * fast, slow, slower], [(240, 24), (50, 5), (50, 5)]
+    assert float(merged(vectors, "rda", pairs, strange=True).norm()) == pytest.approx(0.5 * 2 + 0.5, rel=1e-5)
+    assert float(merged(vectors, "rda", pairs).norm()) == pytest.approx((24 * 3 + 5 + 5) / 34, rel=1e-5)
 
 
 def test_three_colluding_liars_of_eight_are_withstood_by_centered_clipping() -> None:
     direction, honest = signal(5)
     lie = -10 * torch.stack(honest).mean(0)
     pairs = [(10, 1)] * 5 + [(2**40, 2)] * 3
-    result = merged([*honest, lie, lie, lie], "centered_clip", pairs)
+    result = merged([*honest, lie, lie, lie], "centered_clip", pairs, strange=True)
     assert float(result.norm()) <= 1.5 * float(merged(honest, "centered_clip").norm())
     assert float(result @ direction) > 0
-    assert float(merged([*honest, lie, lie, lie], "rda", pairs) @ direction) < 0, "RDA does not withstand them"
+    assert float(merged([*honest, lie, lie, lie], "rda", pairs, strange=True) @ direction) < 0, (
+        "RDA does not withstand them"
+    )
 
 
 FLOATS = st.floats(-(2.0**60), 2.0**60, width=32)

@@ -11,16 +11,16 @@ from typing import Any
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.identity import Identity
 from diloco_common.messages import Progress, PushAnswer
-from diloco_server.core import pace, robust
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
-from diloco_server.core.pace import Most, Pace, Trail
 from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
+from diloco_server.core.trust import cuts, trail
+from diloco_server.core.trust.trail import Most, Pace, Trail
 from diloco_server.core.versions import Versions
 from diloco_server.host import ShardHost
 from diloco_server.keeper import Keeper
@@ -489,12 +489,12 @@ def decode_onto_any_base(original: Any) -> Any:
 
 def weigh_as_claimed(original: Any) -> Any:
     """A contribution weighs what its learner says that it holds."""
-    return lambda weights, allowed=None: [*weights]
+    return lambda weights, most: [*weights]
 
 
 def take_any_length(original: Any) -> Any:
     """A contribution moves the model as far as it likes."""
-    return lambda lengths, allowed=None: [1.0] * len(lengths)
+    return lambda lengths, most: [1.0] * len(lengths)
 
 
 def count_every_step(original: Any) -> Any:
@@ -638,9 +638,9 @@ MUTANTS: dict[str, Mutant] = {
         (Versions, "committed", compute_the_record_again),
         (LearnerFragment, "adopt", contribute_the_checkpoint_again),
         (CodecThread, "base", decode_onto_any_base),
-        (robust, "capped", weigh_as_claimed),
-        (robust, "clipping", take_any_length),
-        (pace, "countable", count_every_step),
+        (cuts, "capped", weigh_as_claimed),
+        (cuts, "clipping", take_any_length),
+        (trail, "countable", count_every_step),
         (Trail, "go_on", believe_step_times),
         (Places, "take", let_one_learner_take_all_places),
         (HalfContribution, "is_complete", take_half_for_the_whole),

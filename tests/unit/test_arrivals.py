@@ -12,9 +12,9 @@ from builders import make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Outcome, Progress, PushHeader
-from diloco_server.core.arrivals import Arrivals, next_boundary
 from diloco_server.core.effects import RoundClosed
-from diloco_server.core.pace import Trail
+from diloco_server.core.trust.arrivals import Arrivals, next_boundary
+from diloco_server.core.trust.trail import Trail
 from lockstep import ShardShell
 
 STEP_S = 1.0

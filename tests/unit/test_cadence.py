@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diloco_common.messages import Progress
 from diloco_server.core.cadence import Quorum, Rest, every_h_steps, first_interval, interval, is_due, needed
 from diloco_server.core.membership import Member
-from diloco_server.core.pace import Trail
+from diloco_server.core.trust.trail import Trail
 
 
 def member(learner_id: str, step: int, first: int | None = 0) -> Member:

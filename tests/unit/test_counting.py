@@ -16,11 +16,11 @@ from diloco_common.errors import Implausible
 from diloco_common.messages import Outcome, Progress
 from diloco_common.settings import LeaseSettings
 from diloco_server.core.budget import Budget
-from diloco_server.core.counting import ROUNDS_UNKNOWN, Share, count
 from diloco_server.core.membership import Membership
-from diloco_server.core.pace import STEPS_FACTOR, WAKING_S, check_trained
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round
+from diloco_server.core.trust.counting import ROUNDS_UNKNOWN, Share, count
+from diloco_server.core.trust.trail import STEPS_FACTOR, WAKING_S, check_trained
 
 H, TOKENS, NOW = 10, 100, 1000.0
 USUAL = H * TOKENS

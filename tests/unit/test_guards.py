@@ -23,11 +23,14 @@ from diloco_common.errors import (
 )
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import PushHeader
+from diloco_common.settings import GuardSettings, LeaseSettings
 from diloco_server.core import guards
 from diloco_server.core.fragment import FragmentState, Phase
-from diloco_server.core.norms import NORMS_MIN
+from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record
 from diloco_server.core.round import Round, total_norm
+from diloco_server.core.trust.norms import NORMS_MIN
+from diloco_server.core.trust.trust import Trust
 
 MANIFEST = cut([TensorSpec("w", (100,))], 1, 1)
 HEADER = PushHeader(
@@ -145,10 +148,17 @@ def test_announced_sizes_that_do_not_fit(changes: dict[str, object], error: type
         guards.check_sizes(header, make_state(), ("int8",))
 
 
+def check_values(norms: tuple[float, ...], state: FragmentState) -> None:
+    """Of a learner that is alone: nobody else says what is usual."""
+    membership = Membership(LeaseSettings(), 8)
+    trust = Trust(GuardSettings(norm_factor=10.0), membership)
+    trust.check_values(membership.join("a", "p", 0.0), HEADER, norms, state, 4, 0.0, is_whole=True)
+
+
 @pytest.mark.parametrize("norms", [(math.nan, 1.0), (1.0, math.inf), (1.7e308, 1.7e308)])
 def test_norms_that_are_not_finite(norms: tuple[float, ...]) -> None:
     with pytest.raises(NotFinite, match="check the learner's loss"):
-        guards.check_norm(norms, make_state(), 10.0)
+        check_values(norms, make_state())
 
 
 MEDIAN_OF_2 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 300.0]
@@ -173,10 +183,10 @@ MEDIAN_OF_2 = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 300.0]
 def test_norms_far_above_what_is_usual(merged: list[float], seed_norm: float, norm: float, passes: bool) -> None:
     state = make_state(merged, seed_norm)
     if passes:
-        guards.check_norm((norm,), state, norm_factor=10.0)
+        check_values((norm,), state)
     else:
         with pytest.raises(NormTooLarge, match=r"at most 10 times is merged \(guard.norm_factor\)"):
-            guards.check_norm((norm,), state, norm_factor=10.0)
+            check_values((norm,), state)
 
 
 def test_a_fragment_has_the_norm_of_its_pieces_together() -> None:

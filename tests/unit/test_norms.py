@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_server.core.norms import GROWTH, NORMS_MIN, Norms
+from diloco_server.core.trust.norms import GROWTH, NORMS_MIN, Norms
 
 WINDOW = 64
 

@@ -19,7 +19,7 @@ from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core.effects import RoundOpened
 from diloco_server.core.membership import Member
-from diloco_server.core.pace import (
+from diloco_server.core.trust.trail import (
     AWAY_S,
     IDLE_ROUNDS,
     STEPS_FACTOR,

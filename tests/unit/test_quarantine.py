@@ -14,7 +14,7 @@ from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core.effects import LearnerQuarantined, LearnerReleased
 from diloco_server.core.membership import Member
-from diloco_server.core.quarantine import LONGEST, OUTLIERS, VOTES, Quarantine, far_off
+from diloco_server.core.trust.conduct import LONGEST, OUTLIERS, VOTES, Quarantine, far_off
 from lockstep import ShardShell
 
 FIRST_S = 60.0

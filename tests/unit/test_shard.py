@@ -323,7 +323,7 @@ def test_a_round_asks_every_learner_collects_merges_and_is_announced() -> None:
     assert rig.state.version == 0
     rig.now = 3.0
     assert rig.contribute("b", 1, 3.0).outcome is ACCEPTED
-    assert (rig.state.version, rig.theta) == (1, [-1.0])
+    assert (rig.state.version, rig.theta) == (1, [-2.0])
     assert rig.noted(QuorumReached) == [QuorumReached(0, 1, 3.0)]
     assert rig.noted(RoundClosed) == [RoundClosed(0, 1, "all", 2, 2, 0, 3.0)]
     assert rig.noted(VersionCommitted) == [VersionCommitted(0, 1, 2, 8 * TOKENS, 3.0)]
@@ -723,7 +723,7 @@ def test_who_was_refused_may_still_push_what_is_right() -> None:
     rig.contribute("a", 1, 1e6)
     assert rig.contribute("a", 1, 1.0).outcome is ACCEPTED
     rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-1.0]
+    assert rig.theta == [-2.0]
 
 
 def test_what_was_refused_is_answered_the_same_again() -> None:
@@ -865,7 +865,7 @@ def test_what_is_being_merged_is_not_fenced() -> None:
     rig.contribute("b", 1, 3.0)
     rig.silence("b", "a")
     rig.finish_jobs()
-    assert rig.theta == [-1.0]
+    assert rig.theta == [-2.0]
     assert rig.shard.ledger.tokens_fenced == 0
     again = rig.join("b", process_id="process")
     assert rig.shard.fragment_statuses("b")[0].merged_version == 1
@@ -915,7 +915,7 @@ def test_what_a_process_left_behind_counts_although_the_next_one_joins_twice() -
     for _ in range(2):
         rig.join("a", process_id="another")
     rig.contribute("b", 1, 3.0)
-    assert rig.theta == [-1.0]
+    assert rig.theta == [-2.0]
     assert rig.shard.ledger.tokens_fenced == 0
     assert rig.members["a"].missed == {}
     rig.assert_accounts_balance()
@@ -975,7 +975,7 @@ def test_who_leaves_keeps_what_it_contributed_and_is_not_waited_for() -> None:
     rig.advance()
     assert rig.state.version == 0
     rig.contribute("c", 1, 3.0)
-    assert rig.theta == [-1.0]
+    assert rig.theta == [-2.0]
     assert rig.members["b"].missed == {"LEFT": 1}
     assert rig.members["a"].missed == {}
     with pytest.raises(NotJoined, match="has left"):

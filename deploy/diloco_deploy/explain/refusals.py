@@ -162,8 +162,10 @@ REJECTIONS = (
     ),
     _rejected(
         "NORM_TOO_LARGE",
-        "The norm is above `guard.norm_factor` times the usual one: the median over the learners of the fragment.",
-        "Restart the learner if it has diverged. If all are refused, raise `guard.norm_factor`.",
+        "The norm is far above what others sent for as many steps. With nobody to compare with, and among strangers: "
+        "above `guard.norm_factor` times the usual one, the median over the learners of the fragment.",
+        "Restart the learner if it has diverged, and look at its memory. Among strangers, if all are refused, raise "
+        "`guard.norm_factor`.",
         "the learner's loss and learning rate",
     ),
     _rejected(

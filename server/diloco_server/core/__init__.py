@@ -7,7 +7,7 @@ rounds.py       when rounds open and close, and what becomes of a push
 round.py        what one round has collected, and whether it may close
 due.py          which fragments are due
 cadence.py      how many inner steps lie between two rounds of a fragment
-pace.py         how far the reports of learners count
+trust/          what is believed of a learner, and what follows
 grace.py        how long a round stays open after its quorum
 admission.py    the answer to a push, from its header
 guards.py       what is refused before it can touch state

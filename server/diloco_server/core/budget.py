@@ -8,7 +8,7 @@ from statistics import median_low
 
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
-from diloco_server.core.pace import STEPS_FACTOR
+from diloco_server.core.trust.trail import STEPS_FACTOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """When a fragment is due: at least K live learners took H inner steps since its last round opened.
 
-Steps are counted per learner, as far as its reports count (pace.py). An absolute clock would stop with the fastest
-learner. No clock at all would let a fast network drive H towards 1, which ruins learning.
+Steps are counted per learner, as far as its reports count (trust/trail.py). An absolute clock would stop with the
+fastest learner. No clock at all would let a fast network drive H towards 1, which ruins learning.
 
 Companions keep a cadence of their own: momentum every `sync.companions_every` times as many steps, buffers every
 `sync.buffers_every` times.

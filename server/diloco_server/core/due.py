@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco_common.manifest import Fragment, Kind
 from diloco_common.settings import SyncSettings
-from diloco_server.core.cadence import CadenceRule, Rest, interval, is_due, needed
+from diloco_server.core.cadence import CadenceRule, Quorum, Rest, interval, is_due, needed
 from diloco_server.core.fragment import FragmentState, Phase, Phases
 from diloco_server.core.membership import Member
 from diloco_server.core.versions import Versions
@@ -37,8 +37,9 @@ class DueFragments:
         self._put_off_by: set[int] = set()  # the generations that it was due for
         self._begin()
 
-    def among(self, live: Sequence[Member]) -> list[int]:
-        """The fragments that are due for these learners, in order. None, where nothing has changed.
+    def among(self, live: Sequence[Member], quorum: Quorum) -> list[int]:
+        """The fragments that are due for these learners, in order: so many of them, at least, have taken the steps.
+        None, where nothing has changed.
 
         All of them have reported.
         """
@@ -46,7 +47,7 @@ class DueFragments:
         put_off, self._put_off = self._put_off, []
         if put_off and self._put_off_by == {m.generation for m in live}:
             return put_off
-        found = [(m.generation, m.counted, m.progress.last_rounds) for m in live], self._versions.done
+        found = [(m.generation, m.counted, m.progress.last_rounds) for m in live], self._versions.done, quorum
         if self._phases is not self._versions.phases:
             self._begin()
         if found == self._found and not self._phases.changed and not put_off:
@@ -55,8 +56,8 @@ class DueFragments:
         self._look_at_members(live)
         self._look_at_fragments(live)
         leaving = {p for m in live for p in m.progress.last_rounds or ()}
-        of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(self._versions.fragments[p], live)]
-        return sorted([*(self._due_for_all(live) - leaving), *of_leavers])
+        of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(self._versions.fragments[p], live, quorum)]
+        return sorted([*(self._due_for_all(live, quorum) - leaving), *of_leavers])
 
     def put_off(self, due: Sequence[int]) -> None:
         """These were due, and are not opened yet: they come next, unless learners come or go."""
@@ -146,14 +147,14 @@ class DueFragments:
 
     # ------------------------------------------------------------ decisions
 
-    def _due_for_all(self, live: Sequence[Member]) -> set[int]:
+    def _due_for_all(self, live: Sequence[Member], quorum: Quorum) -> set[int]:
         """Those that are due for the learners that stay."""
         members, rows = [m for m in live if m.progress.last_rounds is None], _where(self._intervals != NEVER)
         if not members or not rows:
             return set()
         steps = self._spread(members, (m.counted.inner_step for m in members))
         ready = (steps - self._steps[rows] >= self._intervals[rows, None]).sum(dim=1)
-        enough = max(1, needed(self._sync.quorum, len(members)))
+        enough = max(1, needed(quorum, len(members)))
         due = {self._ids[rows[i]] for i in _where(ready >= enough)}
         if self._ends:
             tokens = self._spread(members, (m.counted.tokens for m in members))
@@ -162,7 +163,7 @@ class DueFragments:
             due |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
         return due
 
-    def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
+    def _is_due(self, state: FragmentState, live: Sequence[Member], quorum: Quorum) -> bool:
         """One that a learner takes part in that leaves."""
         fragment_id = state.fragment.fragment_id
         steps = int(self._intervals[self._rows[fragment_id]])
@@ -174,7 +175,7 @@ class DueFragments:
                 return True
             if self._versions.budget.rest_is_trained(state, there):
                 return True
-        return is_due(there, state.base_steps, steps, self._sync.quorum)
+        return is_due(there, state.base_steps, steps, quorum)
 
 
 def _tensor(values: Iterable[int]) -> Tensor:

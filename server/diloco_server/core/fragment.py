@@ -11,11 +11,11 @@ from diloco_common.errors import Busy
 from diloco_common.manifest import Fragment
 from diloco_common.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.counting import Share, count
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.parts import HalfContribution
 from diloco_server.core.record import NORM_QUIET, Record, empty_record
 from diloco_server.core.round import Contribution, Round
+from diloco_server.core.trust.counting import Share, count
 
 KEPT_MAX = 4
 """Earlier versions of a fragment that are kept while islands pull them."""

@@ -3,7 +3,7 @@
 Fixed seconds, or adaptive, which depends on what learners do on a commit.
 
 Carry: no learner waits, and none loses work, so waiting only delays the next version. A round waits for everybody who
-is expected (`arrivals.py`), but for nobody longer than its patience beyond the usual learner:
+is expected (`trust/arrivals.py`), but for nobody longer than its patience beyond the usual learner:
 
     patience = max(patience * H, tau) * step_time
 

@@ -1,21 +1,19 @@
 """What a shard refuses before it can touch state. Each check raises a `Refusal` that says what to do.
 
 The whole order: identity and run (the shell), lease and generation (membership.py); from the header alone manifest,
-epoch, round, sizes (here); of the bytes sizes, checksum, decoder limits (codec); finite values, norm (here).
+epoch, round, sizes (here); of the bytes sizes, checksum, decoder limits (codec); finite values, norm (trust).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 from diloco_common.codec import check_header
-from diloco_common.errors import ManifestMismatch, NormTooLarge, NotFinite, TooStale, WrongEpoch, WrongRound
+from diloco_common.errors import ManifestMismatch, TooStale, WrongEpoch, WrongRound
 from diloco_common.manifest import Manifest, TensorSpec, differences, kinds_of, model_digest
 from diloco_common.messages import PushHeader
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import check_ranges, is_part
-from diloco_server.core.round import total_norm
 
 SEED_ENCODINGS = ("float32", "bfloat16")
 
@@ -126,17 +124,3 @@ def check_sizes(header: PushHeader, state: FragmentState, encodings: Collection[
         if not header.ranges:
             return
     check_header(header.payload, num_elements, encodings)
-
-
-def check_norm(norms: Sequence[float], state: FragmentState, norm_factor: float) -> None:
-    """Every value is finite, and the norm is not far above the usual one. Raises NotFinite or NormTooLarge."""
-    norm = total_norm(norms)
-    where = f"fragment {state.fragment.fragment_id}"
-    if not math.isfinite(norm):
-        raise NotFinite(f"{where}: a value is NaN or infinite, or their squares overflow; check the learner's loss")
-    typical = state.typical_norm()
-    if norm > norm_factor * typical:
-        raise NormTooLarge(
-            f"{where}: norm {norm:.3g} is {norm / typical:.3g} times the usual {typical:.3g}, "
-            f"at most {norm_factor:g} times is merged (guard.norm_factor)"
-        )

@@ -68,7 +68,7 @@ class Leases:
             self._end(member, refusal.code, str(refusal))
         for learner_id in self._membership.forget():
             self._versions.forget(learner_id)
-            self._rounds.quarantine.forget(learner_id)
+            self._rounds.trust.forget(learner_id)
             self._outbox.add(LearnerForgotten(learner_id))
 
     def _end(self, member: Member, code: str, words: str) -> None:

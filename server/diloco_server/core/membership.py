@@ -15,9 +15,9 @@ from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, Revoked
 from diloco_common.errors import Stalled as StalledError
 from diloco_common.messages import Progress
 from diloco_common.settings import LeaseSettings
-from diloco_server.core import pace
-from diloco_server.core.arrivals import Arrivals
-from diloco_server.core.pace import Pace, Trail
+from diloco_server.core.trust import trail as pace
+from diloco_server.core.trust.arrivals import Arrivals
+from diloco_server.core.trust.trail import Pace, Trail
 
 LOOK_EVERY_S = 1.0
 """How often the pace of the usual learner is looked up: it needs all of them, and reports come from all of them."""

@@ -1,19 +1,19 @@
 """Contributions -> one pseudo-gradient.
 
-Per piece, with contributions v and weights w = tokens^2 / steps, none longer or heavier than the median of its round,
-and shares s = w / sum w:
+Per piece, with contributions v, weights w = tokens^2 / steps, and shares s = w / sum w:
 
     mean            sum s v
     rda             (sum s|v|) unit(sum s unit(v)),  unit(0) = 0        radial-directional averaging
-    centered_clip   c <- c + sum s clip(v - c)                          `robust.centered_clip`
+    centered_clip   c <- c + sum s clip(v - c)                          `cuts.centered_clip`
 
 Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M); RDA
 averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
 whose rule is the mean (embeddings and output heads) take the mean instead of RDA.
 
-The cuts are why one liar of many moves little, whatever it sends (docs/quality.md). A contribution with more inner
-steps than the median may be heavier in proportion, and longer in the radius of RDA, up to twice. centered_clip has a
-radius of its own; there only weights are cut.
+What members send is merged by these formulas, and nothing of it is cut. What strangers send is no longer and no heavier
+than the median of its round, which is why one liar of many moves little (docs/quality.md). With more inner steps than
+the median it may be heavier in proportion, and longer in the radius of RDA, up to twice. centered_clip has a radius of
+its own; there only weights are cut.
 
 Each rule is a weighted sum of the contributions, and what it needs to know for the weights is small: the norms, which
 are there; the norm of the mean direction (rda), or all dot products (centered_clip), for either of which the
@@ -39,9 +39,9 @@ from diloco_common.codec.native import WeightedSum
 from diloco_common.codec.scratch import scratch
 from diloco_common.errors import BadEncoding
 from diloco_common.manifest import Piece
-from diloco_server.core import robust
 from diloco_server.core.parts import PartedPayload, Place, places_of, root
 from diloco_server.core.round import Contribution
+from diloco_server.core.trust import cuts
 
 SLICE = 1 << 18
 """Elements that are worked on at a time: 1 MiB of float32, which stays in the cache from one operation to the next."""
@@ -161,16 +161,22 @@ def merge(
     """
     ordered = sorted(contributions, key=lambda c: c.learner_id)
     sources = [_source(c.payload) for c in ordered]
-    allowed = robust.allowed([c.steps for c in ordered])
-    shares = shares_of(ordered, None if rule == "centered_clip" else allowed)
+    most = allowed(ordered)
+    shares = shares_of(ordered, cuts.once(most) if rule == "centered_clip" else most)
+    whole = [c.norm for c in ordered]
     for i, piece in enumerate(pieces):
         norms = [c.piece_norms[i] for c in ordered]
-        yield from _slices(sources, piece, _weights(sources, piece, rule, shares, norms, allowed))
+        yield from _slices(sources, piece, _weights(sources, piece, rule, shares, norms, most, whole))
 
 
-def shares_of(ordered: Sequence[Contribution], allowed: Sequence[float] | None = None) -> list[float]:
-    """Of each contribution in the sum of all weights."""
-    weights = robust.capped([c.weight for c in ordered], allowed)
+def allowed(ordered: Sequence[Contribution]) -> list[float]:
+    """How often the median of its round each contribution may count for."""
+    return cuts.allowed([c.steps for c in ordered], [c.is_strange for c in ordered])
+
+
+def shares_of(ordered: Sequence[Contribution], most: Sequence[float]) -> list[float]:
+    """Of each contribution in the sum of all weights, none above so many times their median."""
+    weights = cuts.capped([c.weight for c in ordered], most)
     total = sum(weights)
     return [weight / total for weight in weights]  # not weights, whose squares could leave the range of float32
 
@@ -192,19 +198,23 @@ def _weights(
     rule: str | MergeRule,
     shares: Sequence[float],
     norms: Sequence[float],
-    allowed: Sequence[float],
+    most: Sequence[float],
+    whole: Sequence[float],
 ) -> Sequence[float]:
     """What to multiply the contributions to a piece with."""
     if len(sources) == 1:
         return shares
     if rule == "centered_clip":
-        return robust.centered_clip(_dot_products(sources, piece), shares)
-    clipped = [share * kept for share, kept in zip(shares, robust.clipping(norms), strict=True)]
+        return cuts.centered_clip(_dot_products(sources, piece), shares)
+    once = cuts.once(most)
+    # Of the whole contribution as well: a lie may be in a piece where the others have zeros.
+    cut = map(min, cuts.clipping(norms, once), cuts.clipping(whole, once))
+    clipped = [share * kept for share, kept in zip(shares, cut, strict=True)]
     if "mean" in (rule, piece.rule):
         return clipped
     if not isinstance(rule, str):
         return _checked(rule(norms, shares, partial(_dot_products, sources, piece)), len(sources))
-    kept = robust.clipping(norms, allowed)
+    kept = map(min, cuts.clipping(norms, most), cuts.clipping(whole, most))
     radius = sum(share * norm * part for share, norm, part in zip(shares, norms, kept, strict=True))
     return _rda_weights(sources, piece, shares, norms, radius) or clipped
 

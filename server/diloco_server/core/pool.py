@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from diloco_common.manifest import Piece, mean_of
-from diloco_server.core import robust
-from diloco_server.core.merge import rows, shares_of
+from diloco_server.core.merge import allowed, rows, shares_of
 from diloco_server.core.round import Contribution
 
 
 def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iterator[tuple[slice, Tensor]]:
     """The merged values, float32, slice by slice of the fragment in order."""
     ordered = sorted(contributions, key=lambda c: c.learner_id)
-    weights = shares_of(ordered, robust.allowed([c.steps for c in ordered]))
+    weights = shares_of(ordered, allowed(ordered))
     shares = torch.tensor(weights, dtype=torch.float64).unsqueeze(1)
     by_name = {piece.tensor: piece for piece in pieces}
     for piece in pieces:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from diloco_common import bounds
 from diloco_server.core.membership import Membership
-from diloco_server.core.norms import Norms
 from diloco_server.core.round import Round
+from diloco_server.core.trust.norms import Norms
 
 NORM_QUIET = 1e-3
 """Share of the norm of version 0 below which a median says nothing. Embeddings that no learner has met hardly move, and
@@ -29,9 +29,9 @@ class Record:
     merged_by: dict[str, str]
     """Learner -> the process that contributed it."""
     tokens_merged: int
-    """As far as they count (`counting.py`). Stops at `bounds.TOKENS_COUNTED_MAX`, so that it can be sent for ever."""
+    """As far as they count (`trust/counting.py`). Stops at `bounds.TOKENS_COUNTED_MAX`: it can be sent for ever."""
     norms: tuple[float, ...]
-    """Of the contributions merged last, oldest first (`norms.py`)."""
+    """Of the contributions merged last, oldest first (`trust/norms.py`)."""
     seed_norm: float
     """Norm of version 0."""
     forgotten_version: int = 0

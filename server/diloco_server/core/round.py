@@ -37,16 +37,19 @@ class Contribution:
     piece_norms: tuple[float, ...]
     """L2 norm of each piece of the fragment, in order."""
     counted: int = 0
-    """Of its tokens, those that count as merged (`counting.py`). Known once the round is closed."""
+    """Of its tokens, those that count as merged (`trust/counting.py`). Known once the round is closed."""
+    is_strange: bool = False
+    """It counts for no more than the others of its round allow (`trust/cuts.py`)."""
 
     @classmethod
     def of(
-        cls, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...]
-    ) -> Contribution:
+        cls, member: Member, header: PushHeader, payload: Payload | PartedPayload, piece_norms: tuple[float, ...],
+        *, is_strange: bool,
+    ) -> Contribution:  # fmt: skip
         """What a push brings, or the last of its parts."""
         return cls(
             member.learner_id, member.generation, header.fragment_id, header.round, header.base_version,
-            header.tokens, header.steps, payload, piece_norms,
+            header.tokens, header.steps, payload, piece_norms, is_strange=is_strange,
         )  # fmt: skip
 
     @property
@@ -128,7 +131,13 @@ class Round:
         self.halves.pop(contribution.learner_id, None)
         self.contributions[contribution.learner_id] = contribution
         self.awaited.discard(contribution.learner_id)
-        if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
+        self.look(quorum, now)
+
+    def look(self, quorum: Quorum, now: float) -> None:
+        """Since when it has its quorum. It may lose it: what was contributed is fenced off, or more are needed."""
+        if len(self.contributions) < max(1, needed(quorum, len(self.asked))):
+            self.quorum_at = None
+        elif self.quorum_at is None:
             self.quorum_at = now
 
     def refuse(self, learner_id: str, generation: int, whole: PushHeader | None = None) -> bool:
@@ -159,6 +168,11 @@ class Round:
         if len(self.contributions) < needed(quorum, len(self.asked)):
             self.quorum_at = None
         return fenced
+
+    def leave_out(self, learner_id: str) -> Contribution:
+        """Take the contribution of a learner out, and wait for no other one. Returns it."""
+        self.refused.add(learner_id)
+        return self.contributions.pop(learner_id)
 
     def verdict(self, quorum: Quorum, waits_until: float, now: float) -> tuple[CloseReason | None, str]:
         """Why the round closes now, or None; and the same in words. With its quorum it waits until a time."""

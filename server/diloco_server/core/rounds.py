@@ -15,14 +15,13 @@ from statistics import median_low
 import torch
 
 from diloco_common.codec import Payload
-from diloco_common.errors import Busy, ContributionConflict, NotSeeded, Quarantined, Refusal
+from diloco_common.errors import Busy, ContributionConflict, NormTooLarge, NotSeeded, Quarantined, Refusal
 from diloco_common.manifest import Fragment
 from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
-from diloco_server.core.arrivals import Arrivals, Called, next_boundary
-from diloco_server.core.cadence import CadenceRule, every_h_steps
+from diloco_server.core.cadence import CadenceRule, Quorum, every_h_steps
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import (
     ContributionAnswered,
@@ -40,10 +39,11 @@ from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership
-from diloco_server.core.pace import check_trained
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
-from diloco_server.core.quarantine import CODES, Quarantine, far_off
 from diloco_server.core.round import Contribution, Round, total_norm
+from diloco_server.core.trust.arrivals import Arrivals, Called, next_boundary
+from diloco_server.core.trust.conduct import CODES, Quarantine
+from diloco_server.core.trust.trust import Trust
 from diloco_server.core.versions import Versions
 
 LAST_S = 30.0
@@ -96,15 +96,18 @@ class Rounds:
     ) -> None:  # fmt: skip
         self.grace = GraceWindow(settings.sync)
         self.ledger = Ledger()
-        self.quarantine = Quarantine(settings.guard.quarantine_s)
+        self.trust = Trust(settings.guard, membership)
         self._sync = settings.sync
         self._due = DueFragments(settings.sync, cadence, versions)
         self._lease_s = settings.lease.lease_s
-        self._norm_factor = settings.guard.norm_factor
         self._membership = membership
         self._versions = versions
         self._outbox = outbox
         self._now = 0.0  # of the last event that had a time
+
+    @property
+    def quarantine(self) -> Quarantine:
+        return self.trust.quarantine
 
     # ------------------------------------------------------------ pushes
 
@@ -135,8 +138,7 @@ class Rounds:
             if answer is not None:
                 return answer
             state = self._versions.owned(header.fragment_id)
-            norm_factor = float("inf") if header.is_seed else self._norm_factor
-            guards.check_norm(piece_norms, state, norm_factor)
+            self._check_values(member, header, piece_norms, state, is_whole=not is_part(header))
             tokens_merged = header.tokens_merged
             if is_part(header):
                 half = self._half(member, state, header)
@@ -145,7 +147,7 @@ class Rounds:
                 if not half.is_complete:
                     return HELD
                 payload, piece_norms, tokens_merged = half.payload(), half.piece_norms(), half.tokens_merged
-                guards.check_norm(piece_norms, state, norm_factor)
+                self._check_values(member, header, piece_norms, state, is_whole=True)
         except Busy:
             raise
         except Refusal as refusal:
@@ -154,11 +156,18 @@ class Rounds:
             state.begin_seed(total_norm(piece_norms), self._versions.budget.believed(tokens_merged))
             self._outbox.add(SeedFragment(header.fragment_id, payload))
         else:
-            self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
+            is_strange = self.trust.is_strange(member.learner_id)
+            self._accept(state, Contribution.of(member, header, payload, piece_norms, is_strange=is_strange), now)
             member.contributes()
             member.takes_last(header.fragment_id)  # what an older report asks for is in this one
         self._count(member, header, ACCEPTED)
         return ACCEPTED
+
+    def _check_values(
+        self, member: Member, header: PushHeader, piece_norms: Sequence[float], state: FragmentState, *, is_whole: bool
+    ) -> None:
+        every = self._due.usual_steps(state.fragment)
+        self.trust.check_values(member, header, piece_norms, state, every, self._now, is_whole=is_whole)
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
         """Where the part belongs: with those that came before, if there are any."""
@@ -208,8 +217,7 @@ class Rounds:
             return answer
         if answer is None:
             if not header.is_seed:
-                pace, up_s = self._membership.usual_pace(self._now), self._membership.up_s(self._now)
-                check_trained(header, member.learner_id, member.trail, pace, up_s, self._now)
+                self.trust.check_claims(member, header, self._now)
             return None
         if answer.outcome is Outcome.LATE:
             member.is_late()
@@ -251,7 +259,7 @@ class Rounds:
         collecting = state.round
         assert collecting is not None
         had_quorum = collecting.quorum_at is not None
-        collecting.accept(contribution, self._sync.quorum, now)
+        collecting.accept(contribution, self.quorum(collecting), now)
         if not had_quorum and collecting.quorum_at is not None:
             after_s = now - collecting.opened_at
             self.grace.to_quorum.add(after_s)
@@ -290,7 +298,7 @@ class Rounds:
         self._lose_island(member)
         for collecting in self._asked(member):
             was_missing = member.learner_id in collecting.awaited
-            fenced = collecting.lose(member.learner_id, self._sync.quorum)
+            fenced = collecting.lose(member.learner_id, self.quorum(collecting))
             if fenced is not None:
                 member.missed["FENCED"] += 1
                 self.ledger.tokens_fenced += self._tokens(fenced.fragment_id, fenced.tokens)
@@ -305,7 +313,7 @@ class Rounds:
                 continue
             if member.learner_id in collecting.awaited:
                 member.missed["LEFT"] += 1
-            collecting.lose(member.learner_id, self._sync.quorum)
+            collecting.lose(member.learner_id, self.quorum(collecting))
 
     def _lose_island(self, member: Member) -> None:
         """What its ranks have begun is over."""
@@ -331,10 +339,11 @@ class Rounds:
         for learner_id in self.quarantine.release(now):
             self._outbox.add(LearnerReleased(learner_id))
             if self._membership.get(learner_id) is None:
-                self.quarantine.forget(learner_id)
+                self.trust.forget(learner_id)
         grace_s: float | None = None  # computed once, and only where a round has its quorum
         for state in self._collecting():
             assert state.round is not None
+            state.round.look(self.quorum(state.round), now)
             if grace_s is None and state.round.quorum_at is not None:
                 grace_s = self.grace_s()
             self._close_if_ready(state, state.round, self._waits_until(state, grace_s or 0.0, now), now)
@@ -405,7 +414,7 @@ class Rounds:
             fragment_id = state.fragment.fragment_id
             if state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask(state, state.ask_again([m for m in live if m.takes_part(fragment_id)], now))
-        self._open_some(self._due.among(live), live, now)
+        self._open_some(self._due.among(live, self.trust.quorum(live, self._sync.quorum)), live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """All that counted when the round asked is merged with this: its next contribution is what came since."""
@@ -466,9 +475,10 @@ class Rounds:
         if collecting.is_void or (self._versions.done and state.fragment.companion):
             state.abandon_round()
             return
-        why, _ = collecting.verdict(self._sync.quorum, waits_until, now)
+        why, _ = collecting.verdict(self.quorum(collecting), waits_until, now)
         if why is None:
             return
+        self._judge(state, collecting)
         late = [member for i in collecting.missing if (member := self._membership.get(i)) is not None]
         for member in late:
             member.missed[LATE.outcome.name] += 1
@@ -482,7 +492,24 @@ class Rounds:
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, contributions))
+
+    def _judge(self, state: FragmentState, collecting: Round) -> None:
+        """A round is about to close: everybody in it gets a vote, and what is far off is left out."""
         if state.fragment.companion:
             return  # their norms tell nothing, so such a vote would only thin out those that do
-        for learner_id, evidence in far_off(closed.contributions, state.typical_norm()).items():
-            self._vote(learner_id, evidence)
+        evidence = self.trust.evidence(collecting.contributions, state, self._due.usual_steps(state.fragment))
+        for learner_id, words in evidence.items():
+            self._vote(learner_id, words)
+        if not self.trust.leaves_out or all(evidence.values()):
+            return
+        for learner_id in (one for one, words in evidence.items() if words):
+            left_out = collecting.leave_out(learner_id)
+            self.ledger.tokens_fenced += self._tokens(left_out.fragment_id, left_out.tokens)
+            member = self._membership.get(learner_id)
+            if member is not None:
+                member.missed[NormTooLarge.code] += 1
+
+    def quorum(self, collecting: Round) -> Quorum:
+        """How many contributions let this round close."""
+        found = (self._membership.get(learner_id) for learner_id in collecting.asked)
+        return self.trust.quorum((m for m in found if m is not None), self._sync.quorum)

@@ -31,7 +31,7 @@ from diloco_common.messages import (
 from diloco_common.settings import Settings
 from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.cadence import CadenceRule, every_h_steps
+from diloco_server.core.cadence import CadenceRule, Quorum, every_h_steps
 from diloco_server.core.effects import Effect, Outbox, SameLosses
 from diloco_server.core.fragment import FragmentState, Restored
 from diloco_server.core.grace import GraceWindow
@@ -39,9 +39,10 @@ from diloco_server.core.leases import Leases
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.likeness import Likeness
 from diloco_server.core.membership import Member, Membership
-from diloco_server.core.quarantine import Quarantine
 from diloco_server.core.record import Record
+from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
+from diloco_server.core.trust.conduct import Quarantine
 from diloco_server.core.versions import Versions
 
 
@@ -232,6 +233,10 @@ class Shard:
     @property
     def quarantine(self) -> Quarantine:
         return self._rounds.quarantine
+
+    def quorum(self, collecting: Round) -> Quorum:
+        """How many contributions let this round close."""
+        return self._rounds.quorum(collecting)
 
     @property
     def grace(self) -> GraceWindow:

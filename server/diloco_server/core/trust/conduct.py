@@ -1,13 +1,12 @@
 """Learners whose contributions are outliers again and again: for a while nobody asks them, and nobody waits for them.
 
-The last contributions of a learner are its votes, one per round that waited for it: an outlier was refused because of
-its values, or was far longer than the others of its round. Those to companions vote only where they are refused.
-Everything is relative to the other learners, so at most half of them can be left out: beyond that nobody can say who is
-the outlier.
+The last contributions of a learner are its votes, one per round that waited for it: an outlier was refused or left out
+because of its values. Those to companions vote only where they are refused. Everything is relative to the other
+learners, so at most half of them can be left out: beyond that nobody can say who is the outlier.
 
 All of it goes by the learner's id. A learner that leaves, joins again, or starts as another process is the same one.
-After each time the learner is on probation: fewer outliers suffice, and it is left out for longer. As many ordinary
-contributions as there are votes clear it. Kept in memory only: a restarted shard begins anew.
+After each time the learner is on probation: it is treated as a stranger, fewer outliers suffice, and it is left out for
+longer. As many ordinary contributions as there are votes clear it. Kept in memory only: a restarted shard begins anew.
 """
 
 from __future__ import annotations
@@ -96,6 +95,11 @@ class Quarantine:
         """The learner has been gone for long: what it did is forgotten, unless it is in quarantine."""
         if not self.holds(learner_id):
             self._known.pop(learner_id, None)
+
+    def suspects(self, learner_id: str) -> bool:
+        """Whether the learner was in quarantine, and is not cleared yet."""
+        conduct = self._known.get(learner_id)
+        return conduct is not None and conduct.times > 0
 
     def holds(self, learner_id: str) -> bool:
         """Whether the learner is in quarantine."""

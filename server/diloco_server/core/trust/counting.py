@@ -4,6 +4,8 @@ What counts ends a run with a budget. The bound is `STEPS_FACTOR` times what the
 trains since this learner was merged last. So an honest learner counts in full, however late or fast it is, and nobody
 ends the run of all by what it says. Usual is the lower median of the learners: of two neither can raise it. One of
 two can lower it, so the run may end later, never earlier.
+
+A stranger's tokens count for no more than the lower median of its round: it weighs no more either.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from diloco_server.core.membership import Member, Membership
-from diloco_server.core.pace import STEPS_FACTOR
 from diloco_server.core.record import Record
 from diloco_server.core.round import Contribution, Round
+from diloco_server.core.trust.trail import STEPS_FACTOR
 
 ROUNDS_UNKNOWN = 64
 """After a restart the usual contribution is not known. Until another learner is merged, and for the first contribution
@@ -50,13 +52,15 @@ def count(
     here = {i: pace.tokens_per_s for i, pace in paces.items() if pace is not None}
     known = {i: share.tokens_per_s for i, share in after.items() if share.tokens_per_s is not None} | here
     after = {i: replace(share, tokens_per_s=known.get(i)) for i, share in after.items()}
-    counted = {}
+    counted, usual_tokens = {}, median_low(c.tokens for c in closed.contributions.values())
     for i, contribution in closed.contributions.items():
         since_s = _since(membership.get(i), shares.get(i), now)
         is_back = i not in shares and i in before.merged_versions
         rates = here if here.keys() - {i} else known  # who is away has a say only where nobody else is there
         most = _most(i, after, before, rates, sync_every, since_s, is_back=is_back)
         tokens = contribution.tokens if most is None else min(contribution.tokens, most)
+        if contribution.is_strange:
+            tokens = min(tokens, usual_tokens)
         counted[i] = replace(contribution, counted=tokens)
     return counted, after
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from diloco_server.core.pace import Trail
+from diloco_server.core.trust.trail import Trail
 
 ALPHA = 0.1
 """Weight of the newest contribution in the averages."""

@@ -1,0 +1,376 @@
+"""What the defences cost those who are healthy: nothing. At default settings, without an attacker.
+
+    python benchmarks/honest.py             # the table; exits 1 where a cell is not exact
+    python benchmarks/honest.py --loss      # and what a run loses beside all guards off, and beside the fast one alone
+
+Whole runs in lockstep (`diloco_lab.lockstep`) with a small model of words: the production cores in virtual time. Every
+merge is held against the published formulas, which are written here once more: weights tokens^2 / steps, RDA, and the
+mean for embedding and head. A cell is exact where each merge has the same bits, and every contribution that was
+accepted is in a version as it was sent: none was refused, left out or cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco_common.codec import get_codec
+from diloco_common.codec.base import Part
+from diloco_common.manifest import Piece
+from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.settings import GuardSettings, LeaseSettings, RunSettings, Settings, SyncSettings, TrainSettings
+from diloco_lab.arms import Conditions
+from diloco_lab.lockstep import TICK, LearnerRig, LockstepRun, ShardRig
+from diloco_server.core.effects import MergeRound
+from diloco_server.core.merge import CANCELLED, MergedSlice, chunk_tensors, merge
+from diloco_server.core.round import Contribution
+from diloco_server.core.trust.trust import Trust
+
+WORDS, ROWS, LENGTH, RARE = 64, 8, 9, 8
+"""Of the vocabulary; of a batch; of a sequence; words that only one learner meets, and late."""
+SEEDS = (0, 1, 2, 3, 4)
+STEPS = 480.0
+"""Of a learner of speed 1: 20 times H. Times are in such steps."""
+HOUR = 3600.0
+LONGEST = 1e9
+
+
+# ------------------------------------------------------------------ the task
+
+
+class Words(nn.Module):
+    """Predicts the next word: an embedding, two layers, a head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 16)
+        self.hidden, self.middle, self.head = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, WORDS)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0.0, 0.2, generator=generator)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.middle(torch.tanh(self.hidden(self.embedding(words))))))
+        return logits
+
+
+class Chain:
+    """A Markov chain over words, the same for everybody. The last `RARE` come up only where `rare`."""
+
+    def __init__(self, *, rare: bool) -> None:
+        odds = 2.5 * torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(7))
+        if not rare:
+            odds[:, -RARE:] = -math.inf
+        self._p = torch.softmax(odds, 1)
+        self._first = WORDS if rare else WORDS - RARE
+
+    def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        words = torch.randint(0, self._first, (rows, 1), generator=generator)
+        for _ in range(LENGTH):
+            words = torch.cat([words, torch.multinomial(self._p[words[:, -1]], 1, generator=generator)], 1)
+        return words[:, :-1], words[:, 1:]
+
+
+USUAL, WITH_RARE = Chain(rare=False), Chain(rare=True)
+HELD_OUT = USUAL.draw(1024, torch.Generator().manual_seed(999))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell of the table: who trains, and what happens to the first learner."""
+
+    speeds: tuple[float, ...] = (1.0, 1.0)
+    batch: int = 1
+    """Times as many rows as the others, in each batch of the first."""
+    varies: bool = False
+    """Batches have 1 to 100 times as few tokens, each learner's at random."""
+    rare_from: float = math.inf
+    """Steps after which the first one meets the rare words."""
+    cut_off: float = 0.0
+    """So long it trains on without the shard, from the middle of the run on."""
+    frozen: float = 0.0
+    """So long it does nothing, from there on."""
+    steps: float = STEPS
+
+
+class Task:
+    """Of one run."""
+
+    tokens_per_batch = ROWS * LENGTH
+
+    def __init__(self, row: Row, seed: int) -> None:
+        self._row, self._seed = row, seed
+
+    def model(self) -> nn.Module:
+        return Words(self._seed)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=4e-3)
+
+    def stream(self, learner: int, learners: int) -> Batches:
+        return Batches(self._row, self._seed, learner)
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, half: int, tokens: int) -> float:
+        return float(self.loss(model, *HELD_OUT))
+
+
+class Batches:
+    """The data of one learner."""
+
+    def __init__(self, row: Row, seed: int, learner: int) -> None:
+        self._row, self._is_first, self._taken = row, learner == 0, 0
+        self._generator = torch.Generator().manual_seed(1000 * seed + learner)
+        self._sizes = random.Random(f"{seed} {learner}")
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        self._taken += 1
+        rows = ROWS * (self._row.batch if self._is_first else 1)
+        if self._row.varies:
+            rows = round(100 ** self._sizes.random())
+        meets = self._is_first and self._taken > self._row.rare_from
+        return (WITH_RARE if meets else USUAL).draw(rows, self._generator)
+
+
+# ------------------------------------------------------------------ the run
+
+
+@dataclass
+class Found:
+    """What a run came to."""
+
+    merges: int = 0
+    exact: int = 0
+    """Merges with the bits of the formula."""
+    ratios: list[float] = field(default_factory=list)
+    """Of the norm of a merge to that of the formula."""
+    sent: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
+    """Learner, fragment, round -> tokens and steps of what was accepted."""
+    merged: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
+    """The same, of what was merged."""
+    answers: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.merges > 0 and self.merges == self.exact and not self.left_out and not self.refused
+
+    @property
+    def left_out(self) -> int:
+        """Accepted, and not in its version as it was sent; but for the rounds that were open at the end."""
+        last = {(fragment, number) for _, fragment, number in self.merged}
+        return sum(self.merged.get(key) != what for key, what in self.sent.items() if key[1:] in last)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """LATE is no refusal: the round was over, and the work is in the next contribution."""
+        return Counter({code: n for code, n in self.answers.items() if code not in ("ACCEPTED", "LATE")})
+
+
+class Shard(ShardRig):
+    """Looks at everything that is merged."""
+
+    def merging(self, merge_round: MergeRound) -> None:
+        found: Found = self._run.found  # type: ignore[attr-defined]
+        state, rule = self.shard.owned(merge_round.fragment_id), self.settings.sync.merge
+        merged = torch.cat([s.tensor().clone() for s in merge(merge_round.contributions, state.fragment.pieces, rule)])
+        expected = torch.cat([*published(merge_round.contributions, state.fragment.pieces, rule)])
+        found.merges += 1
+        found.exact += torch.equal(merged, expected)
+        found.ratios.append(float(merged.norm() / expected.norm()))
+        found.merged |= {(c.learner_id, c.fragment_id, c.round): (c.tokens, c.steps) for c in merge_round.contributions}
+
+
+class Learner(LearnerRig):
+    """May be cut off or frozen for a while."""
+
+    def step(self) -> None:
+        run: Run = self._run  # type: ignore[assignment]
+        row, now = run.row, run.clock.now
+        begins = row.steps / 2
+        if self._index == 0 and row.frozen and not run.has_slept and now >= begins:
+            run.has_slept = True
+            self.after(row.frozen, super().step)
+        elif self._index == 0 and begins <= now < begins + row.cut_off:
+            _, tokens = run.inner.step(0, run.share_of)
+            self.core.stepped(tokens)
+            self.after(self._step_time(), self.step)
+        else:
+            super().step()
+
+    def _hand_in(self, rig: ShardRig, header: PushHeader, payload: Any) -> PushAnswer:
+        answer = super()._hand_in(rig, header, payload)
+        if not header.is_seed:
+            found: Found = self._run.found  # type: ignore[attr-defined]
+            found.answers[answer.code or answer.outcome.name] += 1
+            if answer.outcome is Outcome.ACCEPTED:
+                found.sent[self.learner_id, header.fragment_id, header.round] = header.tokens, header.steps
+        return answer
+
+
+class Run(LockstepRun):
+    """Ends after a time, so that arms have the same wall-clock."""
+
+    def __init__(self, row: Row, seed: int, guard: GuardSettings) -> None:
+        settings = Settings(
+            run=RunSettings(seed=seed), sync=SyncSettings(fragments=3), guard=guard,
+            lease=LeaseSettings(lease_s=LONGEST, stalled_s=LONGEST), train=TrainSettings(clip=1.0),
+        )  # fmt: skip
+        self.row, self.found, self.has_slept = row, Found(), False
+        conditions = Conditions(learners=len(row.speeds), speeds=row.speeds, shards=1, noise=0.05)
+        super().__init__(settings, Task(row, seed), conditions)
+        self.shards = [Shard(self, 0, 1)]
+        self.learners = {rig.learner_id: rig for rig in (Learner(self, i) for i in range(len(row.speeds)))}
+
+    def train(self) -> Run:
+        for learner in self.learners.values():
+            learner.join(self.shards)
+        for i, learner in enumerate(self.learners.values()):
+            learner.after(1 + i / len(self.learners), learner.step)
+        self.clock.after(TICK, self._tick)
+        end = self.row.steps + self.row.cut_off + self.row.frozen
+        while self.clock.now < end:
+            self.clock.step()
+        return self
+
+    def _tick(self) -> None:
+        self.shards[0].advance()
+        self.clock.after(TICK, self._tick)
+
+    @property
+    def fraction(self) -> float:
+        return 0.0
+
+    @property
+    def loss(self) -> float:
+        return self.task.evaluate(self.global_model(), 1, 0)
+
+
+# ------------------------------------------------------------------ the published formulas
+
+
+def published(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str) -> Iterator[Tensor]:
+    """Each piece of the merged pseudo-gradient. Sums in the order of learners' ids, as merges do."""
+    ordered = sorted(contributions, key=lambda c: c.learner_id)
+    w = [c.tokens**2 / c.steps for c in ordered]
+    s = [one / sum(w) for one in w]
+    for piece in pieces:
+        v = [_part(c, piece) for c in ordered]
+        norms = [c.piece_norms[piece_index(pieces, piece)] for c in ordered]
+        if len(ordered) == 1 or "mean" in (rule, piece.rule):
+            yield _sum(ordered[0], piece, v, s).tensor().clone()
+            continue
+        radius = sum(share * norm for share, norm in zip(s, norms, strict=True))
+        direction = [share / norm if norm > 0 else 0.0 for share, norm in zip(s, norms, strict=True)]
+        length = math.sqrt(_sum(ordered[0], piece, v, direction).sum_squares())
+        weights = [d * (radius / length) for d in direction] if length > CANCELLED else s
+        yield _sum(ordered[0], piece, v, weights).tensor().clone()
+
+
+def piece_index(pieces: Sequence[Piece], piece: Piece) -> int:
+    return list(pieces).index(piece)
+
+
+def _part(contribution: Contribution, piece: Piece) -> Part:
+    """The bytes of a piece. Fragments here are one chunk each."""
+    (chunk,) = chunk_tensors(contribution.payload)  # type: ignore[arg-type]
+    return Part(chunk, contribution.payload.header.num_elements, piece.offset)
+
+
+def _sum(one: Contribution, piece: Piece, v: Sequence[Part], weights: Sequence[float]) -> MergedSlice:
+    return MergedSlice(piece.offset, piece.num_elements, get_codec(one.payload.header.encoding), v, weights)
+
+
+# ------------------------------------------------------------------ the table
+
+ROWS_OF_TABLE: dict[str, Row] = {
+    "two, 1:1": Row(),
+    "two, 1:2": Row((1.0, 1 / 2)),
+    "two, 1:3": Row((1.0, 1 / 3)),
+    "two, 1:5": Row((1.0, 1 / 5)),
+    "two, 1:8": Row((1.0, 1 / 8)),
+    "1, 1, 5, 5": Row((1.0, 1.0, 1 / 5, 1 / 5)),
+    "1, 1, 1, 5": Row((1.0, 1.0, 1.0, 1 / 5)),
+    "eight, speeds drawn": Row(tuple(round(random.Random(3).uniform(0.2, 1.0) + i / 1e3, 3) for i in range(8))),
+    "back after an hour of its own": Row((1.0, 1.0, 1.0), cut_off=HOUR),
+    "back after an hour, of two": Row(cut_off=HOUR),
+    "after a freeze": Row((1.0, 1.0, 1.0), frozen=600.0),
+    "rare rows, met first": Row((1.0, 1.0, 1.0), rare_from=STEPS / 2),
+    "rare rows, of two": Row(rare_from=STEPS / 2),
+    "one with an 8 x batch": Row((1.0, 1.0, 1.0), batch=8),
+    "an 8 x batch, of two": Row(batch=8),
+    "tokens vary 100 x": Row((1.0, 1.0, 1.0), varies=True),
+}
+
+
+def no_guards(change: Callable[[], float]) -> float:
+    """Call with every guard of the values off."""
+    kept = Trust.check_values, Trust.check_claims, Trust.evidence
+    Trust.check_values = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    Trust.check_claims = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    Trust.evidence = lambda self, contributions, *args: dict.fromkeys(contributions, "")  # type: ignore[method-assign]
+    try:
+        return change()
+    finally:
+        Trust.check_values, Trust.check_claims, Trust.evidence = kept  # type: ignore[method-assign]
+
+
+def beside_no_guards(row: Row, seed: int, guard: GuardSettings) -> float:
+    """How much higher the loss is than without any, in percent."""
+    short = replace(row, cut_off=min(row.cut_off, 400.0))
+    return 100 * (Run(short, seed, guard).train().loss / no_guards(lambda: Run(short, seed, guard).train().loss) - 1)
+
+
+def interval(differences: Sequence[float]) -> str:
+    """Mean and 95 % interval of 5 pairs, in percent (t = 2.776)."""
+    half = 2.776 * stdev(differences) / math.sqrt(len(differences))
+    return f"{fmean(differences):+.2f} % ({fmean(differences) - half:+.2f} to {fmean(differences) + half:+.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loss", action="store_true", help="five seeds in pairs, which takes longer")
+    parser.add_argument("--rows", nargs="*", default=[*ROWS_OF_TABLE], choices=[*ROWS_OF_TABLE], help="only these")
+    parser.add_argument("--strangers", action="store_true", help="what the same costs among strangers")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    guard = GuardSettings(trust="strangers" if args.strangers else "members")
+    bad = False
+    print("| who | merges | exact | merged to published | refused, left out | to all guards off |", flush=True)
+    print("| --- | ---: | ---: | ---: | --- | ---: |")
+    for name in args.rows:
+        row = ROWS_OF_TABLE[name]
+        run = Run(row, 0, guard).train()
+        found, beside = run.found, ""
+        if args.loss:
+            beside = interval([beside_no_guards(row, seed, guard) for seed in SEEDS])
+        ratios = f"{min(found.ratios):.3f} to {max(found.ratios):.3f}"
+        refused = ", ".join(f"{code} {n}" for code, n in (found.refused + Counter(left_out=found.left_out)).items())
+        print(f"| {name} | {found.merges} | {found.exact} | {ratios} | {refused or 'none'} | {beside} |", flush=True)
+        bad |= not found.is_exact
+    if args.loss:
+        print("\n| beside the fast one alone | loss |\n| --- | ---: |")
+        for times in (3, 5, 8):
+            alone = [Run(Row((1.0,)), s, guard).train().loss for s in SEEDS]
+            both = [Run(Row((1.0, 1 / times)), s, guard).train().loss for s in SEEDS]
+            print(
+                f"| 1:{times} | {interval([100 * (a / b - 1) for a, b in zip(both, alone, strict=True)])} |", flush=True
+            )
+    sys.exit(bad and not args.strangers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""How much a stranger's contribution may count for, whatever it claims and whatever is in it. Arithmetic on numbers.
+
+A member's is not cut: the formulas are the published ones then. `most` says, for each contribution of a round, how
+many times the median it may be: infinity for members, from 1 to `MOST` for strangers. Of an even number it is the lower
+median: half of the learners cannot raise it, and of two learners neither can; a liar can only make a round shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+MOST = 2.0
+"""No stranger's weight counts for more than this many times the median weight, and only with as many times the median
+of inner steps."""
+CLIP_ITERATIONS = 3
+"""Of centered clipping. Each may move the centre by the median distance."""
+
+
+def capped(weights: Sequence[float], most: Sequence[float]) -> list[float]:
+    """The weights, none above so many times their median.
+
+    Of M strangers one then has at most 2 / M of all, where it is allowed once: half of the others weigh as much.
+    """
+    if all(map(math.isinf, most)):
+        return [*weights]
+    usual = median_low(weights)
+    return [min(weight, times * usual) for weight, times in zip(weights, most, strict=True)]
+
+
+def clipping(lengths: Sequence[float], most: Sequence[float]) -> list[float]:
+    """What to multiply vectors of these lengths with, so that none is longer than so many times their median.
+
+    Where most lengths are 0 the median is that of the others: few learners may have met the rows of an embedding, or
+    the expert, and their work is no lie. Whoever is alone there is bounded by the norm guard only.
+    """
+    if all(map(math.isinf, most)):
+        return [1.0] * len(lengths)
+    usual = median_low(lengths) or median_low([length for length in lengths if length > 0] or [0.0])
+    return [min(1.0, times * usual / one) if one > 0 else 1.0 for one, times in zip(lengths, most, strict=True)]
+
+
+def allowed(steps: Sequence[int], strange: Sequence[bool]) -> list[float]:
+    """How often the median each contribution may count for. `strange`: whose are bounded at all.
+
+    A stranger's once, and up to `MOST` times in proportion to inner steps above their median. So where slow learners
+    are many, the fast ones are not cut down to them. Of weights, and of lengths in the radius of RDA, which scales a
+    step and cannot turn it. Not in a mean (`once`), where length is influence as weight is: with twice of both a liar
+    would outvote seven learners that agree little.
+    """
+    usual = median_low(steps)
+    return [
+        min(MOST, max(1.0, one / usual)) if is_strange else math.inf
+        for one, is_strange in zip(steps, strange, strict=True)
+    ]
+
+
+def once(most: Sequence[float]) -> list[float]:
+    """The same, without what more steps allow."""
+    return [times if math.isinf(times) else 1.0 for times in most]
+
+
+def centered_clip(gram: Tensor, shares: Sequence[float]) -> list[float]:
+    """The weights a of the vectors x in their centered clipping v = sum a x.
+
+        v <- v + sum s clip(x - v, tau),  clip(y, tau) = y min(1, tau / |y|)
+
+    Karimireddy, He, Jaggi 2021, "Learning from History for Byzantine Robust Optimization" (arXiv 2012.10333), equation
+    (CC), with shares instead of 1 / M. There v begins at the last aggregate, which contributions of local training do
+    not resemble; here at the mean of the vectors clipped to their median norm. tau is the median of |x - v|, anew in
+    each of `CLIP_ITERATIONS` iterations, so it needs no setting.
+
+    `gram`: float64 (M, M), the dot products of the vectors. v is in their span, so |x - v| follows from it:
+    |x_i - v|^2 = G_ii - 2 (G a)_i + a G a. `shares`: M, with sum 1.
+    """
+    own = gram.diagonal()
+    s = torch.tensor(shares, dtype=torch.float64)
+    norms = [math.sqrt(max(0.0, square)) for square in own.tolist()]
+    a = s * torch.tensor(clipping(norms, [1.0] * len(norms)), dtype=torch.float64)
+    for _ in range(CLIP_ITERATIONS):
+        to = gram @ a
+        distances = (own - 2 * to + a @ to).clamp(min=0.0).sqrt().tolist()
+        tau = median_low(distances)
+        kept = s * torch.tensor([min(1.0, tau / d) if d > 0 else 1.0 for d in distances], dtype=torch.float64)
+        a = a * (1 - kept.sum()) + kept
+    return [float(weight) for weight in a]

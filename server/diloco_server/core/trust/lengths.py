@@ -1,0 +1,172 @@
+"""How long a contribution of a member can be: by its steps, and by what the others sent last.
+
+Whoever is healthy trains the same model at the same rates. So its way is about as long as that of others for as many
+steps: it grows with the steps at most, where it is straight, and with their root at least. What is far beyond is noise,
+a value with a flipped bit, or a learner that diverges. Those say what is usual that have sent some: at its start a
+learner's rate rises. Beside fewer than two of them nobody can say which one is sick: there a learner may go as far as
+it went before, or as is usual for the size of what it trains.
+
+What is refused is seen, too: where most go further, that is how far one goes now. Kept in memory only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median_high
+
+from diloco_common.manifest import Fragment
+
+FAR = 8.0
+"""Times the usual length for as many steps. 99 % of honest ones of equal speed are below 1.6 times the median."""
+STRAIGHT = 2.0
+"""The same, where a way grows with its steps and not with their root."""
+SPARSE = 2.0
+"""Times as far per element as in other fragments: rows of an embedding, or an expert, that few have met so far."""
+FIRST_OF_SEED, SPARSE_OF_SEED = 0.3, 0.03
+"""Share of the norm of version 0 per H steps, with nothing else to compare with: for the first contribution of a
+learner, which may have to do with one of another that has begun to warm up, and later. Rare rows took 0.01."""
+QUIET = 0.01
+"""Per element, where version 0 is zeros."""
+UP, DOWN = 1.2, 0.97
+"""How fast what a learner may do by its own past follows what it does, per contribution."""
+SETTLED = 4
+"""Contributions after which a learner says what is usual."""
+CROWD = 16
+"""From so many others on, one learner does not change what is usual."""
+LOOKED_AT = 64
+"""Other fragments that are looked at where a contribution is far off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Of one contribution, or the usual one of many."""
+
+    norm: float
+    steps: int
+    """As far as they are believed."""
+    at: float = 0.0
+
+    def reach(self, steps: int) -> float:
+        """How long a healthy way of so many steps can be beside this one."""
+        times = steps / self.steps
+        return self.norm * max(FAR * math.sqrt(times), STRAIGHT * times)
+
+    @property
+    def pace(self) -> float:
+        """Of a way that is not straight."""
+        return self.norm / math.sqrt(self.steps)
+
+
+@dataclass
+class Ways:
+    """Of the learners of one shard, in one fragment."""
+
+    last: dict[str, Way] = field(default_factory=dict)
+    """Learner -> what it sent last, taken or not."""
+    own: dict[str, Way] = field(default_factory=dict)
+    """Learner -> what it may be measured by, of what was merged. Follows slowly."""
+    count: Counter[str] = field(default_factory=Counter)
+    """Learner -> how often it sent something."""
+    of_crowd: Way | None = None
+    """The usual one of many, looked up now and then."""
+    looked_at: int = 0
+    """Contributions until then."""
+
+    def others(self, learner_id: str, live: Collection[str]) -> tuple[Sequence[Way], bool]:
+        """Those that say what is usual, and whether that is enough. Of a crowd only the usual one.
+
+        Learners that are here go before those that were, and settled ones before new ones.
+        """
+        if len(self.last) > CROWD:
+            sent = self.count.total()
+            if self.of_crowd is None or CROWD * (sent - self.looked_at) > len(self.last):
+                ways = sorted(self.last.values(), key=lambda way: way.pace)
+                self.of_crowd, self.looked_at = ways[len(ways) // 2], sent
+            return [self.of_crowd], True
+        others = [one for one in self.last if one != learner_id]
+        others = [one for one in others if one in live] or others
+        settled = [one for one in others if self.count[one] >= SETTLED]
+        return [self.last[one] for one in settled or others], len(settled) > 1
+
+    def saw(self, learner_id: str, way: Way) -> None:
+        self.last[learner_id] = way
+        self.count[learner_id] += 1
+
+    def took(self, learner_id: str) -> None:
+        way, before = self.last[learner_id], self.own.get(learner_id)
+        if before is not None and before.norm > 0:
+            usual = before.norm * way.steps / before.steps
+            way = Way(min(max(way.norm, DOWN * usual), UP * usual), way.steps)
+        self.own[learner_id] = way
+
+
+class Lengths:
+    """Of the learners of one shard, in all fragments of the model."""
+
+    def __init__(self) -> None:
+        self._ways: dict[int, Ways] = {}
+        self._elements: dict[int, int] = {}
+
+    def last(self, fragment_id: int, learner_id: str) -> Way | None:
+        """What the learner sent last."""
+        ways = self._ways.get(fragment_id)
+        return None if ways is None else ways.last.get(learner_id)
+
+    def saw(self, fragment: Fragment, learner_id: str, way: Way) -> None:
+        """A finite contribution has come. Once each."""
+        self._elements[fragment.fragment_id] = fragment.num_elements
+        self._ways.setdefault(fragment.fragment_id, Ways()).saw(learner_id, way)
+
+    def took(self, fragment_id: int, learner_id: str) -> None:
+        """What it sent last is merged."""
+        ways = self._ways.get(fragment_id)
+        if ways is not None and learner_id in ways.last:
+            ways.took(learner_id)
+
+    def forget(self, learner_id: str) -> None:
+        """The learner has been gone for long."""
+        for ways in self._ways.values():
+            ways.last.pop(learner_id, None)
+            ways.own.pop(learner_id, None)
+            ways.count.pop(learner_id, None)
+
+    def too_long(
+        self, fragment: Fragment, learner_id: str, way: Way, live: Collection[str], seed_norm: float, every: int
+    ) -> float | None:
+        """The longest that a healthy learner's contribution can be, if this one is longer. 0: it is not, as far as
+        anybody can say; None: there is nobody to compare with.
+
+        `every`: H of the fragment; `seed_norm`: of its version 0.
+        """
+        fragment_id, steps = fragment.fragment_id, way.steps
+        ways = self._ways.get(fragment_id, Ways())
+        others, is_enough = ways.others(learner_id, live)
+        if not others:
+            return None
+        most = median_high([other.reach(steps) for other in others])
+        own = ways.own.get(learner_id)
+        if own is not None and not is_enough:
+            most = max(most, own.reach(steps))
+        if way.norm <= most:
+            return 0.0
+        sparse = SPARSE * math.sqrt(fragment.num_elements) * self._elsewhere(fragment_id, learner_id, steps, live)
+        if not is_enough or not sparse:
+            share = FIRST_OF_SEED if own is None else SPARSE_OF_SEED
+            size = max(seed_norm, QUIET * math.sqrt(fragment.num_elements))
+            sparse = max(sparse, share * size * max(1.0, steps / every))
+        most = max(most, sparse)
+        return most if way.norm > most > 0 else 0.0
+
+    def _elsewhere(self, fragment_id: int, learner_id: str, steps: int, live: Collection[str]) -> float:
+        """How far others go per element where they go furthest: root mean square, of other fragments."""
+        furthest = 0.0
+        for one in islice((one for one in self._ways if one != fragment_id), LOOKED_AT):
+            others, _ = self._ways[one].others(learner_id, live)
+            if others:
+                norms = [way.norm * max(math.sqrt(t), t) for way in others for t in [steps / way.steps]]
+                furthest = max(furthest, median_high(norms) / math.sqrt(self._elements[one]))
+        return furthest

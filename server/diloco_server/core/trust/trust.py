@@ -1,0 +1,122 @@
+"""The face of this package: what one shard believes of its learners.
+
+It hears of every contribution, and answers for rounds: may it be merged, does it count as a stranger's, which of a
+closed round are left out, and how many learners a round needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from diloco_common.errors import NormTooLarge, NotFinite
+from diloco_common.messages import PushHeader
+from diloco_common.settings import GuardSettings
+from diloco_server.core.cadence import Quorum
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.membership import Member, Membership
+from diloco_server.core.round import Contribution, total_norm
+from diloco_server.core.trust.conduct import Quarantine, far_off
+from diloco_server.core.trust.lengths import Lengths, Way
+from diloco_server.core.trust.trail import STEPS_FACTOR, check_trained
+
+
+class Trust:
+    """Of the learners of one shard, by the setting `guard.trust`."""
+
+    def __init__(self, guard: GuardSettings, membership: Membership) -> None:
+        self.quarantine = Quarantine(guard.quarantine_s)
+        self._strangers = guard.trust == "strangers"
+        self._norm_factor = guard.norm_factor
+        self._membership = membership
+        self._lengths = Lengths()
+
+    def is_strange(self, learner_id: str) -> bool:
+        """Whether what this learner sends is cut to what the others of its round send."""
+        return self._strangers or self.quarantine.suspects(learner_id)
+
+    def forget(self, learner_id: str) -> None:
+        """The learner has been gone for long."""
+        self.quarantine.forget(learner_id)
+        self._lengths.forget(learner_id)
+
+    # ------------------------------------------------------------ one contribution
+
+    def check_claims(self, member: Member, header: PushHeader, now: float) -> None:
+        """The learner can have trained what it pushes. Raises Implausible."""
+        pace, up_s = self._membership.usual_pace(now), self._membership.up_s(now)
+        check_trained(header, member.learner_id, member.trail, pace, up_s, now)
+
+    def check_values(
+        self, member: Member, header: PushHeader, piece_norms: Iterable[float], state: FragmentState, every: int,
+        now: float, *, is_whole: bool,
+    ) -> None:  # fmt: skip
+        """The values are finite, and no longer than they can be. Raises NotFinite or NormTooLarge.
+
+        `every`: H of the fragment. `is_whole`: not only a part of a contribution.
+        """
+        norm, fragment = total_norm([*piece_norms]), state.fragment
+        where = f"fragment {fragment.fragment_id}"
+        if not math.isfinite(norm):
+            raise NotFinite(f"{where}: a value is NaN or infinite, or their squares overflow; check the learner's loss")
+        if header.is_seed:
+            return
+        typical = state.typical_norm()
+        most, why = self._norm_factor * typical, f"{self._norm_factor:g} times is merged (guard.norm_factor)"
+        if not self._strangers and not fragment.companion:
+            way = Way(norm, self._believed_steps(member, header, every, now), now)
+            can_be = self._too_long(state, member.learner_id, way, every, self._live())
+            if can_be is not None:
+                most, why = can_be or math.inf, f"{can_be or 0:.3g} is merged for {way.steps} steps"
+            if is_whole:
+                self._lengths.saw(fragment, member.learner_id, way)
+        if norm > most:
+            raise NormTooLarge(
+                f"{where}: norm {norm:.3g} is {norm / typical:.3g} times the usual {typical:.3g}, at most {why}; look "
+                "at the learner's loss, data and memory"
+            )
+
+    def _believed_steps(self, member: Member, header: PushHeader, every: int, now: float) -> int:
+        """For a length: H, and what was reported since the last one was merged; else what the time allows."""
+        fragment_id, trail = header.fragment_id, member.trail
+        since = None if trail is None else trail.merged_until.get(fragment_id)
+        if trail is not None and since is not None:
+            return min(header.steps, max(every, trail.counted.inner_step - since.inner_step))
+        last, pace = self._lengths.last(fragment_id, member.learner_id), self._membership.usual_pace(now)
+        if last is None or pace is None:
+            return header.steps
+        return min(header.steps, max(every, int(STEPS_FACTOR * pace.steps_per_s * (now - last.at))))
+
+    def _too_long(self, state: FragmentState, learner_id: str, way: Way, every: int, live: set[str]) -> float | None:
+        return self._lengths.too_long(state.fragment, learner_id, way, live, state.record.seed_norm, every)
+
+    def _live(self) -> set[str]:
+        return {m.learner_id for m in self._membership.live()}
+
+    # ------------------------------------------------------------ a round
+
+    def quorum(self, asked: Iterable[Member], quorum: Quorum) -> Quorum:
+        """How many learners make a round due, and let it close. Of strangers more than half of those that answer."""
+        if not self._strangers or quorum == "all":
+            return quorum
+        return max(quorum, sum(m.sets_pace for m in asked) // 2 + 1)
+
+    def evidence(self, contributions: Mapping[str, Contribution], state: FragmentState, every: int) -> dict[str, str]:
+        """Against each contribution to a round that closes; "" for most. When the first came there was nothing yet to
+        compare with."""
+        if self._strangers:
+            return far_off(contributions, state.typical_norm())
+        evidence, live = {}, self._live()
+        for learner_id, c in contributions.items():
+            last = self._lengths.last(c.fragment_id, learner_id)
+            way = Way(c.norm, c.steps if last is None else last.steps)
+            most = self._too_long(state, learner_id, way, every, live)
+            evidence[learner_id] = f"a norm of {c.norm:.3g}, by what others sent {most:.3g} at most" if most else ""
+            if not most:
+                self._lengths.took(c.fragment_id, learner_id)
+        return evidence
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether what there is evidence against is left out of its round. A stranger's stays, cut."""
+        return not self._strangers

@@ -1,0 +1,262 @@
+"""What a sick member sends is refused or left out, and named; what a healthy one sends never is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from builders import make_settings
+from diloco_common.codec import encode_payload
+from diloco_common.manifest import Fragment, Piece, TensorSpec
+from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
+from diloco_server.core.effects import LearnerQuarantined
+from diloco_server.core.membership import Member
+from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, STRAIGHT, Lengths, Way
+from lockstep import ShardShell
+
+SIZE, H, USUAL = 64, 24, 0.1
+"""Elements; inner steps between rounds; the norm of an honest contribution."""
+
+
+@dataclass
+class Sick:
+    """What comes of a learner, instead of a contribution of the usual norm."""
+
+    name: str
+    norm: float
+    direction: float = 1.0
+
+
+class Crowd(ShardShell):
+    """Learners in lockstep. Every step takes a second; a round comes every H of them."""
+
+    def __init__(self, learners: str, **settings: Any) -> None:
+        sync = {"sync_every": H, "fragments": 1, "merge": "mean", "quorum": "all"} | settings.pop("sync", {})
+        outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+        super().__init__(make_settings(sync=sync, outer=outer, lease={"lease_s": 1e6, "stalled_s": 1e6}, **settings))
+        self.steps = dict.fromkeys(learners, 0)
+        self.since = dict.fromkeys(learners, 0)
+        self.members: dict[str, Member] = {}
+        for learner in learners:
+            self.members[learner] = self.shard.join(learner, f"of {learner}", [TensorSpec("w", (SIZE,))], self.now)
+            self.shard.progress(self.members[learner], Progress(0, 0), self.now)
+        self.push_values(learners[0], 0, torch.ones(SIZE))
+
+    def push_values(self, learner: str, number: int, values: torch.Tensor, **claims: int) -> PushAnswer:
+        payload = encode_payload(values.clone(), "float32")
+        steps = claims.get("steps", self.steps[learner] - self.since[learner])
+        assert self.shard.manifest is not None
+        header = PushHeader(
+            0, number, 1, max(0, number - 1), claims.get("tokens", 10 * steps), steps, payload.header,
+            self.shard.manifest.digest,
+        )  # fmt: skip
+        answer = self.push(self.members[learner], header, payload)
+        if answer.outcome is Outcome.ACCEPTED:
+            self.since[learner] = self.steps[learner]
+        return answer
+
+    def train(self, seconds: int, **speeds: int) -> int:
+        """Everybody steps, by 1 per second or its speed. Returns the round that is open then."""
+        for _ in range(seconds):
+            self.now += 1.0
+            for learner, member in self.members.items():
+                self.steps[learner] += speeds.get(learner, 1)
+                step_s = 1 / max(1, speeds.get(learner, 1))
+                self.shard.progress(
+                    member, Progress(self.steps[learner], 10 * self.steps[learner], None, step_s), self.now
+                )
+            self.advance()
+        state = self.shard.fragments[0]
+        assert state.round is not None
+        return state.round.round
+
+    def round(self, *sick: Sick, **norms: float) -> dict[str, PushAnswer]:
+        """One round: everybody sends `USUAL`, or what is said. Returns the answers."""
+        number = self.train(H)
+        sent = {one.name: one for one in sick}
+        answers = {}
+        for i, learner in enumerate(self.members):
+            direction = torch.randn(SIZE, generator=torch.Generator().manual_seed(100 * number + i))
+            one = sent.get(learner, Sick(learner, norms.get(learner, USUAL)))
+            answers[learner] = self.push_values(
+                learner, number, direction * (one.direction * one.norm / direction.norm())
+            )
+        return answers
+
+    @property
+    def refused(self) -> int:
+        return sum(self.shard.ledger.rejected.values()) + self.shard.ledger.tokens_fenced
+
+    @property
+    def named(self) -> set[str]:
+        return {e.learner_id for e in self.events if isinstance(e, LearnerQuarantined)}
+
+    @property
+    def theta(self) -> float:
+        values = self.shard.fragments[0].values
+        assert values is not None
+        return float(values.theta.norm())
+
+
+@pytest.mark.parametrize("learners", ["ab", "abc", "abcdefgh"])
+@pytest.mark.parametrize("times", [30.0, 300.0, 1e6, 1e30])
+def test_values_grown_by_any_factor_move_nothing_and_their_learner_is_named(learners: str, times: float) -> None:
+    crowd = Crowd(learners)
+    for _ in range(3):
+        crowd.round()
+    for _ in range(10):
+        answers = crowd.round(Sick("b", times * USUAL, -1.0))
+        assert answers["b"].code in ("NORM_TOO_LARGE", "NOT_FINITE", "QUARANTINED")
+        assert answers["a"].outcome is Outcome.ACCEPTED
+    assert crowd.named == {"b"}
+    assert crowd.theta < 10.0
+
+
+@pytest.mark.parametrize("learners", ["abc", "abcdefgh"])
+def test_in_the_first_round_of_all_the_one_that_is_far_off_is_left_out(learners: str) -> None:
+    """It may come first, when there is nothing to compare it with."""
+    crowd = Crowd(learners)
+    answers = crowd.round(Sick("a", 300.0))
+    assert answers["a"].outcome is Outcome.ACCEPTED
+    assert crowd.shard.fragments[0].version == 1
+    assert crowd.shard.fragments[0].status("a").merged_version == 0, "it hears that, and carries the work"
+    assert crowd.shard.fragments[0].status("b").merged_version == 1
+    assert crowd.theta == pytest.approx(8.0, abs=0.5)
+    assert crowd.shard.ledger.tokens_in_flight == 0
+
+
+def test_a_learner_that_diverges_is_refused_soon_beside_one_other() -> None:
+    """Twice the length with each contribution."""
+    crowd, taken = Crowd("ab"), []
+    for i in range(20):
+        answer = crowd.round(Sick("b", USUAL * 2.0 ** max(0, i - 3)))["b"]
+        taken += [USUAL * 2.0 ** max(0, i - 3)] if answer.outcome is Outcome.ACCEPTED else []
+    assert max(taken) <= 2 * FAR * USUAL
+    assert crowd.named == {"b"}
+
+
+@pytest.mark.parametrize("learners", ["ab", "abc", "abcdefgh"])
+@pytest.mark.parametrize("quiet", [0.0, 1e-9])
+def test_one_that_sends_nothing_keeps_nobody_out(learners: str, quiet: float) -> None:
+    crowd = Crowd(learners)
+    for _ in range(6):
+        crowd.round(b=quiet)
+    assert crowd.refused == 0
+
+
+@pytest.mark.parametrize("learners", ["ab", "abc", "abcdefgh"])
+def test_where_all_go_further_at_once_everybody_is_merged_again_within_a_round(learners: str) -> None:
+    """A schedule that begins anew: a hundred times the rate."""
+    crowd = Crowd(learners)
+    for _ in range(5):
+        crowd.round(**dict.fromkeys(learners, 0.001))
+    crowd.round()
+    answers = crowd.round()
+    assert {answer.outcome for answer in answers.values()} == {Outcome.ACCEPTED}
+    assert crowd.named == set()
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize("times", [2, 3, 5, 8])
+def test_learners_of_unequal_speed_are_never_too_long(times: int, power: float) -> None:
+    """Ways may be straight, or grow with the root of the steps."""
+    crowd = Crowd("ab")
+    for _ in range(10):
+        number = crowd.train(H, a=times)
+        for learner in "ab":
+            steps = crowd.steps[learner] - crowd.since[learner]
+            values = torch.full((SIZE,), USUAL * (steps / H) ** power / SIZE**0.5)
+            assert crowd.push_values(learner, number, values).outcome is Outcome.ACCEPTED
+    assert crowd.refused == 0
+
+
+def test_who_is_back_after_an_hour_brings_all_of_it() -> None:
+    crowd = Crowd("abc")
+    for _ in range(5):
+        crowd.round()
+    for _ in range(10):
+        number = crowd.train(360)
+        for learner in "bc":
+            crowd.push_values(learner, number, torch.full((SIZE,), 15 * USUAL / SIZE**0.5))
+    number = crowd.train(H)
+    steps = crowd.steps["a"] - crowd.since["a"]
+    assert (
+        crowd.push_values("a", number, torch.full((SIZE,), USUAL * steps / H / SIZE**0.5)).outcome is Outcome.ACCEPTED
+    )
+
+
+def test_claims_of_more_steps_than_were_reported_lengthen_nothing() -> None:
+    crowd = Crowd("abc")
+    for _ in range(5):
+        crowd.round()
+    number = crowd.train(H)
+    lie = torch.full((SIZE,), 1.2 * FAR * USUAL / SIZE**0.5)
+    assert Way(USUAL, H).reach(60) > 1.2 * FAR * USUAL
+    assert crowd.push_values("a", number, lie, steps=60, tokens=240).code == "NORM_TOO_LARGE"
+
+
+def fragment(fragment_id: int, size: int = SIZE) -> Fragment:
+    return Fragment(fragment_id, 0, (Piece(f"w{fragment_id}", 0, size, 0),))
+
+
+def test_rare_rows_may_be_as_long_as_what_is_dense() -> None:
+    """An embedding that hardly moves, until one learner meets its rows: thousands of times the usual norm."""
+    lengths = Lengths()
+    for learner in SETTLED * "abc":
+        lengths.saw(fragment(0), learner, Way(1e-5, H))
+        lengths.saw(fragment(1), learner, Way(USUAL, H))
+    assert lengths.too_long(fragment(0), "a", Way(USUAL, H), set("abc"), 1.0, H) == 0.0
+    most = lengths.too_long(fragment(0), "a", Way(100 * USUAL, H), set("abc"), 1.0, H)
+    assert most == pytest.approx(2 * USUAL)
+
+
+@pytest.mark.parametrize(
+    ("steps", "most"), [(H, FAR), (4 * H, 2 * FAR), (64 * H, 64 * STRAIGHT), (1, FAR / math.sqrt(H))]
+)
+def test_the_longest_way_grows_with_the_steps(steps: int, most: float) -> None:
+    assert Way(USUAL, H).reach(steps) == pytest.approx(most * USUAL)
+
+
+def test_in_a_crowd_the_usual_way_is_looked_up_now_and_then() -> None:
+    lengths = Lengths()
+    for i in range(10 * CROWD):
+        lengths.saw(fragment(0), f"{i}", Way(USUAL * (1 + i % 3), H))
+    assert lengths.too_long(fragment(0), "0", Way(2 * FAR * USUAL * 0.99, H), set(), 1e-9, H) == 0.0
+    assert lengths.too_long(fragment(0), "0", Way(2 * FAR * USUAL * 1.5, H), set(), 1e-9, H)
+
+
+# ------------------------------------------------------------------ suspects, strangers
+
+
+def test_who_was_left_out_counts_as_a_stranger_until_it_is_cleared() -> None:
+    crowd = Crowd("abc", guard={"quarantine_s": 30.0})
+    for _ in range(3):
+        crowd.round()
+    while "b" not in crowd.named:
+        crowd.round(Sick("b", 1000.0))
+    while crowd.shard.quarantine.holds("b"):
+        crowd.round()
+    before = crowd.theta
+    crowd.round(Sick("b", 6 * USUAL))
+    assert crowd.shard._rounds.trust.is_strange("b")
+    assert abs(crowd.theta - before) < USUAL, "it is cut to the others"
+    for _ in range(20):
+        crowd.round()
+    assert not crowd.shard._rounds.trust.is_strange("b")
+
+
+def test_a_stranger_is_never_alone_in_a_round_and_counts_for_no_more_than_others() -> None:
+    crowd = Crowd("abc", guard={"trust": "strangers"}, sync={"grace": 0.0, "quorum": 1})
+    for _ in range(3):
+        crowd.round()
+    before = crowd.shard.tokens_merged
+    number = crowd.train(H, a=16)
+    crowd.push_values("a", number, torch.ones(SIZE))
+    assert crowd.shard.fragments[0].round is not None, "half of the others have to be in it"
+    crowd.push_values("b", number, torch.ones(SIZE))
+    assert crowd.shard.fragments[0].version == number
+    assert crowd.shard.tokens_merged - before == 2 * 10 * H
