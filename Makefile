@@ -109,6 +109,12 @@ FORKS ?= --times 300
 forks: $(INSTALLED) ## Give a learner 300 children in each way that scripts have; none may die (an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/fork_soak.py $(FORKS)
 
+ZOO ?= --json runs/zoo/result.json
+
+.PHONY: zoo
+zoo: $(INSTALLED) ## Train twenty ordinary programs as learners that die and come back, and alone (half an hour)
+	$(BIN)/python tests/zoo/run.py $(ZOO)
+
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill and freeze the processes of a cluster for a minute; nothing may be lost
 	$(BIN)/diloco chaos $(CHAOS)

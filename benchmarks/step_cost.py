@@ -46,6 +46,7 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.manifest import TensorSpec
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
+from diloco_worker.core.undone import Laid
 from light_learners import running_shards, tensors_of
 from outer_round_learner import OwnMemory, Weights, usage
 
@@ -236,17 +237,25 @@ def time_snapshots() -> list[float]:
 
 
 def measure_checks(loop: Loop, learner: diloco_worker.Learner) -> dict[str, list[float]]:
-    """Steps that have nothing to do, with and without checks in turn."""
-    watch = learner._watch
+    """Steps that have nothing to do but to look at a version, with and without checks in turn."""
+    watch, replica = learner._watch, learner._boundary.replica
+    laid, nothing = replica.laid, Laid(replica._theta, lambda name: 0)
+    assert learner.core is not None
+    fragments = [f.tensors.fragment for f in learner.core.fragments.values()]
     found: dict[str, list[float]] = {"checked_s": [], "unchecked_s": []}
     for number in range(QUIET_STEPS + CHECK_STEPS):
         loop.work()  # and with it, caches that hold other things
         learner._watch = watch if number % 2 else None
+        replica.laid = laid if number % 2 else nothing
+        if laid._watched is None:  # as if a version had been applied just now
+            laid._rest = 0
+            with laid.under(fragments[number % len(fragments)]):
+                pass
         began = time.perf_counter()
         learner.step(0, 1.0)
         if number >= QUIET_STEPS:
             found["checked_s" if number % 2 else "unchecked_s"].append(time.perf_counter() - began)
-    learner._watch = watch
+    learner._watch, replica.laid = watch, laid
     return found
 
 

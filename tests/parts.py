@@ -20,6 +20,7 @@ from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.events import Joined
 from diloco_worker.core.replica import Replica
 from diloco_worker.inbox import Inbox
 from diloco_worker.learner import Learner, make_learner
@@ -93,6 +94,13 @@ def joined(epoch: int, policy: LearnerPolicy, *, generation: int = 1, num_fragme
     """The answer of the only shard of a run."""
     fragments = tuple(FragmentStatus(i, True, 0, 0, epoch) for i in range(num_fragments))
     return JoinAnswer(generation, epoch, 1.0, 0, 1, num_fragments, "digest", policy, fragments, Pulse(0, 0))
+
+
+class Believes:
+    """An agreement of shards that takes whatever they say."""
+
+    def take(self, joined: Joined) -> None:
+        pass
 
 
 class Parts:

@@ -66,7 +66,11 @@ SIZE_MAX = 2**53
 LOSS_MAX = 1e30
 STEP_TIME_MAX_S = 2.0**20
 """Twelve days."""
+AGE_MAX_S = 2.0**32
+"""A century."""
 HEARTBEAT_MAX_S = 3600.0
+HEARTBEAT_LEAST_S = 0.01
+"""A shard that asks for more than that has its learners do nothing else."""
 AWAY_MAX = 64
 """Shards that a learner reports as away; of more, it reports the first."""
 ADDRESS_MAX = 260
@@ -109,6 +113,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "frozen": Limit(FROZEN_MAX, 0, "entries"),
         "ties": Limit(TIES_MAX, 0, "entries"),
         "index": _U32,
+        "age_s": Limit(AGE_MAX_S),
     },
     "Tie": {"name": Limit(TENSOR_NAME_MAX, 1, "characters"), "of": Limit(TENSOR_NAME_MAX, 1, "characters")},
     "FrozenTensor": {
@@ -120,7 +125,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "JoinResponse": {
         "generation": Limit(GENERATION_MAX),
         "epoch": _EPOCH,
-        "heartbeat_s": Limit(HEARTBEAT_MAX_S),
+        "heartbeat_s": Limit(HEARTBEAT_MAX_S, HEARTBEAT_LEAST_S),
         "shard_index": _FRAGMENT_ID,
         "num_shards": Limit(FRAGMENTS_MAX, 1),
         "num_fragments": Limit(FRAGMENTS_MAX, 1),
@@ -218,8 +223,12 @@ MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "PushRequest": (4 << 20) + (128 << 10),
     "PullRequest": HEADER_BYTES_MAX,
     "LeaveRequest": 1 << 10,
+    "JoinResponse": (4 << 20) + (256 << 10),
+    "Directive": 8 << 10,
+    "PushResponse": 8 << 10,
+    "PullResponse": (4 << 20) + (128 << 10),
 }
-"""Of the messages that callers send, before they are parsed. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
+"""Of the messages of both sides, before they are parsed. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
 
 
 def check(message: str, field: str, value: Any) -> None:

@@ -1,18 +1,26 @@
 """HTTP connections with a bound and a deadline, under uvicorn: it has neither.
 
-At most `CONNECTIONS_MAX` are open. A newcomer pushes out the oldest that has no request under way, so idle connections
-keep nobody out: not the one that asks whether this process is healthy.
+At most `CONNECTIONS_MAX` are open. A newcomer pushes out whoever has not read its answer for longest, else the oldest
+that has no request under way. So neither keeps anybody out. Where all are answered, and read, `HEALTH_MAX` more are let
+in, and are asked for health alone (`Connections.is_crowded`). Where those are busy too, the oldest has to go.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 CONNECTIONS_MAX = 128
+HEALTH_MAX = 64
+"""Places beyond that, for whoever asks whether this process is healthy."""
+SPEAKS_S = 0.5
+"""Whoever has something to ask says so within this time. As long as that nobody is pushed out for being idle, where one
+of those places is left."""
+HEALTH_PATHS = ("/healthz", "/readyz")
 HEADER_S = 5.0
 """Seconds for a complete header, from the connect or from the answer before."""
 ANSWER_S = 30.0
@@ -36,24 +44,47 @@ class Connections:
     """The open connections of one server; oldest first."""
 
     def __init__(self) -> None:
-        self.idle: dict[Guest, None] = {}
-        """Without a complete header."""
-        self.busy: set[Guest] = set()
+        self.idle: dict[Guest, float] = {}
+        """Without a complete header; since when, oldest first."""
+        self.busy: dict[Guest, None] = {}
+        """With a request that is not answered yet."""
+        self.stuck: dict[Guest, None] = {}
+        """Those of both that do not read what is sent to them; since when, oldest first."""
 
-    def make_room(self) -> bool:
-        """Whether there is room for one more; closes the oldest idle one if need be."""
-        if len(self.idle) + len(self.busy) < CONNECTIONS_MAX:
-            return True
-        if not self.idle:
-            return False
-        oldest = next(iter(self.idle))
-        self.gone(oldest)
-        oldest.transport.abort()
-        return True
+    def __len__(self) -> int:
+        return len(self.idle) + len(self.busy)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether only health is answered."""
+        return len(self) > CONNECTIONS_MAX
+
+    def make_room(self) -> None:
+        """For one more; closes another one if need be."""
+        if len(self) < CONNECTIONS_MAX:
+            return
+        found, idle = next(iter(self.stuck), None), next(iter(self.idle), None)
+        if found is None and idle is not None and time.monotonic() - self.idle[idle] > SPEAKS_S:
+            found = idle
+        if found is None and len(self) >= CONNECTIONS_MAX + HEALTH_MAX:
+            found = next(iter(self.busy), idle)
+        if found is not None:
+            self.gone(found)
+            found.transport.abort()
 
     def gone(self, connection: Guest) -> None:
+        for some in (self.idle, self.busy, self.stuck):
+            some.pop(connection, None)
+
+    def is_idle(self, connection: Guest) -> None:
+        """It waits for a header, or for a handshake."""
+        self.busy.pop(connection, None)
+        self.idle[connection] = time.monotonic()
+
+    def is_busy(self, connection: Guest) -> None:
+        """Its request has come. Those that were busy before, and since then, keep their places."""
         self.idle.pop(connection, None)
-        self.busy.discard(connection)
+        self.busy[connection] = None
 
     def end_idle(self) -> None:
         for connection in self.idle:
@@ -69,10 +100,7 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if not self._among.make_room():
-            self.transport = transport  # which `connection_lost` looks at
-            transport.abort()
-            return
+        self._among.make_room()
         self.app_state = {"certificate": certificate_of(transport)}  # part of every scope
         super().connection_made(transport)
         self._look()
@@ -82,6 +110,14 @@ class Connection(H11Protocol):
         super().data_received(data)
         if was_busy != self._is_busy:
             self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._among.stuck[self] = None
+
+    def resume_writing(self) -> None:
+        self._among.stuck.pop(self, None)
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP. That is the answer, also to a request whose body is wrong."""
@@ -108,10 +144,9 @@ class Connection(H11Protocol):
         """A new wait begins: for a header, or for the end of an answer."""
         if self._deadline is not None:
             self._deadline.cancel()
-        self._among.gone(self)
         is_busy = self._is_busy or self.transport.is_closing()  # what is left to be sent has a deadline, too
         if is_busy:
-            self._among.busy.add(self)
+            self._among.is_busy(self)
         else:
-            self._among.idle[self] = None
+            self._among.is_idle(self)
         self._deadline = self.loop.call_later(ANSWER_S if is_busy else HEADER_S, self.transport.abort)

@@ -15,13 +15,15 @@ import uvicorn
 
 from diloco_common import forks
 from diloco_common.addresses import bind_socket, bound_address
-from diloco_common.http_connections import Connection, Connections
+from diloco_common.http_connections import HEALTH_PATHS, Connection, Connections
 from diloco_common.http_tls import Arrival, TlsDoor
 
+CROWDED = b"too many connections are open; try again\n"
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 """ASGI 3. Every scope has state["certificate"]: what the caller has shown, in PEM, or None."""
-_ACCEPTED_AT_ONCE = 64
-"""Connections that one turn of the event loop accepts. Until it ends, none of them is closed: each takes a file."""
+_ACCEPTED_AT_ONCE = 16
+"""Connections that one turn of the event loop accepts. Until it ends, none of them is closed: each takes a file. What
+they say is read three turns later, so those that come meanwhile must not push them out (`HEALTH_MAX`)."""
 _WAITING_MAX = 1024
 """Connections that wait to be accepted. A crowd beyond that delays whoever comes then by a second."""
 
@@ -44,7 +46,7 @@ class HttpListener:
         sock = bind_socket(self._address)
         forks.close_in_children(sock)
         config = uvicorn.Config(
-            self._application,
+            self._answer,
             interface="asgi3",
             http=cast(type[asyncio.Protocol], self._connection),
             backlog=_ACCEPTED_AT_ONCE,
@@ -78,9 +80,30 @@ class HttpListener:
         await self._task
         self._server = self._task = None
 
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application's answer; that there is no room, if all places are taken and this is not about health."""
+        if self._connections.is_crowded and scope["path"] not in HEALTH_PATHS:
+            headers = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(CROWDED))]
+            headers += [(b"connection", b"close"), (b"retry-after", b"1")]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": CROWDED})
+            return
+        await self._application(scope, receive, send if not self._connections.is_crowded else _closing(send))
+
     def _connection(self, **of_uvicorn: Any) -> asyncio.Protocol:
         connect = partial(Connection, self._connections, **of_uvicorn)
         return connect() if self._door is None else Arrival(self._door, self._connections, connect)
+
+
+def _closing(send: Any) -> Any:
+    """An answer after which the connection ends."""
+
+    async def send_and_close(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return send_and_close
 
 
 class _Server(uvicorn.Server):

@@ -68,10 +68,8 @@ class Arrival(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        if not self._among.make_room():
-            self.transport.abort()
-            return
-        self._among.idle[self] = None
+        self._among.make_room()
+        self._among.is_idle(self)
         self._task = asyncio.get_running_loop().create_task(self._shake_hands(), name="http handshake")
 
     def data_received(self, data: bytes) -> None:

@@ -164,6 +164,8 @@ class JoinRequest:
     """The number that this learner had before; None: it never had one."""
     take_number: bool = False
     """Keep a number for this learner id, and do not join yet."""
+    age_s: float = 0.0
+    """How long ago this process began. Of two with one learner id, the one that began later has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,14 +80,17 @@ def serialize(message: Message) -> bytes:
     return data
 
 
-def parse(kind: type[M], data: bytes) -> M:
-    """The message of this kind that was sent. Raises BadRequest."""
+def parse(kind: type[M], data: bytes | None) -> M:
+    """The message of this kind that was sent; None: the call ended well, and without one. Raises BadRequest."""
+    if data is None:
+        raise errors.BadRequest(f"the call ended without the {kind.DESCRIPTOR.name} of diloco.v1 that answers it")
     limit = bounds.MESSAGE_BYTES_MAX.get(kind.DESCRIPTOR.name, math.inf)
     if len(data) > limit:
         raise errors.BadRequest(f"{kind.DESCRIPTOR.name} has {len(data)} bytes; at most {limit} are taken")
-    if kind is pb.JoinRequest and not has_at_most(data, bounds.JOIN_ENTRIES_MAX, bounds.JOIN_ENTRY_BYTES_MAX):
+    is_join = kind is pb.JoinRequest or kind is pb.JoinResponse
+    if is_join and not has_at_most(data, bounds.JOIN_ENTRIES_MAX, bounds.JOIN_ENTRY_BYTES_MAX):
         raise errors.BadRequest(
-            f"JoinRequest has too many entries (more than {bounds.JOIN_ENTRIES_MAX}), or one of more than "
+            f"{kind.DESCRIPTOR.name} has too many entries (more than {bounds.JOIN_ENTRIES_MAX}), or one of more than "
             f"{bounds.JOIN_ENTRY_BYTES_MAX} bytes; at most {bounds.TENSORS_MAX} tensors are taken"
         )
     try:
@@ -402,6 +405,7 @@ def join_request_to_pb(request: JoinRequest) -> pb.JoinRequest:
         ties=ties_to_pb(request.ties),
         index=request.index,
         take_number=request.take_number,
+        age_s=min(request.age_s, bounds.AGE_MAX_S),
     )
 
 
@@ -419,6 +423,7 @@ def join_request_from_pb(request: pb.JoinRequest, tensors: Sequence[TensorSpec] 
         ties=tuple(ties_from_pb(request.ties)),
         index=request.index if request.HasField("index") else None,
         take_number=request.take_number,
+        age_s=request.age_s,
     )
 
 
@@ -544,7 +549,7 @@ def pull_response(part: PullHeader | Chunk) -> bytes:
 
 def pull_part(data: bytes) -> PullHeader | Chunk:
     """What one message of the answer to a pull brings. A chunk is not checked yet. Raises BadRequest."""
-    chunk = chunk_in(data)
+    chunk = chunk_in(data) if len(data) <= bounds.MESSAGE_BYTES_MAX["PullResponse"] else None
     if chunk is not None:
         return chunk
     message = _other_part(pb.PullResponse, data)

@@ -121,7 +121,7 @@ class GuardSettings(Section):
 class LeaseSettings(Section):
     lease_s: float = Field(default=6.0, gt=0)
     """Seconds of silence after which a learner is evicted."""
-    heartbeat_s: float = Field(default=1.0, gt=0, le=3600)
+    heartbeat_s: float = Field(default=1.0, ge=0.01, le=3600)
     """Seconds between two messages, in both directions, if there is nothing else to send."""
     stalled_s: float = Field(default=30.0, gt=0)
     """Seconds without an inner step after which a learner is shown as stalled, although its heartbeats come."""

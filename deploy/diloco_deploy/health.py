@@ -9,16 +9,16 @@ ca.pem alone.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import ssl
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco_deploy import reading
+
 TIMEOUT_S = 3.0
+OK = 200
 TLS_VARIABLE = "DILOCO_SECURITY__TLS"
 """The setting of the process that is asked, where both have one environment: in its container."""
 
@@ -68,26 +68,24 @@ def _ask_grpc(address: str, tls: Path | None) -> tuple[bool, str]:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return False, f"{address} does not answer: {error.code().name.lower()}"
-    word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    kinds = health_pb2.HealthCheckResponse.ServingStatus
+    word = kinds.Name(answer.status) if answer.status in kinds.values() else "UNKNOWN"
     return answer.status == health_pb2.HealthCheckResponse.SERVING, word.lower().replace("_", " ")
 
 
 def _ask_http(address: str, tls: Path | None) -> tuple[bool, str]:
     """Raises OSError."""
-    # Never through a proxy of the environment: this is our own process.
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    context = None
     if tls is not None:
         context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
         context.check_hostname = False  # a worker's is for no name that can be dialed
-        handlers.append(urllib.request.HTTPSHandler(context=context))
-    opener = urllib.request.build_opener(*handlers)
     try:
-        with opener.open(f"{'http' if tls is None else 'https'}://{address}/readyz", timeout=TIMEOUT_S) as answer:
-            return True, str(json.load(answer)["reason"])
-    except urllib.error.HTTPError as error:
-        return False, str(json.load(error)["reason"])
-    except (OSError, ValueError, KeyError) as error:
+        code, body = reading.get(address, "/readyz", TIMEOUT_S, tls=context)
+        return code == OK, str(reading.read_json(body)["reason"])
+    except (OSError, ValueError) as error:
         return False, f"{address} does not answer: {error}"
+    except KeyError:
+        return False, f"{address} answers {code}, and not as a process of ours does"
 
 
 if __name__ == "__main__":

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import ConfigError
 from diloco_common.tls import CA, CERTIFICATE, KEY, read_folder
+from diloco_deploy import reading
 
 _THREADS_MAX = 16
-ANSWER_BYTES_MAX = 8 << 20
-
-
-class _StayHere(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it would carry the token to wherever somebody else says."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
+OK = 200
 
 
 class Asker:
@@ -35,18 +25,12 @@ class Asker:
 
         `bearer_token`: sent along; in plaintext, other machines show generations and epochs only to whoever does so.
         """
-        # Never through a proxy of the environment: these are our own processes.
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _StayHere()]
-        if tls is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=_context(tls)))
-        self._scheme = "http" if tls is None else "https"
+        self._tls = None if tls is None else _context(tls)
         self._headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
-        self._open = urllib.request.build_opener(*handlers).open
 
-    def open(self, address: str, timeout_s: float, path: str = "/status") -> Any:
-        """The answer of a path, open. Raises OSError, HTTPException."""
-        request = urllib.request.Request(f"{self._scheme}://{address}{path}", headers=self._headers)
-        return self._open(request, timeout=timeout_s)
+    def get(self, address: str, timeout_s: float, path: str = "/status") -> tuple[int, bytes]:
+        """The status code and the body of a path. Raises OSError, Unreadable."""
+        return reading.get(address, path, timeout_s, tls=self._tls, headers=self._headers)
 
 
 IN_PLAINTEXT = Asker()
@@ -55,11 +39,10 @@ IN_PLAINTEXT = Asker()
 def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, Any] | None:
     """The /status of the process at host:port; None if no valid answer came in time."""
     try:
-        with asker.open(address, timeout_s) as answer:
-            status = json.loads(answer.read(ANSWER_BYTES_MAX))
-    except (OSError, ValueError, http.client.HTTPException):
+        code, body = asker.get(address, timeout_s)
+        return reading.read_status(body) if code == OK else None
+    except (OSError, ValueError):
         return None
-    return status if isinstance(status, dict) and status.get("role") in ("shard", "worker") else None
 
 
 def fetch_all(addresses: Mapping[str, str], timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import resource
 
-from diloco_common.http_connections import CONNECTIONS_MAX
+from diloco_common.http_connections import CONNECTIONS_MAX, HEALTH_MAX
 from diloco_common.settings import ShardSettings
 
-KEPT = CONNECTIONS_MAX + 256
+KEPT = CONNECTIONS_MAX + HEALTH_MAX + 256
 """Files for HTTP, versions, checkpoints, logs and the inside of gRPC."""
 CONNECTIONS_PER_LEARNER = 4
 """It has three; one more is that which it dials while the shard has not noticed yet that an old one broke."""

@@ -17,7 +17,7 @@ from diloco_common.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Published, Values
-from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell
+from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell, TellAll
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.outer import TakeMean
 from diloco_server.core.outer_rules import make_outer_optimizer
@@ -94,6 +94,9 @@ class EffectDriver:
         match effect:
             case Tell():
                 self._shell.tell(effect)
+            case TellAll():
+                for member in effect.members:
+                    self._shell.tell(Tell(member.learner_id, member.generation, effect.directive))
             case SeedFragment():
                 self._shell.start(partial(self._seed, effect), f"seed-{effect.fragment_id}")
             case MergeRound():

@@ -229,7 +229,7 @@ class ShardHost:
         """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
         member = self.shard.join(
             learner_id, request.process_id, request.tensors, self.clock(), request.held, request.frozen, request.ties,
-            request.index,
+            request.index, request.age_s,
         )  # fmt: skip
         self.advance()
         return join_answer(self.shard, learner_id, member.generation, index=member.index, rules=self.driver.rules.words)

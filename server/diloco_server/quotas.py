@@ -88,6 +88,8 @@ class Pushes(Generic[H]):
     """Pushes under way: few per account, one per account and fragment, so many of all, and so many announced bytes.
 
     The newest push counts: it pushes out the one of the same fragment, or the account's oldest if it has too many.
+    The last quarter of the places is for accounts that have no other: uploads over thin links take long, and a few
+    learners with four each would leave nothing to the rest.
     """
 
     def __init__(self, each: int, together: int, bytes_most: int) -> None:
@@ -122,7 +124,8 @@ class Pushes(Generic[H]):
         key = (account, fragment_id)
         older = self._by_fragment.get(key)
         freed = 0 if older is None else self._announced[older][1]
-        if len(self) - (older is not None) > self._together:
+        others = self._places.of(account) - 1 - (older is not None)
+        if len(self) - (older is not None) > self._together - (self._together // 4 if others else 0):
             raise self._busy()
         self._bytes.check(num_bytes, freed)
         if older is not None:

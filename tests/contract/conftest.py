@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,17 @@ from training import Training
 
 from diloco_common.logs import TextFormatter
 from diloco_common.settings import Settings
+from diloco_worker.notice import Notice
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left_who_listens() -> Iterator[None]:
+    """A learner that a test forgets would hear the SIGTERM of another test, in the same process, hours later."""
+    yield
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, Notice) and not handler.is_over:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        pytest.fail("a learner is left that listens for SIGTERM: close it")
 
 
 @pytest.fixture(scope="session")

@@ -205,8 +205,8 @@ def test_signals_stay_with_the_process_that_hosts_the_server(process):
 # ---------------------------------------------------------------- who may see what
 
 
-SHOWN = {"epoch": 7, "learners": [{"id": "ann", "generation": 3}], "version": 2}
-OPEN = {"learners": [{"id": "ann"}], "version": 2}
+SHOWN = {"epoch": 7, "learners": [{"id": "ann", "state": "alive", "generation": 3}], "version": 2}
+OPEN = {"learners": [{"id": "ann", "state": "alive"}], "version": 2}
 TOKEN = "a-token-of-16-or-more"
 
 
@@ -401,6 +401,7 @@ def test_a_header_that_drips_is_cut_off_all_the_same(process, monkeypatch):
 @pytest.mark.parametrize("text", [b"", HALF])
 def test_idle_connections_keep_nobody_out(process, monkeypatch, written, text):
     monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
     monkeypatch.setattr(http_connections, "HEADER_S", 60.0)
 
     async def scenario():
@@ -409,10 +410,63 @@ def test_idle_connections_keep_nobody_out(process, monkeypatch, written, text):
             for _ in range(3):
                 assert (await browser.get("/healthz", headers={"connection": "close"})).status_code == 200
             ended = [asyncio.create_task(reader.read()) for reader in readers]
-            await until_async(lambda: sum(task.done() for task in ended) >= 92, "all but eight to be closed")
+            await until_async(lambda: sum(task.done() for task in ended) >= 90, "all but ten to be closed")
 
     run(scenario())
     assert "Traceback" not in written.getvalue()
+
+
+def test_those_who_read_nothing_keep_nobody_out(process, monkeypatch):
+    """Requests one after the other, and no answer is read: they go first."""
+    monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
+    process.status = lambda: {"long": "x" * 3_000_000}
+
+    async def scenario():
+        async with process.serving() as browser:
+            for n in range(30):
+                held_up = await say(browser, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
+                held_up._transport.pause_reading()
+                if n % 5 == 4:
+                    answers = [await browser.get(path) for path in ("/healthz", "/metrics")]
+                    assert [answer.status_code for answer in answers] == [200, 200]
+
+    run(scenario())
+
+
+def test_however_many_others_are_answered_health_has_its_places(monkeypatch):
+    """None of them is idle, and none is stuck."""
+    monkeypatch.setattr(http_connections, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(http_connections, "HEALTH_MAX", 2)
+
+    async def scenario():
+        under_way, release = 0, asyncio.Event()
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal under_way
+            if scope["path"] == "/metrics":
+                under_way += 1
+                await release.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        listener = HttpListener("127.0.0.1:0", application)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=f"http://{await listener.start()}", trust_env=False, timeout=DEADLINE_S, limits=limits
+        ) as browser:
+            crowd = [asyncio.create_task(browser.get("/metrics")) for _ in range(8)]
+            await until_async(lambda: under_way == 8, "eight requests under way")
+            for path in ("/healthz", "/readyz") * 3:
+                answer = await browser.get(path)
+                assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+            answer = await browser.get("/metrics")
+            assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+            release.set()
+            assert {answer.status_code for answer in await asyncio.gather(*crowd)} == {200}
+        await listener.stop()
+
+    run(scenario())
 
 
 def test_an_answer_that_nobody_takes_is_cut_off(process, monkeypatch):

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "attacks"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import answers
 import configs
 import files
 import messages
@@ -41,9 +42,10 @@ def parts(folder: Path) -> dict[str, tuple[float, Run]]:
         return partial(offer_all, name, draw, answer)
 
     return {
+        "answers": (0.10, answers.offer),
         "calls": (0.30, partial(wire.fuzz_calls, folder / "calls")),
         "http": (0.10, partial(wire.fuzz_http, folder / "http")),
-        "messages": (0.30, inside("messages", messages.draw, messages.answer)),
+        "messages": (0.20, inside("messages", messages.draw, messages.answer)),
         "versions": (0.12, inside("versions", files.draw_version, files.answer_version)),
         "manifests": (0.06, inside("manifests", files.draw_manifest, files.answer_manifest)),
         "models": (0.04, inside("models", models.draw, models.answer)),

@@ -17,7 +17,8 @@ from diloco_common.errors import BadRequest
 
 SEED = 20261122
 COUNTS = {
-    "calls": 1500, "http": 600, "messages": 2000, "versions": 1500, "manifests": 500, "models": 300, "settings": 500,
+    "answers": 3000, "calls": 1500, "http": 600, "messages": 2000, "versions": 1500, "manifests": 500, "models": 300,
+    "settings": 500,
 }  # fmt: skip
 
 

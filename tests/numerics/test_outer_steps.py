@@ -48,7 +48,7 @@ def test_five_outer_steps_equal_those_of_torch(name, momentum, twin, num_element
 @pytest.mark.parametrize("name", ["nesterov", "sgd", "heloco"])
 def test_what_rounding_takes_of_the_momentum_does_not_add_up(name: str) -> None:
     """A thousand steps along gradients that mostly agree, as those of a run do, and as many with float32 momentum."""
-    optimizer = make_outer_optimizer(make_settings(outer=RATES | {"optimizer": name}).outer)
+    optimizer = make_outer_optimizer(make_settings(outer=RATES | {"optimizer": name, "momentum": 0.7}).outer)
     size, usual = 1000, random_values(1000, seed=0)
     theta, exact = torch.zeros(size), torch.zeros(size)
     buffers, exact_buffers = optimizer.new_buffers(size), [torch.zeros(size)]
@@ -59,6 +59,22 @@ def test_what_rounding_takes_of_the_momentum_does_not_add_up(name: str) -> None:
     assert buffers[0].dtype == torch.bfloat16
     moved = float(torch.linalg.vector_norm(exact))
     assert float(torch.linalg.vector_norm(theta - exact)) < 1e-3 * moved
+
+
+@pytest.mark.parametrize("name", ["nesterov", "sgd", "heloco"])
+@pytest.mark.parametrize("mu", [0.5, 0.7, 0.71, 0.9, 0.99])
+def test_momentum_follows_gradients_that_all_agree(name: str, mu: float) -> None:
+    """What a step adds gets smaller and smaller beside the momentum, and bfloat16 would round it away."""
+    optimizer = make_outer_optimizer(make_settings(outer=RATES | {"optimizer": name, "momentum": mu}).outer)
+    gradient = 1e-4 + 1e-3 * torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    theta, exact, kept = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
+    buffers = optimizer.new_buffers(1000)
+    for t in range(1, 1 + int(12 / (1 - mu))):
+        optimizer.step(theta, gradient.clone(), buffers, t)
+        kept.mul_(mu).add_(gradient)
+        exact.sub_(kept if name == "sgd" else gradient + mu * kept, alpha=optimizer.settings.lr)
+    off = torch.linalg.vector_norm(theta - exact) / torch.linalg.vector_norm(exact)
+    assert float(off) < (3e-3 if mu <= 0.7 else 1e-5)
 
 
 def test_momentum_saturates() -> None:

@@ -57,9 +57,10 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 def fence_nobody(original: Any) -> Any:
     """What an evicted generation sent stays in its round."""
 
-    def lose(self: Round, learner_id: str) -> None:
+    def lose(self: Round, learner_id: str, quorum: Any) -> None:
         if learner_id in self.asked:
             self.lost.add(learner_id)
+            self.awaited.discard(learner_id)
 
     return lose
 
@@ -132,7 +133,14 @@ def wait_for_all(original: Any) -> Any:
 
 def wait_for_the_dead(original: Any) -> Any:
     """A learner that lost its lease is waited for."""
-    return property(lambda self: sorted(self.asked.keys() - self.contributions.keys()))
+
+    def lose(self: Round, learner_id: str, quorum: Any) -> Any:
+        fenced = original(self, learner_id, quorum)
+        if learner_id in self.asked:
+            self.awaited.add(learner_id)
+        return fenced
+
+    return lose
 
 
 def stop_whoever_joins_again(original: Any) -> Any:
@@ -596,7 +604,7 @@ MUTANTS: dict[str, Mutant] = {
         (Rounds, "_close_if_ready", announce_before_computing),
         (Rounds, "_admit", take_every_seed),
         (Round, "verdict", wait_for_all),
-        (Round, "missing", wait_for_the_dead),
+        (Round, "lose", wait_for_the_dead),
         (Membership, "check", stop_whoever_joins_again),
         (Contribution, "fate_in", carry_although_merged),
         (Contribution, "fate_in", ignore_merged_version),

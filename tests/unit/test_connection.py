@@ -16,10 +16,11 @@ from diloco_worker.connection import Connection
 from diloco_worker.core.events import Failed, Joined
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
-from parts import Parts, joined
+from parts import Believes, Parts, joined
 from waiting import until_async
 
 EPOCH = 7
+BELIEVES: Any = Believes()
 POLICY = LearnerPolicy(4, "int8", "int8", "carry", 0.5, True)
 
 
@@ -65,6 +66,7 @@ def test_a_learner_whose_pulls_fail_for_good_is_told() -> None:
         shard: Any = Unreadable()
         context = replace(Parts(encodes_at_once=True).context(), dial=lambda address: shard)
         connection = Connection("shard:1", Progress(0, 0), context)
+        connection.agreement = BELIEVES
         replica = Replica(nn.Linear(2, 2, bias=False))
         core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
         context.codec.own({0: core.fragments[0].tensors})
@@ -100,6 +102,7 @@ def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directive: Di
         shard: Any = Meddling(directive)
         context = replace(Parts(encodes_at_once=True).context(), dial=lambda address: shard)
         connection = Connection("shard:1", Progress(0, 0), context)
+        connection.agreement = BELIEVES
         running = asyncio.create_task(connection.run())
         await until_async(lambda: connection.times_up, "the stream")
         await until_async(lambda: not connection.is_up, "its end")

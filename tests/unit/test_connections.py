@@ -14,10 +14,11 @@ from diloco_common.ports import Unavailable
 from diloco_worker.connections import Connections
 from diloco_worker.core.acts import ModelCut, StepEnded
 from diloco_worker.core.events import Failed
-from parts import Parts, joined
+from parts import Believes, Parts, joined
 from waiting import until_async
 
 NO_MANIFEST: Any = None
+BELIEVES: Any = Believes()
 
 
 def test_an_act_that_fails_is_told_and_the_others_are_performed() -> None:
@@ -81,6 +82,8 @@ def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() -> None:
         shards: dict[str, Any] = {"there:1": Hears(True), "gone:2": Hears(False)}
         context = replace(Parts(encodes_at_once=True).context(), dial=shards.__getitem__)
         connections = Connections(list(shards), Progress(0, 0), context)
+        for connection in connections:
+            connection.agreement = BELIEVES
         running = asyncio.create_task(connections.run())
         await until_async(lambda: shards["there:1"].reports, "a report")
         (away,) = shards["there:1"].reports[0].away

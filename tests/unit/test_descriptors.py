@@ -12,7 +12,7 @@ from diloco_server.descriptors import KEPT, connections_allowed, connections_wan
     ("shard", "files", "wanted", "allowed"),
     [
         ({}, 1 << 20, 4096, 4096),
-        ({}, 4480, 4096, 4096),
+        ({}, 4544, 4096, 4096),
         ({}, 1024, 4096, 1024 - KEPT),
         ({}, 256, 4096, 16),
         ({"max_learners": 10}, 1024, 40, 40),

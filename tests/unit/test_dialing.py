@@ -9,9 +9,11 @@ import pytest
 from diloco_common.errors import (
     Busy,
     CertificateExpired,
+    ConfigError,
     DilocoError,
     ForeignCertificate,
     LeaseExpired,
+    ManifestMismatch,
     NoCertificate,
     Revoked,
     StaleGeneration,
@@ -125,24 +127,32 @@ def test_a_shard_that_is_away_is_spoken_of_at_once_and_then_every_ten_seconds() 
     assert all(ANNOUNCE_WAIT_S <= later - earlier < ANNOUNCE_WAIT_S + LONGEST_S for earlier, later in pairwise(said))
 
 
-def test_what_is_wrong_from_the_start_is_raised() -> None:
-    with pytest.raises(WrongRun):
-        attempts(FOREVER)
+def test_what_is_wrong_from_the_start_is_an_objection() -> None:
+    redial = attempts(FOREVER)
+    assert (redial.is_objection, redial.why) == (True, "another run [WRONG_RUN]")
 
 
-def test_a_shard_that_came_back_as_another_one_stops_nobody() -> None:
+SUPERSEDED, OTHER_MODEL = Superseded("another process is cat now"), ManifestMismatch("cut in another way")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_objection", "joins"),
+    [
+        (FOREVER, False, False),  # it came back as another one
+        (SUPERSEDED, True, True),
+        (OTHER_MODEL, True, False),
+        (ConfigError("it was shard 0"), True, False),
+        (DilocoError("nobody thought of it"), True, False),
+        (LEASE_OVER, False, True),
+        (CUT, False, False),
+    ],
+)
+def test_of_a_shard_that_was_up_few_words_are_objections(error: DilocoError, is_objection: bool, joins: bool) -> None:
     dialing = Dialing()
     dialing.begin(0.0, has_lease=True)
     dialing.is_up()
-    assert dialing.ended(FOREVER, 1.0, 0.0).why == "another run [WRONG_RUN]"
-
-
-def test_another_process_with_the_same_learner_id_stops_this_one_whenever_it_comes() -> None:
-    dialing = Dialing()
-    dialing.begin(0.0, has_lease=True)
-    dialing.is_up()
-    with pytest.raises(Superseded):
-        dialing.ended(Superseded("another process is cat now"), 1.0, 0.0)
+    redial = dialing.ended(error, 1.0, 0.0)
+    assert (redial.is_objection, redial.is_lease_over) == (is_objection, joins)
 
 
 # ------------------------------------------------------------------ handshakes
@@ -172,7 +182,7 @@ FOREIGN, NONE, EXPIRED = ForeignCertificate("of another"), NoCertificate("asks f
         "the network",
     ],
 )
-def test_what_waiting_does_not_mend_ends_joining_once_it_has_stayed(
+def test_what_waiting_does_not_mend_is_an_objection_once_it_has_stayed(
     failures: list[tuple[float, DilocoError]], ends: bool
 ) -> None:
     dialing = Dialing()
@@ -181,11 +191,8 @@ def test_what_waiting_does_not_mend_ends_joining_once_it_has_stayed(
         dialing.begin(now, has_lease=False)
         dialing.ended(error, now, 0.0)
     dialing.begin(last[0], has_lease=False)
-    if ends:
-        with pytest.raises(type(last[1])):
-            dialing.ended(last[1], last[0], 0.0)
-    else:
-        assert dialing.ended(last[1], last[0], 0.0).why == str(last[1])
+    redial = dialing.ended(last[1], last[0], 0.0)
+    assert (redial.is_objection, redial.why) == (ends, str(last[1]))
 
 
 @pytest.mark.parametrize("error", [FOREIGN, NONE, Revoked("no longer")])
@@ -194,7 +201,9 @@ def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error
     dialing.is_up()
     for now in (0.0, 10.0, 100.0):
         dialing.begin(now, has_lease=False)
-        assert str(error) in dialing.ended(error, now, 0.0).why
+        redial = dialing.ended(error, now, 0.0)
+        assert str(error) in redial.why
+        assert not redial.is_objection
 
 
 REFUSED = Unavailable("unavailable: connection refused", is_refused=True)

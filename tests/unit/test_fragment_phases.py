@@ -13,7 +13,7 @@ from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import LeaseSettings
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.fragment import FragmentState, Phase, Restored
+from diloco_server.core.fragment import Asking, FragmentState, Phase, Phases, Restored
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.record import empty_record
 
@@ -42,7 +42,7 @@ def seed(state: FragmentState) -> None:
 
 
 def open_round(state: FragmentState) -> None:
-    state.open_round([ANN], 0.0)
+    state.open_round(Asking.of([ANN]), 0.0)
 
 
 def abandon_round(state: FragmentState) -> None:
@@ -81,7 +81,7 @@ WAYS = {
 
 
 def state_in(phase: Phase) -> FragmentState:
-    state = FragmentState.unseeded(FRAGMENT)
+    state = FragmentState.unseeded(FRAGMENT, Phases())
     for transition in WAYS[phase]:
         transition(state)
     assert state.phase is phase

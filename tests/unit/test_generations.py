@@ -55,3 +55,26 @@ def test_what_was_merged_is_told_to_the_process_that_contributed_it(
     shard.join("cat", process_id, MODEL, 0.1)
 
     assert [s.merged_version for s in shard.fragment_statuses("cat")] == [merged_version]
+
+
+@pytest.mark.parametrize(
+    ("first_age_s", "second_age_s", "later_s", "has_it"),
+    [
+        (0.0, 0.0, 1.0, True),  # neither says
+        (50.0, 3.0, 1.0, True),
+        (3.0, 50.0, 1.0, False),  # it was frozen, or cut off, when the other one took over at the other shards
+        (3.0, 6.5, 3.0, False),
+        (3.0, 6.0, 3.0, True),  # they began as one: who comes later has it, as ever
+        (3.0, 50.0, 1000.0, True),  # whose lease is over by then
+    ],
+)
+def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
+    shard: Shard, first_age_s: float, second_age_s: float, later_s: float, has_it: bool
+) -> None:
+    shard.join("cat", "process 1", MODEL, 0.0, age_s=first_age_s)
+    shard.tick(later_s)
+    if has_it:
+        shard.join("cat", "process 2", MODEL, later_s, age_s=second_age_s)
+    else:
+        with pytest.raises(Superseded):
+            shard.join("cat", "process 2", MODEL, later_s, age_s=second_age_s)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.errors import ConfigError, Superseded
+from diloco_common.errors import Superseded
 from diloco_common.manifest import cut
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker import learner as shell
-from diloco_worker.core.acts import GiveUp, PushContribution, StepEnded, VersionApplied
+from diloco_worker.core.acts import PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.events import Arrived, Asked, Failed, Joined
 from diloco_worker.core.replica import Replica
 from diloco_worker.learner import Learner
@@ -170,16 +170,6 @@ def test_a_step_wakes_the_network_thread_once(learner, parts, monkeypatch):
 def test_a_contribution_is_encoded_without_a_word_from_the_network_thread(learner, parts):
     taken(learner)
     assert len(parts.jobs.waiting) == 1
-
-
-def test_what_was_done_before_the_end_is_still_told(learner, parts):
-    """The inbox gives the end first; a run that does not fit is found on the way."""
-    arrive(learner, 0, 1, 20.0)
-    learner._inbox.put(Joined("shard:2", 0, 1, FRAGMENTS, "digest", POLICY, EPOCH, ()))
-    with pytest.raises(ConfigError, match="both are shard 0"):
-        learner.poll()
-    assert [type(act) for act in parts.posted.acts[-1]] == [VersionApplied, GiveUp]
-    assert learner.state == "stopped"
 
 
 @pytest.mark.parametrize(("error", "settle_s"), [(KeyboardInterrupt, shell.HURRY_S), (ValueError, shell.SETTLE_S)])

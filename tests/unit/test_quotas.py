@@ -146,6 +146,24 @@ def test_with_all_places_taken_a_learner_may_still_replace_its_own_push() -> Non
     assert len(now_open) == 2
 
 
+def test_learners_on_thin_links_leave_places_to_the_others() -> None:
+    """16 with four uploads each, which may all take minutes: whoever has none yet finds a place."""
+    now_open = pushes(bytes_most=1 << 40)
+    refused = 0
+    for learner in range(16):
+        for fragment in range(4):
+            push = f"thin {learner} {fragment}"
+            try:
+                begin(now_open, f"thin {learner}", push, fragment)
+            except Busy:
+                refused += 1
+                now_open.closed(f"thin {learner}", push)
+    assert (len(now_open), refused) == (48 + 4, 12), "each of the last ones has its first place"
+    for learner in range(12):
+        begin(now_open, f"fast {learner}", f"push {learner}", 0)
+    assert len(now_open) == 64
+
+
 def test_announced_bytes_are_bounded_and_come_back() -> None:
     now_open = pushes(bytes_most=100)
     begin(now_open, "ann", "a", 1, num_bytes=70)

@@ -366,15 +366,29 @@ def test_who_is_due_is_asked_only_where_something_has_changed() -> None:
     rig.shard = Shard(rig.settings, EPOCH, every_4_steps)
     rig.driver = EffectDriver(rig.shard, rig, rig)
     rig.started("a")
-    rig.contribute("a", 1)
     asked.clear()
+    rig.contribute("a", 1)
+    assert len(asked) == 1, "the fragment has come to rest"
     rig.advance()
     rig.now += 1.0
     rig.advance()
-    assert asked == []
     rig.step("a", steps=3)
     assert len(asked) == 1
+    assert rig.state.round is None
     rig.step("a")
+    assert rig.state.round is not None
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("steps", [2**62, 2**64 - 1])
+def test_a_learner_that_claims_any_number_of_steps_stops_no_decision(steps: int) -> None:
+    rig = Rig(sync={"quorum": 1}).started("a", "b")
+    rig.contribute("a", 1)
+    rig.steps["liar"] = steps
+    rig.join("liar")
+    rig.contribute("b", 1)
+    rig.step("a", "b", steps=4)
+    rig.step("liar")
     assert rig.state.round is not None
 
 

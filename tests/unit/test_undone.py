@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from builders import TinyText, make_settings
 from diloco_common.errors import VersionUndone
-from diloco_common.manifest import Fragment, Piece
+from diloco_common.manifest import Fragment, Piece, cut
+from diloco_common.messages import FragmentStatus, LearnerPolicy
+from diloco_worker.core.events import Arrived, Joined
+from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.undone import IN_A_ROW, ROW, STEPS, Laid, is_gone
+from diloco_worker.core.undone import IN_A_ROW, REST, ROW, STEPS, Laid, is_gone
 from diloco_worker.masters import Masters, find_copies
 from lockstep import Lockstep
+from parts import Parts
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SGD: Make = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -204,6 +208,8 @@ def test_the_refusal_says_what_to_do() -> None:
 def test_versions_that_stay_begin_the_count_anew(is_undone: bool) -> None:
     laid, theta, piece = overwritten(IN_A_ROW - 1)
     one_version(laid, theta, piece, is_undone=False)
+    for _ in range(REST):
+        laid.check()
     for _ in range(IN_A_ROW - 1):
         one_version(laid, theta, piece, is_undone=True)
     if is_undone:
@@ -213,7 +219,7 @@ def test_versions_that_stay_begin_the_count_anew(is_undone: bool) -> None:
 
 def overwritten(times: int) -> tuple[Laid, Tensor, Fragment]:
     theta = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    laid = Laid(lambda name: theta)
+    laid = Laid(lambda name: theta, lambda name: theta.data_ptr())
     fragment = Fragment(0, 0, (Piece("w", 0, 200, 0),))
     for _ in range(times):
         one_version(laid, theta, fragment, is_undone=True)
@@ -229,6 +235,29 @@ def one_version(laid: Laid, theta: Tensor, fragment: Fragment, *, is_undone: boo
         if is_undone and step == 2:
             theta.sub_(version)
         laid.check()
+
+
+def test_a_step_of_a_learner_raises_it() -> None:
+    parts, model = Parts(), nn.ParameterList([nn.Parameter(torch.zeros(ROW))])
+    learner = parts.learner(model)
+    digest, policy = cut(Replica(model).specs, 1, 1).digest, LearnerPolicy(1, "float32", "float32", "carry", 0.5, False)
+    learner._inbox.put(Joined("shard:1", 0, 1, 1, digest, policy, 5, (FragmentStatus(0, True, 0, 0, 5),)))
+    learner._inbox.put(Arrived(0, 0, 5, torch.zeros(ROW), 0))
+    assert learner.begin()
+    master = model[0].detach().clone()
+
+    def train_on_the_master() -> None:
+        for version in range(1, IN_A_ROW + 1):
+            learner._inbox.put(Arrived(0, version, 5, torch.full((ROW,), float(version)), 0))
+            for _ in range(STEPS):
+                with torch.no_grad():
+                    model[0].copy_(master.add_(0.01))
+                learner.step(tokens=1)
+        learner.poll()
+        learner.step(tokens=1)
+
+    with pytest.raises(VersionUndone, match="3 versions, one after the other, were gone"):
+        train_on_the_master()
 
 
 # ------------------------------------------------------------------ what counts as gone

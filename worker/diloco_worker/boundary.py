@@ -196,8 +196,6 @@ class StepBoundary:
         is_new = self.shards.join(joined)
         if self.core is None:
             self._cut(joined)
-        self.shards.check(joined, self._core.manifest.digest, is_new=is_new)
-        self.shards.check_owned(joined, self._core.manifest)
         self._core.rejoined(joined.fragments, joined.epoch)
         if self.shards.are_complete:
             for shard in self.shards.joined if is_new else (joined,):

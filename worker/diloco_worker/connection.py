@@ -1,7 +1,8 @@
 """The connection of a learner to one shard: join, attend, report, hear, and keep at it.
 
 It runs inside an event loop. Pushes (pusher.py) and pulls (puller.py) are its own. When to dial again is decided in
-core/dialing.py. Control streams come and go: the training only sees what the inbox brings it.
+core/dialing.py, and which objections of shards end the learner in core/agreement.py. Whatever else a shard sends, it is
+away, and dialed again. Control streams come and go: the training only sees what the inbox brings it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from diloco_common.codec import offered_names
-from diloco_common.errors import BadRequest, DilocoError, HandshakeFailed, Refusal, refusal_from
+from diloco_common.errors import BadRequest, DilocoError, Refusal, refusal_from
 from diloco_common.manifest import Manifest
 from diloco_common.messages import (
     Collect,
@@ -30,9 +31,11 @@ from diloco_common.ports import ControlStream, Unavailable
 from diloco_common.protocol import PROTOCOL
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import FetchEnded, FetchVersion
+from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.dialing import CALL_S, GONE_S, SILENCE_HEARTBEATS, Dialing
 from diloco_worker.core.events import Asked, Failed, Joined, Stopped
+from diloco_worker.core.pushes import Lease
 from diloco_worker.puller import Puller
 from diloco_worker.pusher import Pusher
 
@@ -58,9 +61,19 @@ class Connection:
         self._progress = progress
         self._last_rounds: frozenset[int] | None = None  # None: the learner is not leaving
         self._has_progress = asyncio.Event()
-        self._down_since: float | None = context.world.clock()
+        self._born = context.world.clock()
+        self._down_since: float | None = self._born
+        self._fault: DilocoError | None = None  # found beside the control stream, which it ends
+        self._deadline: asyncio.Timeout | None = None  # of what is being waited for on the control stream
+        self.why_down: DilocoError | None = None
+        """What ended the last attempt; None: the shard is there, or was not dialed yet, or ended the stream itself."""
         self.others_away: Callable[[], tuple[ShardAway, ...]] = tuple
         """The shards that other connections do not reach; reported to this one."""
+        self.agreement = Agreement(1, context.tensors)
+        """Of all shards."""
+        self.objections = Objections(1)
+        """Of all shards."""
+        self.pusher.refused = self._puller.failed = self._fails
 
     @property
     def address(self) -> str:
@@ -80,7 +93,7 @@ class Connection:
         return since is not None and self._c.world.clock() - since >= GONE_S
 
     async def run(self) -> None:
-        """Keep the connection up until cancelled, or until the shard refuses for good."""
+        """Keep the connection up until cancelled, or until the learner is over."""
         pulling = asyncio.create_task(self._puller.run(), name=f"pull {self.address}")
         attending = asyncio.create_task(self._stay_connected(), name=f"attend {self.address}")
         log = self._c.telemetry.log
@@ -91,7 +104,7 @@ class Connection:
         except asyncio.CancelledError:
             await self._end(pulling, attending)
             raise
-        except (Refusal, HandshakeFailed) as refusal:
+        except DilocoError as refusal:
             log.error("refused", shard=self.address, code=refusal.code, why=refusal)
             self._c.inbox.put(Failed(refusal))
         except Exception as error:  # ours: say so, rather than leave a learner that hears nothing
@@ -160,7 +173,7 @@ class Connection:
     # ------------------------------------------------------------ control
 
     async def _stay_connected(self) -> None:
-        """Raises the Refusal, or HandshakeFailed, that trying again would not change."""
+        """Raises what enough shards have against this learner."""
         world, telemetry = self._c.world, self._c.telemetry
         while True:
             self._dialing.begin(world.clock(), has_lease=self.state.has_lease)
@@ -169,12 +182,19 @@ class Connection:
                 if not self.state.has_lease:
                     await self._join()
                 await self._attend()
-            except (Refusal, Unavailable) as caught:
+            except DilocoError as caught:
                 error = caught
+            except Exception as caught:  # what it sent, or we ourselves: the others go on
+                telemetry.log.error("connection failed", trace=caught, shard=self.address)
+                error = DilocoError(f"the connection to {self.address} failed: {caught!r}")
             finally:
                 self._went_down()
                 telemetry.disconnected(self.address)
+            self.why_down = error
             redial = self._dialing.ended(error, world.clock(), world.random.random())
+            is_objection = redial.is_objection or error is self._fault
+            if error is not None and is_objection and self.objections.raised(self.address, error):
+                raise error
             if redial.is_lease_over:
                 self.state.lost_lease()
             if self._is_leaving:
@@ -192,29 +212,50 @@ class Connection:
             PROTOCOL, self._c.caller.process_id, self._c.tensors, offered_names(),
             held=codec.held(mine), frozen=self._c.frozen,
             ties=self._c.ties, index=self._c.index if state.index is None else state.index,
+            age_s=self._c.world.clock() - self._born,
         )  # fmt: skip
         answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
+        joined = Joined(
+            self.address, answer.shard_index, answer.num_shards, answer.num_fragments, answer.manifest_digest,
+            answer.policy, answer.epoch, answer.fragments, answer.generation, answer.heartbeat_s, answer.rules,
+        )  # fmt: skip
+        try:
+            self.agreement.take(joined)
+        except DilocoError:
+            await self._give_up(Lease(answer.epoch, answer.generation))
+            raise
         if state.joined(answer):
             codec.drop(lambda c: c.fragment_id in mine and c.shard_epoch != answer.epoch)
-        self._c.inbox.put(
-            Joined(
-                self.address, answer.shard_index, answer.num_shards, answer.num_fragments, answer.manifest_digest,
-                answer.policy, answer.epoch, answer.fragments, answer.generation, answer.heartbeat_s, answer.rules,
-            )
-        )  # fmt: skip
+        self._c.inbox.put(joined)
         self._c.telemetry.log.event(
             "joined", shard=self.address, index=answer.shard_index, generation=answer.generation
         )
 
+    async def _give_up(self, lease: Lease) -> None:
+        """The shard gave a lease, and is not believed: its rounds need not wait for this learner."""
+        with contextlib.suppress(Refusal, Unavailable):
+            await self._transport.leave(self._c.caller.under(lease), GOODBYE_S)
+
+    def _fails(self, error: DilocoError) -> None:
+        """Something that the shard did, beside the control stream, cannot go on: that stream ends, and all begins again
+        with another lease."""
+        self._fault = error
+        if self._deadline is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time())
+
     async def _attend(self) -> None:
         """Hold the control stream until it ends. Raises the Refusal or Unavailable that ended it."""
+        self._fault = None
         stream = self._transport.attend(self.state.identity)
         reporting: asyncio.Task[None] | None = None
         silence_s = SILENCE_HEARTBEATS * self.state.heartbeat_s
         try:
             while True:
-                async with asyncio.timeout(silence_s):  # wait_for can swallow a cancellation before 3.12
+                async with asyncio.timeout(silence_s) as self._deadline:  # wait_for can swallow a cancellation
                     directive = await stream.hear()
+                self._deadline = None
+                if self._fault is not None:
+                    raise self._fault
                 if directive is None:
                     return
                 if reporting is None:
@@ -224,8 +265,12 @@ class Connection:
                     self._came_up()
                 self._hear(directive)
         except TimeoutError:
+            if self._fault is not None:
+                self.state.lost_lease()
+                raise self._fault from None
             raise Unavailable(f"silent for {silence_s:.1f} s") from None
         finally:
+            self._deadline = None
             if reporting is not None:
                 reporting.cancel()
             stream.cancel()
@@ -275,6 +320,8 @@ class Connection:
     def _came_up(self) -> None:
         self.is_up, self._down_since = True, None
         self.times_up += 1
+        self.why_down = None
         self._dialing.is_up()
+        self.objections.withdrawn(self.address)
         self._puller.wake()
         self._c.telemetry.connected(self.address, self.times_up)

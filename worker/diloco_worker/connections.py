@@ -20,9 +20,11 @@ from typing import Any
 
 from diloco_common.errors import DilocoError
 from diloco_common.messages import Progress, Pulse, ShardAway
+from diloco_common.ports import Unavailable
 from diloco_worker.connection import Connection
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act, LastRounds, ModelCut, PushContribution, SeedFragment, StepEnded
+from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.events import Failed
 
 
@@ -32,8 +34,10 @@ class Connections:
     def __init__(self, addresses: Sequence[str], progress: Progress, context: ConnectionContext) -> None:
         self._c = context
         self._connections = [self._connect(address, progress) for address in addresses]
+        agreement, objections = Agreement(len(addresses), context.tensors), Objections(len(addresses))
         for connection in self._connections:
             connection.others_away = self._away
+            connection.agreement, connection.objections = agreement, objections
 
     def _connect(self, address: str, progress: Progress) -> Connection:
         return Connection(address, progress, self._c)
@@ -66,12 +70,23 @@ class Connections:
                 "address": c.address,
                 "index": c.state.shard_index,
                 "connected": c.is_up,
+                "code": None if c.why_down is None else c.why_down.code,
+                "why": "" if c.why_down is None else str(c.why_down),
                 "generation": c.state.lease.generation,
                 "epoch": c.state.epoch,
                 "reconnects": max(0, c.times_up - 1),
             }
             for c in self._connections
         ]
+
+    @property
+    def objections(self) -> str:
+        """What shards have against this learner, in words; empty: nothing."""
+        return "; ".join(
+            f"{c.address}: {c.why_down} [{c.why_down.code}]"
+            for c in self._connections
+            if c.why_down is not None and not isinstance(c.why_down, Unavailable)
+        )
 
     def _away(self) -> tuple[ShardAway, ...]:
         """The shards that this learner does not reach."""

@@ -30,7 +30,6 @@ from diloco_common.messages import (
 from diloco_common.ports import Unavailable
 from diloco_common.tls import TlsFiles
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.credentials import Credentials
 from diloco_worker.whereabouts import Whereabouts
 
@@ -51,7 +50,7 @@ class GrpcTransport:
         self._credentials = credentials or Credentials()
         where = Whereabouts(address)
         self._waits_for_shard = waits_for_shard
-        self._control = _Line(where, rpc.CHANNEL_OPTIONS, self._credentials, _stub)
+        self._control = _Line(where, rpc.CHANNEL_OPTIONS, self._credentials, _Control)
         self._pushes = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials, _push)
         self._pulls = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials, _pull)
         self._probe = _Probe(where, self._credentials)
@@ -60,15 +59,15 @@ class GrpcTransport:
         message = protobuf.join_request_to_pb(request)
         wait = True if self._waits_for_shard else None
         try:
-            answer = await self._control.dialed().Join(
+            answer = await self._control.dialed().join(
                 message, metadata=self._metadata(caller), timeout=timeout_s, wait_for_ready=wait
             )
         except grpc.aio.AioRpcError as error:
             raise await self._probe.explained(error) from None
-        return protobuf.join_answer_from_pb(answer)
+        return protobuf.join_answer_from_pb(protobuf.parse(pb.JoinResponse, answer))
 
     def attend(self, caller: Identity) -> GrpcControlStream:
-        return GrpcControlStream(self._control.dialed().Attend(metadata=self._metadata(caller)), self._probe)
+        return GrpcControlStream(self._control.dialed().attend(metadata=self._metadata(caller)), self._probe)
 
     async def push(self, caller: Identity, header: PushHeader, payload: Payload, timeout_s: float) -> PushAnswer:
         messages = protobuf.push_requests(header, payload)
@@ -76,7 +75,7 @@ class GrpcTransport:
             answer = await self._pushes.dialed()(messages, metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
-        return protobuf.answer_from_pb(answer)
+        return protobuf.answer_from_pb(protobuf.parse(pb.PushResponse, answer))
 
     async def pull(
         self, caller: Identity, request: PullRequest, timeout_s: float
@@ -84,7 +83,10 @@ class GrpcTransport:
         message = protobuf.pull_request_to_pb(request)
         call = self._pulls.dialed()(message, metadata=self._metadata(caller), timeout=timeout_s)
         try:
-            while (part := await call.read()) is not rpc.EOF:
+            while True:
+                part = await call.read()
+                if part is rpc.EOF:
+                    return
                 yield protobuf.pull_part(part)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
@@ -92,9 +94,9 @@ class GrpcTransport:
             call.cancel()
 
     async def leave(self, caller: Identity, timeout_s: float) -> None:
-        stub = self._control.calls or self._control.dialed()
+        control = self._control.calls or self._control.dialed()
         try:
-            await stub.Leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
+            await control.leave(pb.LeaveRequest(), metadata=self._metadata(caller), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _error_of(error) from None
 
@@ -106,20 +108,24 @@ class GrpcTransport:
         return rpc.metadata_of(caller, self._credentials.token())
 
 
-def _stub(channel: grpc.aio.Channel) -> pb_grpc.ParameterServerStub:
-    return pb_grpc.ParameterServerStub(channel)  # type: ignore[no-untyped-call]
+class _Control:
+    """The calls of one channel. Like those below, they give the bytes that come as they are: gRPC makes None of bytes
+    that are no message, and says nothing."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        path, serializer = f"/{rpc.SERVICE}", protobuf.serialize
+        self.join: Multicallable = channel.unary_unary(f"{path}/Join", request_serializer=serializer)
+        self.attend: Multicallable = channel.stream_stream(f"{path}/Attend", request_serializer=serializer)
+        self.leave: Multicallable = channel.unary_unary(f"{path}/Leave", request_serializer=serializer)
 
 
 def _push(channel: grpc.aio.Channel) -> Multicallable:
-    """Takes the bytes of messages as they are."""
-    calls: Multicallable = channel.stream_unary(
-        f"/{rpc.SERVICE}/Push", response_deserializer=pb.PushResponse.FromString
-    )
+    """Takes the bytes of messages as they are, too."""
+    calls: Multicallable = channel.stream_unary(f"/{rpc.SERVICE}/Push")
     return calls
 
 
 def _pull(channel: grpc.aio.Channel) -> Multicallable:
-    """Gives the bytes of messages as they are."""
     calls: Multicallable = channel.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)
     return calls
 
@@ -204,12 +210,15 @@ class GrpcControlStream:
 
     async def hear(self) -> Directive | None:
         try:
-            while (message := await self._call.read()) is not rpc.EOF:
-                if (directive := protobuf.directive_from_pb(message)) is not None:
+            while True:
+                data = await self._call.read()
+                if data is rpc.EOF:
+                    return None
+                directive = protobuf.directive_from_pb(protobuf.parse(pb.Directive, data))
+                if directive is not None:
                     return directive
         except grpc.aio.AioRpcError as error:
             raise await self._probe.explained(error) from None
-        return None
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -31,7 +31,7 @@ from typing import Any, NoReturn, Protocol, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, WrongCall
+from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, VersionUndone, WrongCall
 from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
 from diloco_worker import children
@@ -52,6 +52,7 @@ from diloco_worker.following import Amount, Following
 from diloco_worker.inbox import Inbox
 from diloco_worker.interrupts import as_one_line
 from diloco_worker.leaving import LEAVE_S, Leaving
+from diloco_worker.masters import is_schedule_free
 from diloco_worker.notice import Notice, as_exit
 from diloco_worker.one_thread import OneThread, one_thread
 from diloco_worker.other_values import OtherValues, Values, write
@@ -120,7 +121,7 @@ class Learner(LearnerView):
         self._leaving = Leaving(boundary, connections, agree)
         self._watch = watch
         self._others = OtherValues(boundary.replica, self._settle)
-        self._diverging = Diverging()
+        self._diverging = Diverging(len(list(connections)))
         self._following: Following | None = None
         self._notice: Notice | None = None
         self._is_leaving = False
@@ -207,12 +208,20 @@ class Learner(LearnerView):
         Give the tokens or the samples of a step, or a function that tells them. Of several optimizers, follow the one
         that ends a step of the loop. Once the run is over the loop goes on, and the log says so: end it by a callback
         that looks at `done`. What `step` raises, optimizer.step() raises. `remove()` of what is returned ends it, and
-        so does `close`. Raises ConfigError, and LearnerEnded.
+        so does `close`. Raises ConfigError, LearnerEnded, and VersionUndone for a schedule-free one that is not among
+        `masters`.
         """
         self._check_not_ended()
         if self._following is not None and not self._following.is_removed:
             raise ConfigError("this learner follows an optimizer already: call remove() of what follow() gave first")
-        self._following = Following(self, optimizer, tokens, samples, self.telemetry.log)
+        following = Following(self, optimizer, tokens, samples, self.telemetry.log)
+        if is_schedule_free(optimizer) and self._boundary.replica.copies is None:
+            following.remove()
+            raise VersionUndone(
+                f"{type(optimizer).__name__} is schedule-free, and would draw the parameters back to a copy that "
+                "gets no versions: join(masters=optimizer)"
+            )
+        self._following = following
         return self._following
 
     @one_thread
@@ -447,7 +456,9 @@ class Learner(LearnerView):
             self._steps_told = core.inner_step
             self.telemetry.stepped(core.inner_step, core.tokens)
         if not self.telemetry.readiness[0]:
-            self.telemetry.readiness = self._boundary.readiness()
+            is_ready, missing = self._boundary.readiness()
+            objections = "" if is_ready else self.connections.objections
+            self.telemetry.readiness = is_ready, f"{missing} ({objections})" if objections else missing
         return acts
 
     def _post(self, acts: list[Act]) -> None:
@@ -463,7 +474,8 @@ class Learner(LearnerView):
                     fragment = self._core.manifest.fragments[act.contribution.fragment_id]
                     self._codec.begin(act.contribution, fragment.encoding(self._core.policy.push_encoding))
                 case PushAnswered():
-                    error = error or self._diverging.answered(act.fragment_id, act.round, act.answer)
+                    shard_index = self._core.manifest.fragments[act.fragment_id].shard_index
+                    error = error or self._diverging.answered(act.fragment_id, shard_index, act.round, act.answer)
                 case VersionApplied(fate=Fate.MERGED):
                     self._diverging.merged(act.fragment_id)
                 case GiveUp():

@@ -25,15 +25,16 @@ class Notice:
         self._heard = heard
         self._home = Home()
         self._has_come = False
-        self._is_over = False
+        self.is_over = False
+        """Whether its learner is gone."""
         before = signal.getsignal(signal.SIGTERM)
-        is_free = before is signal.SIG_DFL or (isinstance(before, Notice) and before._is_over)
+        is_free = before is signal.SIG_DFL or (isinstance(before, Notice) and before.is_over)
         if _is_main_thread() and is_free:
             signal.signal(signal.SIGTERM, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The handler. Others may call it from theirs, and may install it again when it is over, as Lightning does."""
-        if self._is_over or not self._home.is_here:  # a forked child is no learner: `Process.terminate` ends it
+        if self.is_over or not self._home.is_here:  # a forked child is no learner: `Process.terminate` ends it
             _end_by_signal()
         self._has_come = True
         self._heard()
@@ -41,8 +42,8 @@ class Notice:
     def end(self, *, is_heeded: bool) -> None:
         """The learner is gone. A signal that came too late for it does now what it does to any process. Repeating it is
         fine."""
-        is_late = self._has_come and not is_heeded and not self._is_over
-        self._is_over = True
+        is_late = self._has_come and not is_heeded and not self.is_over
+        self.is_over = True
         if signal.getsignal(signal.SIGTERM) is self and _is_main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if is_late:

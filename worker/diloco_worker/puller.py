@@ -13,6 +13,7 @@ from diloco_common.errors import (
     BadEncoding,
     BadRequest,
     BadSize,
+    DilocoError,
     NotFinite,
     Refusal,
     UnknownEncoding,
@@ -42,6 +43,8 @@ class Puller:
         """Called when the bytes of a version begin to come; from then on the shard holds it for an island."""
         self.gone: Callable[[int, tuple[int, int]], None] = self._say_gone
         """Called when the shard no longer holds a version that an island wants."""
+        self.failed: Callable[[DilocoError], None] = lambda error: None
+        """Called when a pull fails in a way that nobody thought of."""
 
     def wake(self) -> None:
         """A version was announced, or the model was cut."""
@@ -64,10 +67,14 @@ class Puller:
                 except VersionGone:
                     self._is_fetched(fragment_id, version)
                     self.gone(fragment_id, version)
-                except (Refusal, Unavailable) as error:
+                except Exception as error:
                     if isinstance(error, UNREADABLE):
                         self._c.codec.lose_base(fragment_id)
-                    self._c.telemetry.log.debug("pull failed", shard=state.address, fragment=fragment_id, why=error)
+                    if isinstance(error, Refusal | Unavailable):
+                        self._c.telemetry.log.debug("pull failed", shard=state.address, fragment=fragment_id, why=error)
+                    else:  # what it sent, or we ourselves: the other shards go on
+                        self._c.telemetry.log.error("pull failed", trace=error, shard=state.address)
+                        self.failed(DilocoError(f"pulling from {state.address} failed: {error!r}"))
                     self._has_news.set()
                     await asyncio.sleep(backoff_s(attempt, self._c.world.random.random()))
                     attempt += 1

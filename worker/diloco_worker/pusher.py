@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
-from diloco_common.errors import NotFinite, Refusal, refusal_from
+from diloco_common.errors import DilocoError, NotFinite, Refusal, refusal_from
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.protocol import PUSHES_AT_ONCE
@@ -34,6 +34,8 @@ class Pusher:
         self._on_hold: set[asyncio.Task[None]] = set()  # those of seeds that others may bring first
         self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
         self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
+        self.refused: Callable[[DilocoError], None] = lambda error: None
+        """Called when the shard refuses a seed: without it, all would wait."""
 
     def push(self, act: PushContribution) -> None:
         """Push a contribution in the background, once it is encoded."""
@@ -135,8 +137,8 @@ class Pusher:
                 **self._part(act.fragment_id),
             )  # fmt: skip
             answer = await self._push_until_answered(header, payload, lease)
-        if answer is not None and answer.outcome is Outcome.REJECTED:  # without a seed all would wait
-            self._c.inbox.put(Failed(refusal_from(answer.code, answer.message)))
+        if answer is not None and answer.outcome is Outcome.REJECTED:
+            self.refused(refusal_from(answer.code, answer.message))
 
     # ------------------------------------------------------------ both
 

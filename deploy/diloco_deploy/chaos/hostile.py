@@ -55,7 +55,7 @@ class HoldingTransport(GrpcTransport):
 
     def hold_stream(self, caller: Identity) -> HeldCall:
         """A control stream that nobody reads, and on which nothing is reported."""
-        return HeldCall(self._control.dialed().Attend(metadata=self._metadata(caller)), reads=True)
+        return HeldCall(self._control.dialed().attend(metadata=self._metadata(caller)), reads=True)
 
 
 class _Endless:

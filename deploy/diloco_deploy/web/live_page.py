@@ -28,6 +28,8 @@ REST = 9.0
 """After an answer that took long to take in, rest for so many times as long: a tenth of a core is enough."""
 STREAM_S = 25.0
 """A stream ends then, and the browser opens the next: connections have a deadline (`http_connections.py`)."""
+STREAMS_MAX = 64
+"""Half of the connections: the rest are for the page itself. A newcomer ends the oldest, whose viewer comes again."""
 _THREADS_MAX = 16
 _RETRY = b"retry: 500\n\n"
 _log = logging.getLogger("diloco.web")
@@ -47,6 +49,7 @@ class LivePage:
         self._feed = Feed(time.time())
         self._life = secrets.token_hex(4)  # numbers of another life of this page mean nothing here
         self._messages: dict[int, bytes] = {}  # number that a viewer knows -> what it is told, at the present number
+        self._streams: dict[object, None] = {}  # oldest first
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
         self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="diloco-web-ask")
@@ -75,17 +78,22 @@ class LivePage:
     async def stream(self, last_seen: str) -> AsyncIterator[bytes]:
         life, _, number = last_seen.partition(".")
         seen = int(number) if life == self._life and number.isdecimal() else 0
-        ends_at = time.monotonic() + STREAM_S
-        yield _RETRY
-        while not self._ending.is_set() and time.monotonic() < ends_at:
-            seen, message = self._message(seen)
-            yield message
-            changed = self._changed
-            try:
+        ends_at, me = time.monotonic() + STREAM_S, object()
+        self._streams[me] = None
+        if len(self._streams) > STREAMS_MAX:
+            del self._streams[next(iter(self._streams))]
+        try:
+            yield _RETRY
+            while me in self._streams and not self._ending.is_set() and time.monotonic() < ends_at:
+                seen, message = self._message(seen)
+                yield message
+                changed = self._changed
                 async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
                     await changed.wait()
-            except TimeoutError:
-                return
+        except TimeoutError:
+            return
+        finally:
+            self._streams.pop(me, None)
 
     def learners(self, *, sort: str, descending: bool, find: str, page: int) -> dict[str, Any]:
         return self._feed.learners(sort=sort, descending=descending, find=find, page=page, now=time.time())

@@ -8,6 +8,7 @@ no say. Whoever is expected in time may be late for once: the round waits for it
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diloco_server.core.pace import Trail
@@ -32,7 +33,16 @@ class Expected:
     """Whether its bytes have come."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, eq=False)
+class Called:
+    """A round that has asked, and not heard of yet: one for all that it has asked at the same time."""
+
+    round: int
+    boundaries: Mapping[Arrivals, float]
+    """The step boundary at which each is expected to take its contribution; inf: it seemed to hang."""
+
+
+@dataclass(eq=False)
 class Arrivals:
     """What a shard knows of the contributions of one process of a learner."""
 
@@ -40,17 +50,29 @@ class Arrivals:
     """Moving average: from the expected boundary until the header. May be negative."""
     s_per_element: float = 0.0
     """Moving average: what the bytes of an element take."""
-    _expected: dict[int, Expected] = field(default_factory=dict)  # fragment -> what was asked for last
+    _expected: dict[int, Expected | Called] = field(default_factory=dict)  # fragment -> what was asked for last
 
     def asked(self, fragment_id: int, round_number: int, trail: Trail | None, patience_s: float, now: float) -> None:
         """A round has asked. `patience_s`: a step that is overdue for longer does not end soon."""
         boundary_at = now if trail is None else next_boundary(trail, patience_s, now)
         self._expected[fragment_id] = Expected(round_number, boundary_at)
 
+    def called(self, fragment_id: int, call: Called) -> None:
+        """As `asked`, together with others."""
+        self._expected[fragment_id] = call
+
+    def _expected_of(self, fragment_id: int, round_number: int) -> Expected | None:
+        found = self._expected.get(fragment_id)
+        if found is None or found.round != round_number:
+            return None
+        if isinstance(found, Called):
+            found = self._expected[fragment_id] = Expected(round_number, found.boundaries[self])
+        return found
+
     def header(self, fragment_id: int, round_number: int, now: float, *, wanted: bool) -> None:
         """The header of a push has come. `wanted`: its bytes are to follow."""
-        expected = self._expected.get(fragment_id)
-        if expected is None or expected.round != round_number or expected.begun_at is not None:
+        expected = self._expected_of(fragment_id, round_number)
+        if expected is None or expected.begun_at is not None:
             return
         if math.isfinite(expected.boundary_at):
             lag_s = now - expected.boundary_at
@@ -63,8 +85,8 @@ class Arrivals:
 
     def bytes_came(self, fragment_id: int, round_number: int, num_elements: int, now: float) -> None:
         """All bytes of a push are there. Once per contribution: more may follow, if it comes in parts."""
-        expected = self._expected.get(fragment_id)
-        if expected is None or expected.round != round_number or expected.begun_at is None or expected.is_measured:
+        expected = self._expected_of(fragment_id, round_number)
+        if expected is None or expected.begun_at is None or expected.is_measured:
             return
         expected.is_measured = True
         if num_elements > 0:
@@ -73,8 +95,8 @@ class Arrivals:
 
     def expected_at(self, fragment_id: int, round_number: int, num_elements: int) -> float:
         """When the contribution should be there; inf: not to be expected. `num_elements`: of the fragment."""
-        expected = self._expected.get(fragment_id)
-        if expected is None or expected.round != round_number:
+        expected = self._expected_of(fragment_id, round_number)
+        if expected is None:
             return math.inf
         begins_at = expected.boundary_at + (self.lag_s or 0.0) if expected.begun_at is None else expected.begun_at
         return begins_at + num_elements * self.s_per_element

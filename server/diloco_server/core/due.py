@@ -1,18 +1,28 @@
 """Which fragments of a shard are due. The cadence rule decides for the model; companions may be due more rarely.
 
 Out of turn, a fragment is due where a learner leaves that has trained since it contributed last.
+
+Whether one is due depends on every learner, and reports come from every learner all the time. So where each of them
+counts from is kept as a table, fragments by learners, and compared at once. A learner that leaves takes part in some
+rounds only: those fragments are looked at one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from diloco_common.manifest import Fragment, Kind
 from diloco_common.settings import SyncSettings
-from diloco_server.core.cadence import CadenceRule, Rest, interval, is_due
-from diloco_server.core.fragment import FragmentState, Phase
+from diloco_server.core.cadence import CadenceRule, Rest, interval, is_due, needed
+from diloco_server.core.fragment import FragmentState, Phase, Phases
 from diloco_server.core.membership import Member
 from diloco_server.core.versions import Versions
+
+NEVER = 1 << 62
+"""Steps or tokens that nobody reaches."""
 
 
 class DueFragments:
@@ -23,43 +33,166 @@ class DueFragments:
         self._rule = rule
         self._versions = versions
         self._found: object = None  # what `among` last decided by
+        self._put_off: list[int] = []
+        self._put_off_by: set[int] = set()  # the generations that it was due for
+        self._begin()
 
-    def among(self, live: Sequence[Member]) -> set[int]:
-        """The fragments that have become due for these learners."""
-        fragments = self._versions.fragments
+    def among(self, live: Sequence[Member]) -> list[int]:
+        """The fragments that are due for these learners, in order. None, where nothing has changed.
+
+        All of them have reported.
+        """
         # Whether a fragment is due follows from these, not from the time.
-        found = (
-            [(m.generation, m.first_step, m.counted, m.progress.last_rounds) for m in live],
-            [(s.phase, s.version, s.rounds_opened) for s in fragments.values()],
-        )
-        if found == self._found:
-            return set()
-        due = {fragment_id for fragment_id, state in fragments.items() if self._is_due(state, live)}
+        put_off, self._put_off = self._put_off, []
+        if put_off and self._put_off_by == {m.generation for m in live}:
+            return put_off
+        found = [(m.generation, m.counted, m.progress.last_rounds) for m in live], self._versions.done
+        if self._phases is not self._versions.phases:
+            self._begin()
+        if found == self._found and not self._phases.changed and not put_off:
+            return []
         self._found = found
-        return due
+        self._look_at_members(live)
+        self._look_at_fragments(live)
+        leaving = {p for m in live for p in m.progress.last_rounds or ()}
+        of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(self._versions.fragments[p], live)]
+        return sorted([*(self._due_for_all(live) - leaving), *of_leavers])
+
+    def put_off(self, due: Sequence[int]) -> None:
+        """These were due, and are not opened yet: they come next, unless learners come or go."""
+        self._put_off, self._put_off_by = list(due), {*self._columns}
 
     def usual_steps(self, fragment: Fragment) -> int:
         """Inner steps between two rounds of a fragment, as the settings have it."""
         return self._sync.sync_every * self._times(fragment)
 
-    def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
+    # ------------------------------------------------------------ the table
+
+    def _begin(self) -> None:
+        """Another model: nothing is known of its fragments."""
+        self._phases: Phases = self._versions.phases
+        self._ids = list(self._versions.fragments)
+        self._rows = {fragment_id: row for row, fragment_id in enumerate(self._ids)}
+        self._columns: dict[int, int] = {}  # generation -> its column
+        self._free: list[int] = []  # columns
+        rows = len(self._ids)
+        self._intervals = torch.full((rows,), NEVER)  # inner steps until the next round; NEVER: not at rest
+        self._left = torch.full((rows,), NEVER)  # of the budget, in tokens
+        self._steps = torch.empty(rows, 0, dtype=torch.int64)  # by learner: where it counts from
+        self._tokens = torch.empty(rows, 0, dtype=torch.int64)  # the same of tokens, in a run that ends
+        self._phases.changed.update(self._ids)
+
+    def _look_at_members(self, live: Sequence[Member]) -> None:
+        """Columns for those that have come; those of whoever has gone are free."""
+        for generation in self._columns.keys() - {m.generation for m in live}:
+            self._free.append(self._columns.pop(generation))
+        new = [m for m in live if m.generation not in self._columns]
+        if len(new) > len(self._free):
+            have = self._steps.shape[1]
+            room = torch.zeros(len(self._ids), max(have, len(new)), dtype=torch.int64)
+            self._free += range(have, have + room.shape[1])
+            self._steps = torch.cat([self._steps, room], dim=1)
+            self._tokens = torch.cat([self._tokens, room], dim=1) if self._ends else self._tokens
+        states = self._versions.fragments.values()
+        for member in new:
+            column = self._columns[member.generation] = self._free.pop()
+            self._steps[:, column] = _tensor(_base_steps(state, member) for state in states)
+            if self._ends:
+                self._tokens[:, column] = _tensor(_base_tokens(state, member) for state in states)
+
+    def _look_at_fragments(self, live: Sequence[Member]) -> None:
+        """Rows of those that have changed. Companions rest for ever once the run is over."""
+        budget, changed = self._versions.budget, self._phases.changed
+        if self._versions.done:
+            changed.update(self._ids)
+        columns = self._columns_of(live)
+        for fragment_id in changed:
+            state, row = self._versions.fragments[fragment_id], self._rows[fragment_id]
+            rests = state.phase is Phase.RESTING and not self._versions.is_final(state)
+            self._intervals[row] = min(self._interval(state), NEVER - 1) if rests else NEVER
+            self._left[row] = NEVER if state.fragment.companion or not rests else budget.tokens - state.tokens_merged
+            if rests:
+                self._steps[row, columns] = _tensor(_base_steps(state, m) for m in live)
+            if rests and self._ends:
+                self._tokens[row, columns] = _tensor(_base_tokens(state, m) for m in live)
+        changed.clear()
+
+    def _columns_of(self, members: Sequence[Member]) -> Tensor:
+        return _tensor(self._columns[m.generation] for m in members)
+
+    def _spread(self, members: Sequence[Member], values: Iterable[int]) -> Tensor:
+        """Values of members in their columns; nothing in those of others."""
+        spread = torch.full((self._steps.shape[1],), -NEVER)
+        spread[self._columns_of(members)] = _tensor(values)
+        return spread
+
+    @property
+    def _ends(self) -> bool:
+        return self._versions.budget.tokens > 0
+
+    def _interval(self, state: FragmentState) -> int:
+        """Inner steps from its last round to the next."""
         versions, fragment = self._versions, state.fragment
-        if state.phase is not Phase.RESTING or versions.is_final(state):
-            return False
         assert versions.manifest is not None
         number, total = versions.manifest.place(fragment)
         rest = Rest(number, total, state.version, versions.budget.fraction(state), self._sync.sync_every)
         never = state.rounds_opened == 0 and state.version == 0
-        steps = interval(self._rule, rest, never=never, times=self._times(fragment))
-        there = [m for m in live if m.takes_part(fragment.fragment_id)]
-        if not fragment.companion:
-            if any(m.wants_last(fragment.fragment_id) for m in there):
-                return True
-            if versions.budget.rest_is_trained(state, there):
-                return True
-        return is_due(there, state.base_steps, steps, self._sync.quorum)
+        return interval(self._rule, rest, never=never, times=self._times(fragment))
 
     def _times(self, fragment: Fragment) -> int:
         """H of a fragment, in those of the settings."""
         every: dict[Kind, int] = {"momentum": self._sync.companions_every, "buffer": self._sync.buffers_every}
         return every.get(fragment.kind, 1)
+
+    # ------------------------------------------------------------ decisions
+
+    def _due_for_all(self, live: Sequence[Member]) -> set[int]:
+        """Those that are due for the learners that stay."""
+        members, rows = [m for m in live if m.progress.last_rounds is None], _where(self._intervals != NEVER)
+        if not members or not rows:
+            return set()
+        steps = self._spread(members, (m.counted.inner_step for m in members))
+        ready = (steps - self._steps[rows] >= self._intervals[rows, None]).sum(dim=1)
+        enough = max(1, needed(self._sync.quorum, len(members)))
+        due = {self._ids[rows[i]] for i in _where(ready >= enough)}
+        if self._ends:
+            tokens = self._spread(members, (m.counted.tokens for m in members))
+            trained = (tokens - self._tokens[rows]).clamp(min=0).sum(dim=1)
+            near = [self._versions.fragments[self._ids[rows[i]]] for i in _where(trained >= self._left[rows])]
+            due |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
+        return due
+
+    def _is_due(self, state: FragmentState, live: Sequence[Member]) -> bool:
+        """One that a learner takes part in that leaves."""
+        fragment_id = state.fragment.fragment_id
+        steps = int(self._intervals[self._rows[fragment_id]])
+        if steps == NEVER:
+            return False
+        there = [m for m in live if m.takes_part(fragment_id)]
+        if not state.fragment.companion:
+            if any(m.wants_last(fragment_id) for m in there):
+                return True
+            if self._versions.budget.rest_is_trained(state, there):
+                return True
+        return is_due(there, state.base_steps, steps, self._sync.quorum)
+
+
+def _tensor(values: Iterable[int]) -> Tensor:
+    """int64; what is larger is more than anybody reaches."""
+    return torch.tensor([min(value, NEVER) for value in values], dtype=torch.int64)
+
+
+def _where(mask: Tensor) -> list[int]:
+    found: list[int] = mask.nonzero().flatten().tolist()
+    return found
+
+
+def _base_steps(state: FragmentState, member: Member) -> int:
+    """Where a learner counts from for this fragment."""
+    first = member.first_step or 0
+    return max(first, state.base_steps.get(member.learner_id, first))
+
+
+def _base_tokens(state: FragmentState, member: Member) -> int:
+    """Those that count as trained begin here; NEVER: it has not been asked yet."""
+    return state.base_tokens.get(member.learner_id, NEVER)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from diloco_common.codec import Payload
 from diloco_common.messages import Directive, PushAnswer, PushHeader
@@ -11,12 +13,19 @@ from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import CloseReason, Contribution
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """Send a directive on the learner's control stream of this generation, if it has one."""
 
     learner_id: str
     generation: int
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True)
+class TellAll:
+    """The same, to these members. One effect, as a round asks a thousand learners, and a shard opens many at once."""
+
+    members: Sequence[Member]
     directive: Directive
 
 
@@ -173,7 +182,7 @@ Fact = (
     | BudgetReached
 )
 """Something that happened, for the log, the metrics and the history."""
-Effect = Tell | SeedFragment | MergeRound | Fact
+Effect = Tell | TellAll | SeedFragment | MergeRound | Fact
 
 
 class Outbox:
@@ -192,8 +201,11 @@ class Outbox:
 
     def tell_live(self, directive: Directive) -> None:
         """Tell every learner that has a lease."""
-        for member in self._membership.live():
-            self.tell(member, directive)
+        self.tell_all(self._membership.live(), directive)
+
+    def tell_all(self, members: Sequence[Member], directive: Directive) -> None:
+        """Tell these generations of their learners."""
+        self.add(TellAll(members, directive))
 
     def take(self) -> list[Effect]:
         """Empty it."""

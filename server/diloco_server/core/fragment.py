@@ -33,6 +33,42 @@ class Phase(Enum):
     MERGING = "merging"  # the next version is being computed from a closed round and made durable
 
 
+class Phases:
+    """Which of a shard's fragments collect, and which have changed their phase: looking at all of them takes long."""
+
+    def __init__(self) -> None:
+        self.collecting: dict[int, FragmentState] = {}
+        self.changed: set[int] = set()
+        """Since somebody has looked at them, and emptied this."""
+
+    def entered(self, state: FragmentState) -> None:
+        """The fragment has changed its phase."""
+        fragment_id = state.fragment.fragment_id
+        self.changed.add(fragment_id)
+        if state.phase is Phase.COLLECTING:
+            self.collecting[fragment_id] = state
+        else:
+            self.collecting.pop(fragment_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Whom rounds ask, and what counted of them then. Rounds that open at the same time share it."""
+
+    generations: dict[str, int]
+    steps: dict[str, int]
+    tokens: dict[str, int]
+
+    @classmethod
+    def of(cls, live: Sequence[Member]) -> Asking:
+        counted = [(m.learner_id, m.counted) for m in live]
+        return cls(
+            {m.learner_id: m.generation for m in live},
+            {learner_id: progress.inner_step for learner_id, progress in counted},
+            {learner_id: progress.tokens for learner_id, progress in counted},
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Restored:
     """A version that was kept, on its way back into a shard."""
@@ -63,6 +99,8 @@ class FragmentState:
     """Of the latest announced version; its dicts belong to this state. Its version grows within an epoch."""
     phase: Phase = Phase.UNSEEDED
     """Changed by the transitions below, and by nothing else."""
+    phases: Phases = field(default_factory=Phases, repr=False, kw_only=True)
+    """Of all fragments of the shard."""
     collected: Round | None = None
     """The open round while COLLECTING, the closed one while MERGING, else None."""
     before: tuple[int, int] | None = None
@@ -93,8 +131,12 @@ class FragmentState:
     """The announced version."""
 
     @classmethod
-    def unseeded(cls, fragment: Fragment) -> FragmentState:
-        return cls(fragment, empty_record(fragment.fragment_id))
+    def unseeded(cls, fragment: Fragment, phases: Phases) -> FragmentState:
+        return cls(fragment, empty_record(fragment.fragment_id), phases=phases)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.phases.entered(self)
 
     # ------------------------------------------------------------ transitions
 
@@ -105,34 +147,34 @@ class FragmentState:
         if restored.is_new_line:
             self.rename(epoch)
         self.values, self.published = restored.values, restored.published
-        self.phase = Phase.RESTING
+        self._enter(Phase.RESTING)
 
     def begin_seed(self, norm: float, tokens_merged: int) -> None:
         """UNSEEDED -> SEEDING: the bytes of version 0 go to the compute thread."""
         assert self.phase is Phase.UNSEEDED
         self.record = replace(self.record, seed_norm=norm, tokens_merged=tokens_merged)
         self.half_seed = None
-        self.phase = Phase.SEEDING
+        self._enter(Phase.SEEDING)
 
     def fail_seed(self) -> None:
         """SEEDING -> UNSEEDED: the seed could not be used."""
         assert self.phase is Phase.SEEDING
-        self.record, self.phase = empty_record(self.fragment.fragment_id), Phase.UNSEEDED
+        self.record = empty_record(self.fragment.fragment_id)
+        self._enter(Phase.UNSEEDED)
 
     def seed(self, record: Record, values: Values, published: Published) -> None:
         """SEEDING -> RESTING: version 0 is durable."""
         assert self.phase is Phase.SEEDING
         self.record, self.values, self.published = record.copy(), values, published
-        self.phase = Phase.RESTING
+        self._enter(Phase.RESTING)
 
-    def open_round(self, live: Sequence[Member], now: float) -> Round:
+    def open_round(self, asking: Asking, now: float) -> Round:
         """RESTING -> COLLECTING: every live learner is asked for a contribution to the next version."""
         assert self.phase is Phase.RESTING
-        self.collected = Round(self.version + 1, now, {m.learner_id: m.generation for m in live})
+        self.collected = Round(self.version + 1, now, asking.generations.copy())
         self.rounds_opened += 1
-        self.base_steps = {m.learner_id: m.counted.inner_step for m in live}
-        self.base_tokens = {m.learner_id: m.counted.tokens for m in live}
-        self.phase = Phase.COLLECTING
+        self.base_steps, self.base_tokens = asking.steps.copy(), asking.tokens.copy()
+        self._enter(Phase.COLLECTING)
         return self.collected
 
     def ask_again(self, live: Sequence[Member], now: float) -> list[Member]:
@@ -148,7 +190,8 @@ class FragmentState:
         """COLLECTING -> RESTING: nobody contributed, and nobody will, so the same round opens later. Or the run is
         over."""
         assert self.round is not None
-        self.collected, self.phase = None, Phase.RESTING
+        self.collected = None
+        self._enter(Phase.RESTING)
 
     def close_round(self, membership: Membership, sync_every: int, now: float) -> Round:
         """COLLECTING -> MERGING: what the round has collected goes to the compute thread, and counts from now on."""
@@ -156,7 +199,7 @@ class FragmentState:
         assert self.round.contributions
         counted, self.shares = count(self.round, self.shares, self.record, membership, sync_every, now)
         self.round.contributions, self.round.closed_at = counted, now
-        self.phase = Phase.MERGING
+        self._enter(Phase.MERGING)
         assert self.closed is not None
         return self.closed
 
@@ -169,7 +212,8 @@ class FragmentState:
             self.kept[self.identity] = self.record, self.published
         self.drop_unwanted()
         self.record, self.published = record.copy(), published
-        self.collected, self.phase = None, Phase.RESTING
+        self.collected = None
+        self._enter(Phase.RESTING)
         self.declined.clear()
 
     # ------------------------------------------------------------ changes in every phase

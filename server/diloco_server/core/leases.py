@@ -27,10 +27,10 @@ class Leases:
 
     def join(
         self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held],
-        frozen: Sequence[FrozenTensor], ties: Sequence[Tie], index: int | None,
+        frozen: Sequence[FrozenTensor], ties: Sequence[Tie], index: int | None, age_s: float,
     ) -> Member:  # fmt: skip
         """Grant a lease; the one before it ends. Raises Superseded, ManifestMismatch, FrozenMismatch or Busy."""
-        self._membership.welcome(learner_id, process_id)
+        self._membership.welcome(learner_id, process_id, now - age_s)
         self._versions.adopt_or_check(tensors)
         self._versions.check_frozen(frozen)
         old = self._membership.get(learner_id)
@@ -39,7 +39,7 @@ class Leases:
                 self._end(old, StaleGeneration.code, f"{learner_id} has joined again")
             else:
                 self._end(old, Superseded.code, str(superseded(learner_id)))
-        member = self._membership.join(learner_id, process_id, now, index)
+        member = self._membership.join(learner_id, process_id, now, index, age_s)
         self._versions.frozen.adopt(learner_id, frozen)
         self._versions.ties = self._versions.ties or tuple(ties)
         self._membership.replace(member, self._versions.forget_others(learner_id, process_id))

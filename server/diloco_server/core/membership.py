@@ -48,6 +48,8 @@ class Member:
     generation: int
     last_heard: float
     last_step_at: float
+    began: float = math.inf
+    """When its process did, by this shard's clock."""
     index: int = 0
     """Its number: no other live learner has it."""
     first_generation: int = 0
@@ -148,13 +150,22 @@ class Membership:
         self._usual: Pace | None = None
         self._looked_at = -math.inf
 
-    def welcome(self, learner_id: str, process_id: str) -> None:
-        """Check whether this process may join. Raises Superseded if another one has replaced it."""
+    def welcome(self, learner_id: str, process_id: str, began: float = math.inf) -> None:
+        """Check whether this process, which began then, may join.
+
+        Raises Superseded if another one has replaced it, or has the id and began later: else two of them could take
+        turns, each at another shard, and no shard knows what the others have heard.
+        """
         old = self._members.get(learner_id)
-        if old is not None and process_id in old.replaced:
+        if old is None:
+            return
+        is_older = old.live and old.process_id != process_id and began < old.began
+        if is_older or process_id in old.replaced:
             raise superseded(learner_id)
 
-    def join(self, learner_id: str, process_id: str, now: float, index: int | None = None) -> Member:
+    def join(
+        self, learner_id: str, process_id: str, now: float, index: int | None = None, age_s: float = 0.0
+    ) -> Member:  # fmt: skip
         """Grant a lease under a new generation. `index`: the number it says that it had. Raises Busy when too many are
         held."""
         old = self._members.get(learner_id)
@@ -163,6 +174,7 @@ class Membership:
         self._generations += 1
         self._since = now if self._since is None else self._since
         member = Member(learner_id, process_id, self._generations, last_heard=now, last_step_at=now)
+        member.began = now - age_s
         member.index = self._index(learner_id, now, index)
         self._numbers.pop(learner_id, None)
         if old is None or old.process_id != process_id:

@@ -1,7 +1,8 @@
 """Pseudo-gradient -> new version: the outer optimizers, per fragment, computed in float32.
 
 G is the merged pseudo-gradient (anchor minus local value), so descending along G moves towards the learners. Momentum
-is kept as bfloat16 between steps. It forgets a share 1 - mu in each, so what rounding takes of it does not add up.
+is kept as bfloat16 between steps, unless mu is large. It forgets a share 1 - mu in each, so what rounding takes of it
+does not add up; but where that share is about as small as what rounding takes, momentum stands still.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from diloco_common.codec.base import BFLOAT16_MAX
 from diloco_common.settings import OuterSettings
 from diloco_server.core.merge import MergedSlice
 
+BFLOAT16_MU_MAX = 0.7
+"""Up to this mu theta is off by less than 0.3 % of its way where all gradients agree, which is the worst case: by
+0.06 % at 0.5. It would be 1.5 % at 0.9, and 20 % at 0.99."""
 SLICE = 1 << 17
 """Elements that one pass works on: small enough to stay in cache between the operations of a step."""
 
@@ -60,10 +64,9 @@ class OuterOptimizer(ABC):
 class Sgd(OuterOptimizer):
     """b <- mu b + G;  theta <- theta - eta b.   Without momentum (mu = 0) no buffer is kept."""
 
-    buffer_dtype = torch.bfloat16
-
     def __init__(self, settings: OuterSettings) -> None:
         super().__init__(settings)
+        self.buffer_dtype = _kept_as(settings.momentum)
         self.num_buffers = 1 if settings.momentum else 0
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
@@ -76,7 +79,10 @@ class Nesterov(OuterOptimizer):
     """b <- mu b + G;  theta <- theta - eta (G + mu b).   As torch.optim.SGD(nesterov=True)."""
 
     num_buffers = 1
-    buffer_dtype = torch.bfloat16
+
+    def __init__(self, settings: OuterSettings) -> None:
+        super().__init__(settings)
+        self.buffer_dtype = _kept_as(settings.momentum)
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         (b,) = buffers
@@ -114,8 +120,15 @@ class Adam(OuterOptimizer):
         theta.addcdiv_(first, corrected, value=-s.lr / (1 - s.beta1**outer_step))
 
 
+def _kept_as(mu: float) -> torch.dtype:
+    """What momentum is kept as."""
+    return torch.bfloat16 if mu <= BFLOAT16_MU_MAX else torch.float32
+
+
 def _moved(momentum: Tensor, mu: float, gradient: Tensor) -> Tensor:
-    """mu b + G, float32; b, which is bfloat16, keeps it rounded."""
+    """mu b + G, float32; b keeps it, rounded where it is bfloat16."""
+    if momentum.dtype == torch.float32:
+        return momentum.mul_(mu).add_(gradient).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX)
     moved = momentum.float().mul_(mu).add_(gradient)
     momentum.copy_(moved.clamp(-BFLOAT16_MAX, BFLOAT16_MAX))
     return moved

@@ -97,29 +97,37 @@ class Round:
     """When learners were asked last."""
     usual_at: float = 0.0
     """When the usual one of those that were asked is expected to have contributed; 0: not known."""
+    awaited_last: str = ""
+    """The learner for which it turned out last that waiting is worth while: asked about first, the next time."""
+    awaited: set[str] = field(init=False)
+    """Learners that are still expected to contribute: those asked, but not the lost, the refused, and who has."""
 
     def __post_init__(self) -> None:
         self.asked_at = self.opened_at
+        self.awaited = set(self.asked)
+        self.awaited.difference_update(self.lost, self.refused, self.contributions)
 
     def ask_again(self, learner_id: str, generation: int) -> bool:
         """Ask a learner that is not expected to contribute any more, or never was. Returns whether it is one."""
-        if learner_id in self.contributions or learner_id in self.missing:
+        if learner_id in self.contributions or learner_id in self.awaited:
             return False
         self.asked[learner_id] = generation
+        self.awaited.add(learner_id)
         self.lost.discard(learner_id)
         self.refused.discard(learner_id)
         return True
 
     @property
     def missing(self) -> list[str]:
-        """Learners that are still expected to contribute, in order."""
-        return sorted(self.asked.keys() - self.lost - self.refused - self.contributions.keys())
+        """Those that are awaited, in order."""
+        return sorted(self.awaited)
 
     def accept(self, contribution: Contribution, quorum: Quorum, now: float) -> None:
         """Take a contribution of a generation that was asked."""
         assert self.asked.get(contribution.learner_id) == contribution.generation
         self.halves.pop(contribution.learner_id, None)
         self.contributions[contribution.learner_id] = contribution
+        self.awaited.discard(contribution.learner_id)
         if self.quorum_at is None and len(self.contributions) >= needed(quorum, len(self.asked)):
             self.quorum_at = now
 
@@ -131,9 +139,10 @@ class Round:
         half = self.halves.get(learner_id)
         if half is not None and whole in (None, half.whole):
             del self.halves[learner_id]
-        waited = learner_id in self.missing and self.asked[learner_id] == generation
+        waited = learner_id in self.awaited and self.asked[learner_id] == generation
         if waited:
             self.refused.add(learner_id)
+            self.awaited.discard(learner_id)
         return waited
 
     def lose(self, learner_id: str, quorum: Quorum) -> Contribution | None:
@@ -144,6 +153,7 @@ class Round:
         if learner_id not in self.asked:
             return None
         self.lost.add(learner_id)
+        self.awaited.discard(learner_id)
         self.halves.pop(learner_id, None)
         fenced = self.contributions.pop(learner_id, None)
         if len(self.contributions) < needed(quorum, len(self.asked)):
@@ -154,7 +164,7 @@ class Round:
         """Why the round closes now, or None; and the same in words. With its quorum it waits until a time."""
         if not self.contributions:
             return None, f"0/{len(self.asked)} contributions"
-        if not self.missing:
+        if not self.awaited:
             reason = CloseReason.LEASE if self.lost else CloseReason.ALL
             return reason, str(reason)
         if self.quorum_at is None:
@@ -174,7 +184,7 @@ class Round:
     @property
     def is_void(self) -> bool:
         """Whether nobody contributed, and nobody will."""
-        return not self.contributions and not self.missing
+        return not self.contributions and not self.awaited
 
 
 def total_norm(norms: Sequence[float]) -> float:

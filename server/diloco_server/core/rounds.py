@@ -6,9 +6,13 @@ collected, `due.py` which fragments are due, `admission.py` and `guards.py` the 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median_low
+
+import torch
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Busy, ContributionConflict, NotSeeded, Quarantined, Refusal
@@ -17,6 +21,7 @@ from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
+from diloco_server.core.arrivals import Arrivals, Called, next_boundary
 from diloco_server.core.cadence import CadenceRule, every_h_steps
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import (
@@ -31,7 +36,7 @@ from diloco_server.core.effects import (
     SeedFragment,
     VersionCommitted,
 )
-from diloco_server.core.fragment import FragmentState, HalfSeed
+from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership
@@ -43,6 +48,43 @@ from diloco_server.core.versions import Versions
 
 LAST_S = 30.0
 """So long a round waits for the learner that leaves and for whose work it was opened. Machines get no more warning."""
+
+
+ASKS_AT_ONCE = 1 << 13
+"""So many learners are asked by one tick, over all rounds that it opens: the event loop must hear others meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """Learners that rounds ask at the same time, and when each is expected to answer."""
+
+    members: Sequence[Member]
+    asking: Asking
+    boundaries: Mapping[Arrivals, float]
+    """Of the step after which each contributes."""
+    leaving: list[Member]
+    begins: torch.Tensor
+    """When the bytes of each should begin to come: float64 [members]."""
+    s_per_element: torch.Tensor
+    """And how long each of their elements takes."""
+
+    @classmethod
+    def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Calling:
+        boundaries = [now if m.trail is None else next_boundary(m.trail, patience_s, now) for m in members]
+        lags = [m.arrivals.lag_s or 0.0 for m in members]
+        return cls(
+            members,
+            Asking.of(members),
+            dict(zip((m.arrivals for m in members), boundaries, strict=True)),
+            [m for m in members if m.progress.last_rounds is not None],
+            torch.tensor(boundaries, dtype=torch.float64) + torch.tensor(lags, dtype=torch.float64),
+            torch.tensor([m.arrivals.s_per_element for m in members], dtype=torch.float64),
+        )
+
+    def usual_at(self, num_elements: int) -> float:
+        """When the usual one of them is expected to have contributed: their lower median."""
+        expected = self.begins + num_elements * self.s_per_element
+        return float(expected.kthvalue((len(self.members) + 1) // 2).values)
 
 
 class Rounds:
@@ -247,7 +289,7 @@ class Rounds:
         """A generation is over: fence off what it contributed to open rounds, and wait for no more of it."""
         self._lose_island(member)
         for collecting in self._asked(member):
-            was_missing = member.learner_id in collecting.missing
+            was_missing = member.learner_id in collecting.awaited
             fenced = collecting.lose(member.learner_id, self._sync.quorum)
             if fenced is not None:
                 member.missed["FENCED"] += 1
@@ -261,7 +303,7 @@ class Rounds:
         for collecting in self._asked(member):
             if member.learner_id in collecting.contributions:
                 continue
-            if member.learner_id in collecting.missing:
+            if member.learner_id in collecting.awaited:
                 member.missed["LEFT"] += 1
             collecting.lose(member.learner_id, self._sync.quorum)
 
@@ -291,11 +333,11 @@ class Rounds:
             if self._membership.get(learner_id) is None:
                 self.quarantine.forget(learner_id)
         grace_s: float | None = None  # computed once, and only where a round has its quorum
-        for state in self._versions.fragments.values():
-            if state.round is not None:
-                if grace_s is None and state.round.quorum_at is not None:
-                    grace_s = self.grace_s()
-                self._close_if_ready(state, state.round, self._waits_until(state, grace_s or 0.0, now), now)
+        for state in self._collecting():
+            assert state.round is not None
+            if grace_s is None and state.round.quorum_at is not None:
+                grace_s = self.grace_s()
+            self._close_if_ready(state, state.round, self._waits_until(state, grace_s or 0.0, now), now)
         if may_open:  # once all are closed: who has just become an outlier is not asked
             self._open_due(now)
 
@@ -313,17 +355,18 @@ class Rounds:
         if collecting.quorum_at is None:
             return math.inf
         latest = collecting.quorum_at + grace_s
-        if collecting.last_of.intersection(collecting.missing):
+        if not collecting.last_of.isdisjoint(collecting.awaited):
             return max(latest, collecting.opened_at + LAST_S)
         if not self.grace.waits_for_expected:
             return latest
         until = min(max(collecting.quorum_at, collecting.usual_at) + self.grace.patience_s(grace_s), latest)
         fragment_id, num_elements = state.fragment.fragment_id, state.fragment.num_elements
-        for learner_id in collecting.missing:
-            member = self._membership.get(learner_id)
+        for learner_id in itertools.chain([collecting.awaited_last], collecting.awaited):
+            member = self._membership.get(learner_id) if learner_id in collecting.awaited else None
             if member is None or member.is_idle:
                 continue
             if member.arrivals.expected_at(fragment_id, collecting.round, num_elements) <= until:
+                collecting.awaited_last = learner_id
                 return until
         return now
 
@@ -358,12 +401,11 @@ class Rounds:
             m for m in self._membership.live()
             if m.first_step is not None and not self.quarantine.holds(m.learner_id)
         ]  # fmt: skip
-        due = self._due.among(live)
-        for fragment_id, state in self._versions.fragments.items():
-            if fragment_id in due:
-                self._open(state, [m for m in live if m.takes_part(fragment_id)], now)
-            elif state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
+        for state in self._collecting():
+            fragment_id = state.fragment.fragment_id
+            if state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask(state, state.ask_again([m for m in live if m.takes_part(fragment_id)], now))
+        self._open_some(self._due.among(live), live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
         """All that counted when the round asked is merged with this: its next contribution is what came since."""
@@ -373,12 +415,34 @@ class Rounds:
         if member.trail is not None and is_this_process and steps is not None and tokens is not None:
             member.trail.merged_until[contribution.fragment_id] = Progress(steps, tokens)
 
-    def _open(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
-        opened = state.open_round(live, now)
-        fragment_id = state.fragment.fragment_id
-        opened.last_of |= {m.learner_id for m in live if m.takes_last(fragment_id)}
-        self._outbox.add(RoundOpened(fragment_id, opened.round, len(live)))
-        self._ask(state, live)
+    def _collecting(self) -> list[FragmentState]:
+        """In the order of the fragments."""
+        return [state for _, state in sorted(self._versions.phases.collecting.items())]
+
+    def _open_some(self, due: Sequence[int], live: Sequence[Member], now: float) -> None:
+        """Open rounds, but do not ask more than `ASKS_AT_ONCE` times: the rest waits for the next tick."""
+        if not due:
+            return
+        at_once = max(1, ASKS_AT_ONCE // len(live))
+        self._due.put_off(due[at_once:])
+        patience_s, fragments = self.grace.patience_s(self.grace_s()), self._versions.fragments
+        leaves = any(m.progress.last_rounds is not None for m in live)
+        calling = None if leaves else Calling.of(live, patience_s, now)
+        for fragment_id in due[:at_once]:
+            asked = calling or Calling.of([m for m in live if m.takes_part(fragment_id)], patience_s, now)
+            self._open(fragments[fragment_id], asked, now)
+
+    def _open(self, state: FragmentState, calling: Calling, now: float) -> None:
+        opened, live = state.open_round(calling.asking, now), calling.members
+        fragment_id, number, request = state.fragment.fragment_id, opened.round, state.request()
+        opened.last_of |= {m.learner_id for m in calling.leaving if m.takes_last(fragment_id)}
+        self._outbox.add(RoundOpened(fragment_id, number, len(live)))
+        call = Called(number, calling.boundaries)
+        for member in live:
+            member.asked += 1
+            member.arrivals.called(fragment_id, call)
+        self._outbox.tell_all(live, request)
+        opened.usual_at = calling.usual_at(state.fragment.num_elements)
 
     def _ask(self, state: FragmentState, members: Sequence[Member]) -> None:
         patience_s, request = self.grace.patience_s(self.grace_s()), state.request()

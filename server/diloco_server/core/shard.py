@@ -68,15 +68,15 @@ class Shard:
 
     def join(
         self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = (),
-        frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None,
+        frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None, age_s: float = 0.0,
     ) -> Member:  # fmt: skip
         """Grant a lease. `held`: the versions that the learner has. `frozen`: what it holds fixed, if that must agree.
-        `ties`: further names of its tied parameters. `index`: the number that it had before.
+        `ties`: further names of its tied parameters. `index`: the number that it had before. `age_s`: of its process.
 
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
         self._check_not_draining()
-        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index)
+        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index, age_s)
 
     def take_number(self, learner_id: str, now: float) -> int:
         """The number of a learner that has not joined yet. Raises Draining or Busy."""
@@ -106,7 +106,7 @@ class Shard:
         for state in self.fragments.values():
             if state.seeded:
                 self._outbox.tell(member, state.announcement())
-            if state.round and member.learner_id in state.round.missing:
+            if state.round and member.learner_id in state.round.awaited:
                 self._outbox.tell(member, state.request())
         if self.done:
             self._outbox.tell(member, Stop())
@@ -245,7 +245,7 @@ class Shard:
     @property
     def open_rounds(self) -> int:
         """Fragments that are collecting contributions."""
-        return sum(s.round is not None for s in self.fragments.values())
+        return len(self._versions.phases.collecting)
 
     @property
     def all_seeded(self) -> bool:

@@ -17,7 +17,7 @@ from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.budget import Budget
 from diloco_server.core.effects import BudgetReached, Outbox, VersionsLost
-from diloco_server.core.fragment import FragmentState, Restored
+from diloco_server.core.fragment import FragmentState, Phases, Restored
 from diloco_server.core.frozen import Frozen
 from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, next_record
@@ -30,6 +30,7 @@ class Versions:
         self.epoch = epoch
         self.manifest: Manifest | None = None
         self.fragments: dict[int, FragmentState] = {}
+        self.phases = Phases()
         self.budget = Budget(settings.run.tokens)
         self.done = False
         """The token budget is reached. Stays so."""
@@ -195,11 +196,13 @@ class Versions:
     def _adopt(self, manifest: Manifest) -> None:
         self.manifest = manifest
         owned = manifest.owned_by(self._settings.shard.index)
-        self.fragments = {f.fragment_id: FragmentState.unseeded(f) for f in owned}
+        self.phases = Phases()
+        self.fragments = {f.fragment_id: FragmentState.unseeded(f, self.phases) for f in owned}
 
     def _announce(self, state: FragmentState) -> None:
         self._outbox.tell_live(state.announcement())
-        self._check_budget()
+        if state.fragment.companion or self.budget.is_reached(state):  # else the run cannot be over
+            self._check_budget()
 
     def _check_budget(self) -> None:
         states = self.of_model

@@ -2,7 +2,7 @@
 
 join --lease--> attend --broken--> wait --> attend ...
                   |---- lease over --> wait --> join
-                  |---- refused for good: raised
+                  |---- refused for good: join, and tell the others (agreement.py says what ends a learner)
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from diloco_common.errors import (
     Busy,
+    ConfigError,
     DilocoError,
     Draining,
     ForeignCertificate,
     LeaseExpired,
+    ManifestMismatch,
     NoCertificate,
     NotAShard,
     NotJoined,
@@ -36,6 +38,9 @@ JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""
 TRY_AGAIN = (Draining, Busy, NotSeeded, TornUpload)
 """Not now."""
+ALWAYS = (Superseded, ConfigError, ManifestMismatch)
+"""Also of a shard that was there before: another process is this learner now, or it is no longer the shard it was. So
+is an error that nobody thought of."""
 STAYS = (NoCertificate, ForeignCertificate, WrongHost, TlsNeeded, TlsNotSpoken, NotAShard)
 """Only other settings or files can mend it. An expired certificate is waited for: it may be renewed under way, and a
 clock may be set."""
@@ -85,6 +90,8 @@ class Redial:
     is_news: bool
     """Whether to say so: at first, and then from time to time."""
     why: str
+    is_objection: bool = False
+    """Trying again would not change it, as far as this shard is concerned."""
 
 
 class Dialing:
@@ -112,21 +119,19 @@ class Dialing:
     def ended(self, error: DilocoError | None, now: float, jitter: float) -> Redial:
         """The attempt, or the connection that it led to, has ended. None: the shard ended the stream.
 
-        `jitter` is drawn evenly from [0, 1). Raises `error` where trying again would not change it.
+        `jitter` is drawn evenly from [0, 1).
         """
         why = "the stream ended" if error is None else str(error)
         is_refused = isinstance(error, Unavailable) and error.is_refused
         self.refused_since = (now if self.refused_since is None else self.refused_since) if is_refused else None
-        is_lease_over = isinstance(error, JOIN_AGAIN)
-        if isinstance(error, Refusal) and not isinstance(error, JOIN_AGAIN + TRY_AGAIN):
-            if not self._was_up or isinstance(error, Superseded):
-                raise error  # wrong from the start, or another process is this learner now
-            why = f"{error} [{error.code}]"  # a shard came back as another one: others need not stop for it
-        if self._is_here_to_stay(error, now):
-            assert error is not None
-            raise error
+        is_for_good = isinstance(error, Refusal | ConfigError) and not isinstance(error, JOIN_AGAIN + TRY_AGAIN)
+        is_lease_over = isinstance(error, (*JOIN_AGAIN, Superseded))
+        if is_for_good and error is not None:
+            why = f"{error} [{error.code}]"
+        stays = self._is_here_to_stay(error, now) or (is_for_good and not self._was_up)  # wrong from the start
+        is_objection = stays or isinstance(error, ALWAYS) or type(error) is DilocoError
         # A shard that ends a lease answers: a new one is to be had without the waits of its silence.
-        if (is_lease_over and self._had_lease) or now - self._began > STEADY_S:
+        if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > STEADY_S:
             self._attempt, self._silent_s = 0, 0.0
         is_news = self._attempt == 0 or self._silent_s >= ANNOUNCE_WAIT_S
         if is_news:
@@ -134,7 +139,7 @@ class Dialing:
         after_s = backoff_s(self._attempt, jitter)
         self._attempt += 1
         self._silent_s += after_s
-        return Redial(after_s, is_lease_over, is_news, why)
+        return Redial(after_s, is_lease_over, is_news, why, is_objection)
 
     def _is_here_to_stay(self, error: DilocoError | None, now: float) -> bool:
         """Whether nothing came up yet, and waiting will not help. Later, a learner trains on and says what is wrong."""

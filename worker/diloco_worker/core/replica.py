@@ -94,7 +94,7 @@ class Replica:
         self.specs += [companion_of(s, companions[s.name].kind) for s in self.specs if s.name in companions]
         self._buffers = chosen.buffers
         self.specs += [buffer.spec for buffer in self._buffers.shared.values()]
-        self.laid = Laid(self._theta)
+        self.laid = Laid(self._theta, lambda name: self._tensors[name].data_ptr())
         """Whether versions stay in the model."""
         self.ties = tuple(Tie(name, of) for name, of in chosen.ties.items())[:TIES_MAX]
         """The further names of those that are tied."""

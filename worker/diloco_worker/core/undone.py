@@ -34,8 +34,10 @@ from diloco_worker.core import layout
 
 ROWS = 4
 """Tensors of a fragment that are watched at once; with another version, others of them."""
-ROW = 64
-"""Elements of each. Smaller tensors are not watched."""
+RUNS, RUN = 4, 16
+ROW = RUNS * RUN
+"""Elements of each: some runs of neighbours, as each run is a miss of the caches at every step. Smaller tensors are not
+watched."""
 STEPS = 10
 """Inner steps after a version. Lookahead writes its slow weights every 5, 6 or 10."""
 STEPS_LEAST = 3
@@ -46,29 +48,44 @@ SHARE_LEAST, SHARE_MOST = 0.35, 1.5
 LIKENESS_LEAST = 0.7
 OUTSTANDING = 2.0
 IN_A_ROW = 3
+REST = 40
+"""Inner steps without a watch after a version that stayed: an optimizer that takes versions back does so with all."""
+
+Where = Callable[[str], int]
+"""Name of a tensor -> its address."""
 
 
 class Place(NamedTuple):
-    """A row: every `stride`-th element in memory of a part of a tensor."""
+    """Where a row is taken from: elements of a tensor."""
 
     tensor: str
     start: int
     stop: int
-    stride: int
 
 
 class Watched:
     """The version that is watched at the moment."""
 
-    def __init__(self, fragment_id: int, places: list[Place], before: Tensor) -> None:
+    def __init__(self, fragment_id: int, places: list[Place], read: Callable[[Place], Tensor], where: Where) -> None:
+        """`read` gives a view of a row."""
         self.fragment_id = fragment_id
-        self.places = places
-        self.rows = [before]
-        """Before the version, with it, and after each inner step."""
+        self._places = places
+        self._read, self._where = read, where
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
+        self.seen: list[Tensor] = []
+        """The rows before the version, with it, and after each inner step."""
 
     @property
     def steps(self) -> int:
-        return len(self.rows) - 2
+        return len(self.seen) - 2
+
+    def look(self) -> None:
+        """One operation, unless a parameter has another storage by now: this runs at every step."""
+        addresses = [self._where(place.tensor) for place in self._places]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, [self._read(place) for place in self._places]
+        self.seen.append(torch.stack(self._views))
 
 
 class Samples(NamedTuple):
@@ -85,12 +102,13 @@ class Samples(NamedTuple):
 class Laid:
     """Whether what was laid under the parameters of one model stays there. Owned by the training thread."""
 
-    def __init__(self, theta: Callable[[str], Tensor]) -> None:
-        """`theta`: a tensor of the model, as it is now."""
-        self._theta = theta
+    def __init__(self, theta: Callable[[str], Tensor], where: Where) -> None:
+        """`theta`: a tensor of the model, as it is now; `where`: its address."""
+        self._theta, self._where = theta, where
         self._watched: Watched | None = None
         self._samples: list[Samples] = []
         self._turn = 0
+        self._rest = 0  # inner steps until the next version is watched
         self._in_a_row = 0
         self._of_fragment: dict[int, int] = {}
 
@@ -99,24 +117,23 @@ class Laid:
         """For a `with`: a version of the fragment is applied inside."""
         if self._watched is not None and self._watched.fragment_id == fragment.fragment_id:
             self._end(self._watched)
-        if self._watched is not None or fragment.companion:
+        places = [] if self._watched is not None or self._rest > 0 or fragment.companion else self._places(fragment)
+        if not places:
             yield
             return
-        places = self._places(fragment)
-        before = self._read(places)
+        watched = Watched(fragment.fragment_id, places, self._row, self._where)
+        watched.look()
         yield
-        if before is not None and (after := self._read(places)) is not None:
-            self._watched = Watched(fragment.fragment_id, places, before)
-            self._watched.rows.append(after)
+        watched.look()
+        self._watched = watched
 
-    @torch.no_grad()
     def check(self) -> None:
         """After every inner step, before versions are applied. Raises VersionUndone."""
-        watched = self._watched
-        if watched is not None and (now := self._read(watched.places)) is not None:
-            watched.rows.append(now)
-            if watched.steps == STEPS:
-                self._end(watched)
+        self._rest -= 1
+        if self._watched is not None:
+            self._watched.look()
+            if self._watched.steps == STEPS:
+                self._end(self._watched)
         while self._samples and self._samples[0].are_there():
             sample = self._samples.pop(0)
             self._count(sample.fragment_id, is_gone(sample.values))
@@ -126,7 +143,7 @@ class Laid:
         self._watched = None
         if watched.steps < STEPS_LEAST:
             return
-        values, event = torch.stack(watched.rows), None
+        values, event = torch.stack(watched.seen).flatten(2).float(), None
         if values.is_cuda:
             there = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
             values, event = there, torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -135,6 +152,7 @@ class Laid:
 
     def _count(self, fragment_id: int, is_gone: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if is_gone else 0
+        self._rest = 0 if is_gone else REST
         of_fragment = self._of_fragment[fragment_id] = self._of_fragment.get(fragment_id, 0) + 1 if is_gone else 0
         if max(self._in_a_row, of_fragment) >= IN_A_ROW:
             raise VersionUndone(
@@ -145,34 +163,28 @@ class Laid:
             )
 
     def _places(self, fragment: Fragment) -> list[Place]:
-        """Some of the tensors of the fragment, in turn."""
-        found = [piece for piece in fragment.pieces if piece.num_elements >= ROW]
+        """In some of the tensors of the fragment, in turn."""
+        found = [Place(p.tensor, p.tensor_offset, p.tensor_offset + p.num_elements) for p in fragment.pieces]
+        found = [place for place in found if self._memory(place).numel() >= ROW]
         if not found:
             return []
         self._turn += 1
         first = self._turn * ROWS % len(found)
-        chosen = (found[first:] + found[:first])[:ROWS]
-        return [
-            Place(
-                piece.tensor, piece.tensor_offset, piece.tensor_offset + piece.num_elements, piece.num_elements // ROW
-            )
-            for piece in chosen
-        ]
+        return (found[first:] + found[:first])[:ROWS]
 
-    def _read(self, places: list[Place]) -> Tensor | None:
-        """float32 [ROWS, ROW]; None: there is nothing to watch."""
-        rows = [row for place in places if (row := self._row(*place)) is not None]
-        return torch.stack(rows).float() if rows else None
-
-    def _row(self, name: str, start: int, stop: int, stride: int) -> Tensor | None:
-        theta = self._theta(name)
+    def _memory(self, place: Place) -> Tensor:
+        """The elements of a place, or most of them, in the order in which they lie in memory. Empty: they lie apart."""
+        theta = self._theta(place.tensor)
         if theta.is_contiguous():
-            return theta.view(-1)[start : start + stride * ROW : stride]
-        part = max((part for _, part in layout.parts(theta, start, stop)), key=torch.numel)
+            return theta.view(-1)[place.start : place.stop]
+        part = max((part for _, part in layout.parts(theta, place.start, place.stop)), key=torch.numel)
         flat = layout.in_memory_order(part)
-        if flat is None or flat.numel() < ROW:
-            return None
-        return flat[: ROW * (flat.numel() // ROW) : flat.numel() // ROW]
+        return part.new_empty(0) if flat is None else flat
+
+    def _row(self, place: Place) -> Tensor:
+        """[RUNS, RUN]"""
+        memory = self._memory(place)
+        return memory.as_strided((RUNS, RUN), (memory.numel() // RUNS, 1))
 
 
 def is_gone(samples: Tensor) -> bool:
@@ -183,7 +195,7 @@ def is_gone(samples: Tensor) -> bool:
     sizes = steps.square().sum(2).sqrt()
     told = gone = 0
     for row in range(samples.shape[1]):
-        if int(laid[row].count_nonzero()) >= CHANGED_LEAST:
+        if int(laid[row].count_nonzero()) >= CHANGED_LEAST and float(laid_2[row]) > 0:
             told += 1
             gone += _is_undone_by_one(back[:, row].tolist(), sizes[:, row].tolist(), float(laid_2[row]))
     return gone * 2 > told

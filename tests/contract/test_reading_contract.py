@@ -1,0 +1,190 @@
+"""What tools make of what other processes say: bounds for everything, and nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from diloco_deploy import health
+from diloco_deploy.polling import IN_PLAINTEXT, fetch_status
+from diloco_deploy.reading import BODY_BYTES_MAX, Unreadable, get, read_json, read_status
+from diloco_deploy.web.asking import NoAnswer, ask
+
+ESCAPES = "\x1b[2J\x1b]0;pwned\x07\r\n\x9b31m\u202eevil"
+HEAD = b"HTTP/1.1 200 OK\r\n"
+SHARD = {
+    "role": "shard", "name": "shard-0", "run": "local", "index": 0, "count": 1, "ready": True, "tokens_merged": 3,
+    "learners": [{"id": "cat", "state": "alive", "loss": 1.5, "missed": {"LATE": 1}, "away": [], "quarantine": None}],
+    "fragments": [{"id": 0, "version": 7}], "rejected": {"BAD_SIZE": 2}, "data_dir": None, "of a newer release": [1],
+}  # fmt: skip
+
+
+def body(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that answers each connection so, in a thread; yields its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    connection.recv(65536)
+                    answer(connection)
+                except OSError:
+                    pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5.0)
+
+
+def drips(prefix: bytes, drop: bytes) -> Callable[[socket.socket], None]:
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(prefix)
+        for _ in range(200):
+            time.sleep(0.02)
+            connection.sendall(drop)
+
+    return answer
+
+
+def says(data: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(data)
+
+
+@pytest.mark.parametrize(
+    "answer", [drips(HEAD + b"\r\n", b" "), drips(HEAD, b"a"), drips(b"", b"H"), drips(HEAD, b"A: b\r\n")]
+)
+def test_an_answer_that_drips_ends_in_time(answer: Callable[[socket.socket], None]) -> None:
+    began = time.monotonic()
+    with serving(answer) as address, pytest.raises(TimeoutError):
+        get(address, "/status", 0.3)
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (HEAD + b"Content-Length: 1073741824\r\n\r\n", "1073741824 bytes"),
+        (HEAD + b"Content-Length: -1\r\n\r\n", "-1 bytes"),
+        (HEAD + b"A: " + b"b" * 70_000, "a head of more"),
+        (b"\x00\xff\r\n\r\n", "no HTTP"),
+        (b"", "no HTTP"),
+        (HEAD + b"A: b\r\n" * 2000 + b"\r\n", "no HTTP"),
+    ],
+)
+def test_what_is_no_answer_of_ours_is_not_taken(data: bytes, why: str) -> None:
+    with serving(says(data)) as address, pytest.raises(Unreadable, match=why):
+        get(address, "/status", 5.0)
+
+
+def test_of_a_body_without_an_end_no_more_is_read_than_may_come() -> None:
+    with serving(lambda c: c.sendall(HEAD + b"\r\n" + b" " * (BODY_BYTES_MAX + 65536))) as address:
+        assert len(get(address, "/status", 20.0)[1]) == BODY_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"[" * 200_000, "lists and objects"),
+        (b'{"a":' * 5000, "no JSON"),
+        (body({"a": [[[[[[[[[1]]]]]]]]]}), "deep"),
+        (b'{"a": ' + b"9" * 400 + b"}", "400 digits"),
+        (b'{"a": 99999999999999999999}', "20 digits"),
+        (b'{"a": 1e999}', "1e999 is no number"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b"[1]", "no object"),
+        (b"\xff\xfe", "no JSON"),
+    ],
+)
+def test_json_has_bounds(data: bytes, why: str) -> None:
+    with pytest.raises(Unreadable, match=why):
+        read_json(data)
+
+
+def test_texts_come_out_printable_keys_too() -> None:
+    found = read_json(body({ESCAPES: [ESCAPES, {"a": ESCAPES}]}))
+    assert str(found).isprintable()
+    assert "evil" in str(found)
+
+
+def test_a_status_is_taken_with_what_a_newer_release_says() -> None:
+    assert read_status(body(SHARD)) == SHARD
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"role": "king"}, "neither a shard nor a worker"),
+        ({"rounds": "7"}, 'rounds is "7", and no count'),
+        ({"rounds": -1}, "rounds is -1"),
+        ({"rounds": True}, "rounds is true"),
+        ({"ready": 1}, "ready is 1, and no flag"),
+        ({"uptime_s": 1e300}, "uptime_s is 1e"),
+        ({"fragments": {}}, "fragments is no list"),
+        ({"fragments": [[]]}, "fragments. is no object"),
+        ({"fragments": [{"id": 1}]}, "fragments.version is missing"),
+        ({"learners": [{"id": "a", "state": "alive", "quarantine": 7}]}, "quarantine. is no object"),
+        ({"learners": [{"id": "a", "state": "alive", "missed": {"LATE": "x"}}]}, "missed is .*no counts"),
+        ({"learners": [{"id": "a", "state": "alive", "away": [{"for_s": "long"}]}]}, "away.for_s is"),
+    ],
+)
+def test_a_status_is_what_it_ought_to_be(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(Unreadable, match=why):
+        read_status(body(SHARD | change))
+
+
+@pytest.mark.parametrize("said", [b"[" * 200_000, body({"role": "shard", "rounds": "x"})], ids=["deep", "types"])
+def test_tools_take_it_for_no_answer(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(says(HEAD + b"\r\n" + said)) as address:
+        assert fetch_status(address, 5.0) is None
+        with pytest.raises(NoAnswer):
+            ask(IN_PLAINTEXT, address, 0, 0, 5.0)
+        assert health.check(None, address, None) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (HEAD + b"\r\n" + body({"ready": False, "reason": ESCAPES}), "evil"),
+        (b'HTTP/1.1 404 Not Found\r\n\r\n{"error": "no"}', "answers 404"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n", "does not answer"),
+    ],
+)
+def test_health_says_what_came_on_one_printable_line(
+    data: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(says(data)) as address:
+        health.check(None, address, None)
+    said = capsys.readouterr().out
+    assert words in said
+    assert said.rstrip("\n").isprintable()
+
+
+def test_health_does_not_wait_longer_for_what_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "TIMEOUT_S", 0.3)
+    began = time.monotonic()
+    with serving(drips(HEAD + b"\r\n", b" ")) as address:
+        assert health.check(None, address, None) == 1
+    assert time.monotonic() - began < 3.0

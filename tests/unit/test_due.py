@@ -1,0 +1,106 @@
+"""Which fragments are due: the table decides as looking at every learner one by one does, and rounds open in slices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from builders import make_settings
+from diloco_common.codec import encode_payload
+from diloco_common.manifest import TensorSpec, cut
+from diloco_common.messages import Progress
+from diloco_server.core import rounds
+from diloco_server.core.arithmetic import Published, Values
+from diloco_server.core.cadence import first_interval, is_due
+from diloco_server.core.effects import RoundOpened
+from diloco_server.core.fragment import FragmentState, Phase, Restored
+from diloco_server.core.membership import Member
+from diloco_server.core.record import Record
+from diloco_server.core.shard import Shard
+
+
+def make_shard(fragments: int, version: int = 5, **sync: object) -> Shard:
+    """A shard whose fragments, of one element each, have a version already."""
+    shard = Shard(make_settings(sync={"fragments": fragments, "sync_every": 4, **sync}), 2)
+    manifest = cut(SPECS[:fragments], fragments, 1)
+    values = Values(torch.ones(1), [])
+    published = Published(encode_payload(values.theta, "float32"))
+    shard.restore(
+        manifest,
+        [Restored(Record(p, 1, version, {}, {}, 0, (), 1.0), values, published, False) for p in range(fragments)],
+    )
+    return shard
+
+
+SPECS = [TensorSpec(f"w{i:04d}", (1,)) for i in range(64)]
+
+
+def dumb(shard: Shard, state: FragmentState, sync_every: int, quorum: int) -> bool:
+    """Whether a fragment is due, by looking at every learner."""
+    if state.phase is not Phase.RESTING:
+        return False
+    live = [m for m in shard.membership.live() if m.first_step is not None]
+    there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
+    never = state.rounds_opened == 0 and state.version == 0
+    steps = first_interval(state.fragment.fragment_id, len(shard.fragments), sync_every) if never else sync_every
+    wanted = any(m.wants_last(state.fragment.fragment_id) for m in there)
+    return wanted or is_due(there, state.base_steps, steps, quorum)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
+    r = random.Random(seed)
+    quorum, fragments = r.randint(1, 4), r.randint(1, 9)
+    shard = make_shard(fragments, version=r.choice([0, 5]), quorum=quorum)
+    members: dict[str, Member] = {}
+    steps: dict[str, int] = {}
+    for now in range(150):
+        name = r.choice("abcdefg")
+        member = members.get(name)
+        if member is None or not member.live:
+            members[name] = shard.join(name, f"process {r.randint(0, 2)}{name}{now}", SPECS[:fragments], float(now))
+            steps[name] = r.choice([0, 3, 1000])
+        elif r.random() < 0.08:
+            shard.leave(members.pop(name))
+        else:
+            steps[name] += r.choice([0, 1, 1, 2, 7])
+            leaving = frozenset(r.sample(range(fragments), 1)) if r.random() < 0.05 else member.progress.last_rounds
+            shard.progress(member, Progress(steps[name], 0, None, 0.1, last_rounds=leaving), float(now))
+        if r.random() < 0.2:  # nobody answers; the round is given up, and is due again later
+            for state in shard.fragments.values():
+                if state.round is not None:
+                    for asked in list(state.round.asked):
+                        state.round.lose(asked, quorum)
+        shard._leases.expire(float(now))
+        shard._rounds._now = float(now)
+        for state in [s for s in shard.fragments.values() if s.round is not None and s.round.is_void]:
+            state.abandon_round()
+        expected = {p for p, state in shard.fragments.items() if dumb(shard, state, 4, quorum)}
+        shard.take_effects()
+        shard.tick(float(now))
+        opened = {effect.fragment_id for effect in shard.take_effects() if isinstance(effect, RoundOpened)}
+        assert opened == expected
+
+
+def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop hears others in between. Who has gone meanwhile is not asked."""
+    monkeypatch.setattr(rounds, "ASKS_AT_ONCE", 12)
+    shard = make_shard(16, quorum=1)
+    members = [shard.join(name, name, SPECS[:16], 0.0) for name in "abc"]
+    for count in (0, 8):
+        for member in members:
+            shard.progress(member, Progress(count, 0, None, 0.1), 0.0)
+        shard.tick(0.0)
+    opened = [shard.open_rounds]
+    shard.tick(0.02)
+    opened.append(shard.open_rounds)
+    shard.leave(members[0])
+    while shard.open_rounds < 16:
+        shard.tick(0.04)
+        opened.append(shard.open_rounds)
+    assert opened == [4, 8, 14, 16]
+    assert [members[0].asked, members[1].asked] == [8, 16]
+    assert shard.fragments[15].round is not None
+    assert sorted(shard.fragments[15].round.asked) == ["b", "c"]

@@ -1,0 +1,125 @@
+"""What all shards of a run say alike, and what enough of them must have against a learner to end it.
+
+One shard speaks for its own fragments. What it says of itself must fit what the first one said of the run: a shard that
+says otherwise is away for this learner, and the others go on. Owned by the network thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diloco_common.codec import get_codec
+from diloco_common.errors import ConfigError, DilocoError, ManifestMismatch, Superseded
+from diloco_common.manifest import Manifest, TensorSpec, cut
+from diloco_worker.core.events import Joined
+
+
+class Agreement:
+    """The run, as the shards say that have joined."""
+
+    def __init__(self, num_addresses: int, tensors: Sequence[TensorSpec]) -> None:
+        """`tensors`: the learner's model."""
+        self._num_addresses = num_addresses
+        self._tensors = tensors
+        self._first: Joined | None = None  # its settings are those of the run
+        self._manifest: Manifest | None = None
+        self._index_of: dict[str, int] = {}  # of each address; stays
+
+    def take(self, joined: Joined) -> None:
+        """A shard gave a lease. What it says of the run and of itself is believed, or nothing has changed.
+
+        Raises ConfigError where the addresses are not a run's, or versions are made by other rules; ManifestMismatch
+        where it cuts the model in another way, or claims what is not its own; UnknownEncoding.
+        """
+        manifest = self._manifest or self._cut(joined)
+        self._check_index(joined)
+        self._check_settings(joined, self._first or joined, manifest)
+        _check_owned(joined, manifest)
+        self._first, self._manifest = self._first or joined, manifest
+        self._index_of[joined.address] = joined.shard_index
+
+    def _cut(self, joined: Joined) -> Manifest:
+        """The model, as the first shard says that all cut it."""
+        if joined.num_shards != self._num_addresses:
+            raise ConfigError(
+                f"the run has {joined.num_shards} shards (shard.count of {joined.address}), "
+                f"but {self._num_addresses} addresses are given; name all of them"
+            )
+        try:
+            return cut(self._tensors, joined.num_fragments, joined.num_shards)
+        except ValueError as error:
+            raise ManifestMismatch(f"the model cannot be cut as {joined.address} says: {error}") from None
+
+    def _check_index(self, joined: Joined) -> None:
+        index, address = joined.shard_index, joined.address
+        if (before := self._index_of.get(address, index)) != index:
+            raise ConfigError(f"{address} was shard {before} and says now that it is shard {index}")
+        other = next((a for a, i in self._index_of.items() if i == index and a != address), None)
+        if other is not None:
+            raise ConfigError(
+                f"{other} and {address} both are shard {index}; "
+                "name every shard once, and give each its own shard.index"
+            )
+
+    def _check_settings(self, joined: Joined, first: Joined, manifest: Manifest) -> None:
+        """It is like the first one, also when it comes back."""
+        before = f"{first.address} {'before' if joined.address == first.address else ''}".strip()
+        if joined.rules and first.rules and joined.rules != first.rules:
+            raise ConfigError(
+                f"{joined.address} makes versions by {joined.rules}, {before} by {first.rules}; start all "
+                "shards with the same settings, and with the same sources of rules that are not ours"
+            )
+        policy = joined.policy
+        if joined.address in self._index_of:
+            # H is the shard's alone, and of pulls a learner takes values in any case: both may change.
+            policy = replace(policy, sync_every=first.policy.sync_every, pull_encoding=first.policy.pull_encoding)
+        is_cut_alike = (joined.num_fragments, joined.num_shards) == (first.num_fragments, first.num_shards)
+        if is_cut_alike and policy == first.policy and joined.manifest_digest != manifest.digest:
+            raise ManifestMismatch(
+                f"{joined.address} reads this model in another way than this learner: it is of another version, which "
+                "knows other kinds of tensors (buffers, for example). Exchange the shards first, or keep those tensors "
+                "with this learner, join(private=[...]); see docs/upgrades.md"
+            )
+        if joined.manifest_digest != manifest.digest or policy != first.policy:
+            raise ManifestMismatch(
+                f"{joined.address} cuts the model in {joined.num_fragments} fragments for {joined.num_shards} shards "
+                f"with {joined.policy}, {before} in {first.num_fragments} for {first.num_shards} with "
+                f"{first.policy}; start all shards with the same settings, and the learners again where they changed"
+            )
+        for encoding in (joined.policy.push_encoding, joined.policy.pull_encoding):
+            get_codec(encoding)
+
+
+def _check_owned(joined: Joined, manifest: Manifest) -> None:
+    """A shard names the fragments that the manifest places on it."""
+    named = {status.fragment_id for status in joined.fragments}
+    owned = {fragment.fragment_id for fragment in manifest.owned_by(joined.shard_index)}
+    if not named <= owned:
+        raise ManifestMismatch(
+            f"{joined.address} says that it owns fragments {sorted(named - owned)[:5]}, but the manifest places "
+            "them elsewhere; install equal versions on both sides"
+        )
+
+
+class Objections:
+    """What shards have against this learner. A majority of all shards ends it: one alone, where there is no other.
+
+    Another process with its id counts by itself: that one joins every shard that it reaches, so each of them says so
+    by its own. The rest are mistakes that the learner was started with.
+    """
+
+    def __init__(self, num_addresses: int) -> None:
+        self._num_addresses = num_addresses
+        self._against: dict[str, DilocoError] = {}
+
+    def raised(self, address: str, error: DilocoError) -> bool:
+        """A shard refuses this learner in a way that trying again would not change. Says whether that ends it."""
+        self._against[address] = error
+        is_superseded = isinstance(error, Superseded)
+        alike = sum(isinstance(e, Superseded) == is_superseded for e in self._against.values())
+        return 2 * alike > self._num_addresses
+
+    def withdrawn(self, address: str) -> None:
+        """The shard speaks with this learner."""
+        self._against.pop(address, None)
