@@ -35,8 +35,8 @@ def test_a_killed_shard_comes_back_with_every_announced_version_bit_for_bit(tmp_
     with LocalCluster(tmp_path / "run", ENDLESS, keeps=True) as cluster:
         cluster.start(shards=1, workers=["ann", "ben"])
         (shard,), workers = cluster.shards, list(cluster.workers.values())
-        first = shard.status()["epoch"]
-        for epoch in range(first + 1, first + 4):
+        for _ in range(3):
+            epoch = shard.status()["epoch"]
             target = max(versions(shard.status()).values()) + chance.randint(1, 3)
             until(lambda target=target: max(versions(shard.status()).values()) >= target, "versions")  # type: ignore[misc]
             announced = identities(shard.status())
@@ -51,7 +51,7 @@ def test_a_killed_shard_comes_back_with_every_announced_version_bit_for_bit(tmp_
             until(lambda: shard.status()["ready"], "the shard to serve")
             back = shard.status()
 
-            assert back["epoch"] == epoch
+            assert back["epoch"] > epoch
             for fragment_id, stored in kept.items():
                 assert identities(back)[fragment_id] >= (stored.record.epoch, stored.record.version)
             least = min(version for _, version in announced.values())
@@ -135,7 +135,7 @@ def test_a_damaged_newest_version_gives_way_to_the_one_before(tmp_path: Path) ->
         until(lambda: versions(shard.status()).get(1, 0) > lost, "later versions than the lost one")
         assert f"{name} is damaged" in shard.said()
         assert "code=VERSION_DAMAGED" in shard.said()
-        assert identities(shard.status())[1][0] == epoch + 1
+        assert identities(shard.status())[1][0] > epoch
         assert newest_version(before) == lost - 1
         until(lambda: all(cluster.has_merged(w) for w in cluster.workers), "contributions of both")
 
@@ -159,7 +159,9 @@ def test_interval_durability_reports_what_a_crash_lost_and_goes_on(tmp_path: Pat
         shard.start()
 
         until(lambda: min(versions(shard.status()).values()) >= 2, "versions after the crash")
-        assert {epoch for epoch, _ in identities(shard.status()).values()} == {before + 1}
+        after = shard.status()["epoch"]
+        assert after > before
+        assert {epoch for epoch, _ in identities(shard.status()).values()} == {after}
         # Once for each fragment, and once more where the learner that is heard later has seen more.
         assert set(re.findall(r"versions lost fragment=(\d)", shard.said())) == set("0123")
         lost = [

@@ -48,7 +48,7 @@ def test_all_shards_are_restarted_one_after_the_other_under_load(tmp_path: Path)
             shard.start()
             until(lambda s=shard: s.ready, "the shard to serve again")  # type: ignore[misc]
             assert all(version >= kept[f] for f, version in versions(shard.status()).items())
-            assert shard.status()["epoch"] == epoch + 1
+            assert shard.status()["epoch"] > epoch
             for name in cluster.learners:
                 cluster.await_merged(name)
             assert all(h.steps > s for h, s in zip(cluster.ask(), steps, strict=True))

@@ -116,7 +116,7 @@ def _of_optimizers(optimizers: Sequence[Any], chosen: SharedSet) -> Callable[[st
             for parameter in chosen.objects[name]:
                 copies += _of_state(optimizer.state.get(parameter, {}))
                 copies += _of_groups(optimizer, parameter)
-            if optimizer.state and not copies:
+            if any(optimizer.state.values()) and not copies:  # train() of schedule-free makes empty ones
                 _check_known(optimizer)
         return list({id(copy): copy for copy in copies}.values())
 

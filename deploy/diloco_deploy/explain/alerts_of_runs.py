@@ -74,8 +74,9 @@ until it is on disk, so learners train on and rounds wait. Nothing is lost so fa
         "DilocoVersionsLost",
         Kind.ALERT,
         """\
-A shard came back with older versions than learners hold. Either its folder was restored from a copy, or the disk lied
-about writing, or durability is by interval. The run goes on from the older versions.""",
+A shard came back with older versions than learners hold. Either its folder was [restored from a
+copy](upgrades.md#restoring-one-shard), or the disk lied about writing, or durability is by interval. The run goes on
+from the older versions.""",
         """\
 The log line `versions lost` says how many are lost. Find out which of the three it was before the next crash. The
 work of those rounds is gone from the global model, though most of it lives on in the learners.

@@ -303,6 +303,12 @@ class ScheduleFree(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": RATE})
         self.steps = 0
 
+    def train(self) -> None:
+        """As the published one: it makes an empty state of each parameter."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].get("z")
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         self.steps += 1
@@ -351,6 +357,7 @@ def lookahead() -> Script:
 def schedule_free() -> Script:
     model = small()
     optimizer = ScheduleFree(model.parameters())
+    optimizer.train()
     return Script(model, loop(model, optimizer), {"masters": optimizer})
 
 
