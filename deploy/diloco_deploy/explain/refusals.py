@@ -87,7 +87,8 @@ CALLS = (
         "The learner has joined again since; what its earlier life sends is no longer taken.", "Nothing.",
     ),
     _call(
-        "SUPERSEDED", "FAILED_PRECONDITION", "Another process has joined with the same learner id, and this one ends.",
+        "SUPERSEDED", "FAILED_PRECONDITION",
+        "Another process has joined with the same learner id. This one ends once most of its shards say so.",
         "Give each worker an id of its own, or end the one that is too many.", "`worker.learner_id`", exit_code=4,
     ),
     _call("DRAINING", "UNAVAILABLE", "The shard is shutting down.", "Nothing: the call is tried again."),
