@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import random_values
+from builders import make_contribution, one_piece, random_values
 from diloco_common.codec import base, native
 from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part
 from diloco_common.codec.blocks import BlockCodec
@@ -21,11 +21,14 @@ from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
 from diloco_common.codec.topk import TopK
 from diloco_common.errors import BadEncoding, NotFinite
+from diloco_common.manifest import Fragment
 from diloco_common.settings import OuterSettings
+from diloco_server.core.arithmetic import Making, Values, step
 from diloco_server.core.outer_rules import make_outer_optimizer
 
 SIZE = 3 * 256 + 77
 TOP = 4096
+FRAGMENT = Fragment(0, 0, one_piece(TOP))
 each_encoding = pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit"])
 each_compressed = pytest.mark.parametrize("encoding", ["int8", "int4", "e3m0", "topk64_2bit"])
 each_change = pytest.mark.parametrize("encoding", ["int8", "int4", "e3m0"])
@@ -457,3 +460,30 @@ def test_what_a_change_adds_is_the_same(
     alone = torch.zeros(size, dtype=torch.bfloat16)
     codec.decode_change(change, before, alone)
     assert torch.equal(alone.view(torch.int16), sent.view(torch.int16))
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean", "centered_clip"])
+@pytest.mark.parametrize("encoding", ["float32", "int8", "int4", "topk64_2bit"])
+def test_versions_are_the_same_bytes_among_equals_and_within_rounding_otherwise(rule: str, encoding: str) -> None:
+    """P3: with the kernels or without, twice the same; and from one to the other in the last bits."""
+
+    def version() -> torch.Tensor:
+        optimizer = make_outer_optimizer(OuterSettings())
+        values = Values(random_values(TOP, seed=9), optimizer.new_buffers(TOP))
+        for number in range(1, 4):
+            contributions = [
+                make_contribution(
+                    f"l{k}", 0.01 * scale * random_values(TOP, seed=100 * number + k), tokens=1000 * steps,
+                    steps=steps, encoding=encoding, round_number=number, chunk_elements=TOP,
+                )
+                for k, (scale, steps) in enumerate(((1.0, 24), (1.3, 20), (0.2, 3), (2.7, 24)))
+            ]  # fmt: skip
+            step(values, FRAGMENT, contributions, outer_step=number, making=Making(rule, optimizer))
+        return values.theta
+
+    by_kernels = version()
+    with by_torch():
+        without = version()
+        assert torch.equal(version(), without)
+    assert torch.equal(version(), by_kernels)
+    torch.testing.assert_close(by_kernels, without, rtol=1e-5, atol=1e-5)  # momentum is bfloat16

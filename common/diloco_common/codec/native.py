@@ -1,7 +1,8 @@
 """The encodings' inner loops in C (kernels/). On a CPU they are three to nine times as fast as the same in torch.
 
 `library.py` finds them: prebuilt in a platform wheel, or compiled at first use. Nothing depends on them: without a
-compiler, with DILOCO_NATIVE=0, or on another device, the torch code runs and gives the same bytes. `python -m
+compiler, with DILOCO_NATIVE=0, or on another device, the torch code runs. Encodings are the same bytes then; norms and
+merged sums are rounded in another order, so versions may differ in their last bits. `python -m
 diloco_common.codec.native` says which it is. With `--portable` it first compiles a library for other machines, too, and
 puts it beside the sources, as in a platform wheel: for container images without a compiler.
 """
