@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,15 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def repository() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def sigterm_stays_what_it_was() -> Iterator[None]:
+    """Commands that a test runs in this process take the signal for themselves, and would keep it from later tests."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if signal.getsignal(signal.SIGTERM) is not before:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
