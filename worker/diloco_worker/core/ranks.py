@@ -61,7 +61,7 @@ def check(model: nn.Module, rank: Rank, island: Island) -> None:
     """
     if isinstance(island, str) and island != "alone":
         raise UnsupportedModel(f'island={island!r} is neither "alone", nor a process group, nor a device mesh')
-    if is_together(island) and not hasattr(island, "size"):
+    if not isinstance(island, str | None) and not hasattr(island, "size"):
         raise WrongCall(f'island= is {shown(island)}: give a process group or a device mesh of torch, or "alone"')
     if is_together(island):
         spread = next(_what_spreads(model, IN_ISLANDS), None)
