@@ -29,13 +29,17 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+ON_SIGTERM = signal.getsignal(signal.SIGTERM)
+"""Of this process, before any test."""
+
+
 @pytest.fixture(autouse=True)
-def sigterm_stays_what_it_was() -> Iterator[None]:
-    """Commands that a test runs in this process take the signal for themselves, and would keep it from later tests."""
-    before = signal.getsignal(signal.SIGTERM)
+def sigterm_does_what_it_did() -> Iterator[None]:
+    """Commands that a test runs in this process take the signal for themselves, and would keep it from later tests. So
+    do those that a fixture of a module runs, before this one."""
+    signal.signal(signal.SIGTERM, ON_SIGTERM)
     yield
-    if signal.getsignal(signal.SIGTERM) is not before:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, ON_SIGTERM)
 
 
 @pytest.fixture(autouse=True)
