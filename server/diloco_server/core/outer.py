@@ -64,9 +64,11 @@ class OuterOptimizer(ABC):
 class Sgd(OuterOptimizer):
     """b <- mu b + G;  theta <- theta - eta b.   Without momentum (mu = 0) no buffer is kept."""
 
+    buffer_dtype = torch.bfloat16
+
     def __init__(self, settings: OuterSettings) -> None:
         super().__init__(settings)
-        self.buffer_dtype = _kept_as(settings.momentum)
+        self.buffer_dtype = _kept_as(self.buffer_dtype, settings.momentum)
         self.num_buffers = 1 if settings.momentum else 0
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
@@ -79,10 +81,11 @@ class Nesterov(OuterOptimizer):
     """b <- mu b + G;  theta <- theta - eta (G + mu b).   As torch.optim.SGD(nesterov=True)."""
 
     num_buffers = 1
+    buffer_dtype = torch.bfloat16
 
     def __init__(self, settings: OuterSettings) -> None:
         super().__init__(settings)
-        self.buffer_dtype = _kept_as(settings.momentum)
+        self.buffer_dtype = _kept_as(self.buffer_dtype, settings.momentum)
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         (b,) = buffers
@@ -120,9 +123,9 @@ class Adam(OuterOptimizer):
         theta.addcdiv_(first, corrected, value=-s.lr / (1 - s.beta1**outer_step))
 
 
-def _kept_as(mu: float) -> torch.dtype:
-    """What momentum is kept as."""
-    return torch.bfloat16 if mu <= BFLOAT16_MU_MAX else torch.float32
+def _kept_as(dtype: torch.dtype, mu: float) -> torch.dtype:
+    """What momentum is kept as, where a rule asks for `dtype`."""
+    return torch.float32 if dtype == torch.bfloat16 and mu > BFLOAT16_MU_MAX else dtype
 
 
 def _moved(momentum: Tensor, mu: float, gradient: Tensor) -> Tensor:
