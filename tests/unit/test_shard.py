@@ -1098,15 +1098,16 @@ def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
     assert (status.merged_version, status.forgotten_version) == (1, 0)
 
 
-def test_a_process_that_is_refused_cannot_replace_the_model() -> None:
-    """Nothing is seeded and nobody has a lease, so whoever joins next may bring another model."""
+def test_a_process_is_refused_for_one_that_is_there_and_not_for_one_that_is_gone() -> None:
+    """A Join that took long made the old process look younger, and the young one was refused for good."""
     rig = Rig()
+    rig.join("a", process_id="young process")
     rig.join("a", process_id="old process")
-    rig.join("a", process_id="process")
-    rig.shard.leave(rig.members["a"])
     with pytest.raises(Superseded):
-        rig.shard.join("a", "old process", OTHER_MODEL, 0.0)
-    assert rig.state.fragment.num_elements == SIZE
+        rig.shard.join("a", "young process", MODEL, 0.0)
+    rig.shard.leave(rig.members["a"])
+    rig.join("a", process_id="young process")
+    assert rig.members["a"].process_id == "young process"
 
 
 def test_too_many_learners_are_busy() -> None:

@@ -153,14 +153,14 @@ class Membership:
     def welcome(self, learner_id: str, process_id: str, began: float = math.inf) -> None:
         """Check whether this process, which began then, may join.
 
-        Raises Superseded if another one has replaced it, or has the id and began later: else two of them could take
-        turns, each at another shard, and no shard knows what the others have heard.
+        Raises Superseded where another one has the id that has replaced it, or began later: else two of them could take
+        turns, each at another shard, and no shard knows what the others have heard. Nobody is refused for one that is
+        gone: a Join that took long on its way makes a process look younger than it is.
         """
         old = self._members.get(learner_id)
-        if old is None:
+        if old is None or not old.live or old.process_id == process_id:
             return
-        is_older = old.live and old.process_id != process_id and began < old.began
-        if is_older or process_id in old.replaced:
+        if began < old.began or process_id in old.replaced:
             raise superseded(learner_id)
 
     def join(
@@ -179,7 +179,8 @@ class Membership:
         self._numbers.pop(learner_id, None)
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
-            member.replaced = (*old.replaced, old.process_id)[-REPLACED_MAX:] if old is not None else ()
+            before = () if old is None else (*old.replaced, old.process_id)
+            member.replaced = tuple(p for p in before if p != process_id)[-REPLACED_MAX:]
         else:
             member.first_generation, member.replaced = old.first_generation, old.replaced
             member.trail, member.idle_rounds, member.silent_rounds = old.trail, old.idle_rounds, old.silent_rounds
