@@ -175,9 +175,9 @@ def usage_over_tls(
 
 def compute_seconds(shard: ShardProcess, asker: Asker) -> dict[str, float]:
     """CPU seconds of the shard's compute thread by phase, from its metrics."""
-    with asker.open(shard.http, 60.0, "/metrics") as answer:
-        text = answer.read().decode()
-    found = re.findall(r'^diloco_shard_compute_seconds_total\{phase="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    _, body = asker.get(shard.http, 60.0, "/metrics")
+    lines = r'^diloco_shard_compute_seconds_total\{phase="(\w+)"\} (\S+)$'
+    found = re.findall(lines, body.decode(), re.MULTILINE)
     return {phase: float(value) for phase, value in found}
 
 
