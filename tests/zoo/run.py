@@ -42,10 +42,15 @@ def row(program: Program, found: Found) -> str:
 
 
 def verdict(found: Found) -> str:
-    """In words: the promise, then how much of what the data are worth was had."""
+    """Whether the promise holds; and where the learners stand between a third of the data and all of it."""
     if not found.holds:
         return f"FAILED: {found.behind:.1%} worse than the worst learner"
-    return "holds"
+    if found.larger is None or found.third is None:
+        return "holds"
+    sign = 1 if found.metric in HIGHER_IS_BETTER else -1
+    if sign * (found.pulled - found.larger) >= 0:
+        return "holds; no worse than 3 x batch"
+    return f"holds; {'between the two' if sign * (found.pulled - found.third) >= 0 else 'below a third'}"
 
 
 def write(page: Path, rows: list[str]) -> None:
