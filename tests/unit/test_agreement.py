@@ -116,6 +116,15 @@ def test_one_shard_counts_once_however_often_it_says_so() -> None:
     assert not any(objections.raised("ps-0:50051", error) for error in (TAKEN, TAKEN, WRONG, TAKEN))
 
 
+def test_where_nobody_listens_has_no_say_in_how_a_learner_was_started() -> None:
+    objections = Objections(3)
+    assert not objections.raised("ps-0:50051", WRONG, num_gone=1)
+    assert objections.raised("ps-0:50051", WRONG, num_gone=2)
+    assert not objections.raised("ps-0:50051", TAKEN, num_gone=2)
+    objections.withdrawn("ps-1:50051")
+    assert not objections.raised("ps-0:50051", WRONG, num_gone=2), "by now it is in the run"
+
+
 def test_a_shard_that_speaks_with_the_learner_has_nothing_against_it() -> None:
     objections = Objections(2)
     objections.raised("ps-0:50051", TAKEN)

@@ -69,6 +69,8 @@ class Connection:
         """What ended the last attempt; None: the shard is there, or was not dialed yet, or ended the stream itself."""
         self.others_away: Callable[[], tuple[ShardAway, ...]] = tuple
         """The shards that other connections do not reach; reported to this one."""
+        self.num_gone: Callable[[], int] = int
+        """Addresses at which nobody has listened for long."""
         self.agreement = Agreement(1, context.tensors)
         """Of all shards."""
         self.objections = Objections(1)
@@ -193,7 +195,7 @@ class Connection:
             self.why_down = error
             redial = self._dialing.ended(error, world.clock(), world.random.random())
             is_objection = redial.is_objection or error is self._fault
-            if error is not None and is_objection and self.objections.raised(self.address, error):
+            if error is not None and is_objection and self.objections.raised(self.address, error, self.num_gone()):
                 raise error
             if redial.is_lease_over:
                 self.state.lost_lease()

@@ -38,6 +38,7 @@ class Connections:
         for connection in self._connections:
             connection.others_away = self._away
             connection.agreement, connection.objections = agreement, objections
+            connection.num_gone = self._num_gone
 
     def _connect(self, address: str, progress: Progress) -> Connection:
         return Connection(address, progress, self._c)
@@ -87,6 +88,9 @@ class Connections:
             for c in self._connections
             if c.why_down is not None and not isinstance(c.why_down, Unavailable)
         )
+
+    def _num_gone(self) -> int:
+        return sum(connection.is_gone for connection in self._connections)
 
     def _away(self) -> tuple[ShardAway, ...]:
         """The shards that this learner does not reach."""

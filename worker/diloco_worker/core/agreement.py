@@ -106,20 +106,27 @@ class Objections:
     """What shards have against this learner. A majority of all shards ends it: one alone, where there is no other.
 
     Another process with its id counts by itself: that one joins every shard that it reaches, so each of them says so
-    by its own. The rest are mistakes that the learner was started with.
+    by its own. The rest are mistakes that the learner was started with: while no shard has spoken with it yet, an
+    address at which nobody listens has no say in them. It may be the mistake.
     """
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses
         self._against: dict[str, DilocoError] = {}
+        self._has_joined = False
 
-    def raised(self, address: str, error: DilocoError) -> bool:
-        """A shard refuses this learner in a way that trying again would not change. Says whether that ends it."""
+    def raised(self, address: str, error: DilocoError, num_gone: int = 0) -> bool:
+        """A shard refuses this learner in a way that trying again would not change. Says whether that ends it.
+
+        `num_gone`: addresses at which nobody has listened for long.
+        """
         self._against[address] = error
         is_superseded = isinstance(error, Superseded)
         alike = sum(isinstance(e, Superseded) == is_superseded for e in self._against.values())
-        return 2 * alike > self._num_addresses
+        voters = self._num_addresses if self._has_joined or is_superseded else self._num_addresses - num_gone
+        return 2 * alike > voters
 
     def withdrawn(self, address: str) -> None:
         """The shard speaks with this learner."""
+        self._has_joined = True
         self._against.pop(address, None)
