@@ -134,7 +134,7 @@ class EffectDriver:
         def work() -> tuple[Published, float]:
             began = stopwatch()
             arithmetic.step(
-                values, state.fragment, effect.contributions,
+                values, state.fragment, (*effect.contributions, *effect.beside),
                 outer_step=effect.version, making=self.making(state.fragment),
             )  # fmt: skip
             merged_s = stopwatch() - began

@@ -51,6 +51,8 @@ class MergeRound:
     fragment_id: int
     version: int
     contributions: tuple[Contribution, ...]
+    beside: tuple[Contribution, ...] = ()
+    """Of earlier rounds, which count on: what learners that are in none of these contributed last to buffers."""
 
 
 @dataclass(frozen=True, slots=True)

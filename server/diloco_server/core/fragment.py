@@ -13,6 +13,7 @@ from diloco_common.messages import Collect, Committed, FragmentStatus, Held, Pus
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.parts import HalfContribution
+from diloco_server.core.pool import Latest
 from diloco_server.core.record import NORM_QUIET, Record, empty_record
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.trust.counting import Share, count
@@ -123,6 +124,8 @@ class FragmentState:
     declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
     """Learner -> its contributions to the next version that were refused or came late, and the answers. The learner
     gave their work back, so no other copy may be taken, not even when the same round opens again."""
+    latest: Latest = field(default_factory=Latest, repr=False)
+    """Of buffers: what learners contributed last, for the rounds that they are not in."""
     half_seed: HalfSeed | None = None
     """While UNSEEDED: what has come of version 0, if somebody brings it in parts."""
     values: Values | None = None

@@ -1,8 +1,10 @@
 """Contributions to buffers -> the next version of them, by the rule of each.
 
 A learner pushes what it has of a buffer, whole, as the difference to nothing. So these values are relative to no base
-version, and the formulas are exact also where learners have different ones. With values x of the learners, weights as
-in merge.py, and shares s = w / sum w:
+version, and the formulas are exact also where learners have different ones. And what a learner has contributed last
+counts on while it has its lease, also in rounds without it: otherwise a slow learner's data would be in every fourth
+version, and in no other. With values x of the learners, weights as in merge.py, for one round, and shares
+s = w / sum w:
 
     mean       sum s x
     variance   sum s x + sum s (m - mean)^2,   m and mean of the running mean beside it
@@ -14,14 +16,35 @@ What is the same at all learners stays that, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from diloco_common.manifest import Piece, mean_of
 from diloco_server.core.merge import allowed, rows, shares_of
-from diloco_server.core.round import Contribution
+from diloco_server.core.round import Contribution, Round
+
+
+class Latest:
+    """What each learner has contributed last to one fragment of buffers."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Contribution] = {}
+
+    def take(self, closed: Round, live: Collection[str]) -> tuple[list[Contribution], list[Contribution]]:
+        """The contributions of a closed round, and those of earlier rounds that count beside them, by learner.
+
+        `live`: who has its lease, and is not left out of rounds.
+        """
+        mine = {i: self._over_its_rounds(c) for i, c in closed.contributions.items()}
+        self._of = {i: c for i, c in self._of.items() if i in live} | mine
+        return [mine[i] for i in sorted(mine)], [self._of[i] for i in sorted(self._of.keys() - mine.keys())]
+
+    def _over_its_rounds(self, contribution: Contribution) -> Contribution:
+        before = self._of.get(contribution.learner_id)
+        return replace(contribution, rounds=max(1, contribution.round - before.round) if before is not None else 1)
 
 
 def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iterator[tuple[slice, Tensor]]:

@@ -38,6 +38,8 @@ class Contribution:
     """L2 norm of each piece of the fragment, in order."""
     counted: int = 0
     """Of its tokens, those that count as merged (`trust/counting.py`). Known once the round is closed."""
+    rounds: int = 1
+    """To buffers: of the fragment, since the one before of this learner. Known once the round is closed."""
     is_strange: bool = False
     """It counts for no more than the others of its round allow (`trust/cuts.py`)."""
 
@@ -68,8 +70,8 @@ class Contribution:
 
     @property
     def weight(self) -> float:
-        """Quantity times quality: tokens^2 / steps."""
-        return self.tokens * self.tokens / self.steps
+        """Quantity times quality: tokens^2 / steps. To buffers that of one round, as others may take several."""
+        return self.tokens * self.tokens / self.steps / self.rounds
 
 
 @dataclass

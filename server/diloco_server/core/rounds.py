@@ -488,10 +488,14 @@ class Rounds:
                 member.missed_round()
         closed = state.close_round(self._membership, self._due.usual_steps(state.fragment), now)
         fragment_id = state.fragment.fragment_id
-        contributions = tuple(closed.contributions[i] for i in sorted(closed.contributions))
+        contributions = [closed.contributions[i] for i in sorted(closed.contributions)]
+        beside: list[Contribution] = []
+        if state.fragment.kind == "buffer":
+            live = {m.learner_id for m in self._membership.live() if not self.quarantine.holds(m.learner_id)}
+            contributions, beside = state.latest.take(closed, live)
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
-        self._outbox.add(MergeRound(fragment_id, closed.round, contributions))
+        self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside)))
 
     def _judge(self, state: FragmentState, collecting: Round) -> None:
         """A round is about to close: everybody in it gets a vote, and what is far off is left out."""
