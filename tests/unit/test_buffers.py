@@ -136,6 +136,17 @@ def test_what_training_keeps_for_itself_is_written_only_at_its_ends() -> None:
     assert all((buffer == 5).all() for buffer in model.buffers())
 
 
+@pytest.mark.parametrize("own", [torch.tensor(2**24 + 1), torch.tensor([2**40 + 3]), torch.tensor(True)])
+def test_a_counter_that_is_ahead_stays_as_it_is_to_the_last_digit(own: Tensor) -> None:
+    model = holding(count=torch.zeros_like(own))
+    replica = Replica(model)
+    model.count.copy_(own)
+    (fragment,) = [f for f in cut(replica.specs, 1, 1).fragments if f.kind == "buffer"]
+    for version in (0.0, own.float().reshape(-1)[0].item() - 1):
+        replica.write(fragment, torch.full((1,), version), trains_on=True)
+        assert torch.equal(model.count, own)
+
+
 def test_a_buffer_that_its_module_replaces_is_followed_and_one_of_another_shape_is_refused() -> None:
     model = holding(bank=torch.zeros(4))
     replica = Replica(model)

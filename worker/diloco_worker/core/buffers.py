@@ -94,9 +94,10 @@ class Buffers:
             if not tensor.is_floating_point():
                 new = new.round()
             flat = tensor.reshape(-1)  # a copy, where it is not contiguous
-            if trains_on and piece.rule == "most":
-                new = torch.maximum(new, flat[piece.tensor_bounds].to(new.dtype))
-            flat[piece.tensor_bounds] = new.to(flat.dtype)
+            new = new.to(flat.dtype)
+            if trains_on and piece.rule == "most":  # in its own dtype: float32 would round a counter that is ahead
+                new = torch.maximum(new, flat[piece.tensor_bounds])
+            flat[piece.tensor_bounds] = new
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
 
