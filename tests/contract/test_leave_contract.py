@@ -124,6 +124,31 @@ def test_sigterm_hands_over_at_the_next_step_and_ends_the_process(serve, train, 
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_loop_that_sigterm_has_broken_before_its_next_step_hands_over_too(serve, train, capsys):
+    """To a whole process group: the workers of a DataLoader are gone, and it raises."""
+    shards = shards_of(serve)
+    a = train(",".join(shard.address for shard in shards), "a")
+    for _ in range(7):
+        a.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, a.learner:
+        raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly")
+    assert ended.value.code == 143
+    assert isinstance(ended.value.__context__, RuntimeError)
+    assert [merged(shard, "a") for shard in shards] == [7 * 8] * 2
+    assert capsys.readouterr().err.endswith("a has left the run after 7 steps; all of it is merged\n")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_error_without_the_notice_hands_nothing_over(serve, train):
+    shard = serve(settings_with(sync=EXACT))
+    a = train(shard.address, "a")
+    a.step()
+    with pytest.raises(ZeroDivisionError), a.learner:
+        raise ZeroDivisionError
+    assert shard.version(0) == 0
+
+
 def test_sigterm_says_what_is_not_merged(serve, train, capsys, monkeypatch):
     monkeypatch.setattr(connection, "GONE_S", 0.5)
     gone, there = shards_of(serve)

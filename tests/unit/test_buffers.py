@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_common.errors import BadRequest, ModelChanged
+from diloco_common.errors import BadRequest, ModelChanged, UnsupportedModel
 from diloco_common.manifest import check_companions, cut
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
@@ -46,10 +47,10 @@ RULES: list[tuple[str, Callable[[], nn.Module], dict[str, str], list[str]]] = [
     ("indices", lambda: holding(ids=torch.arange(4)), {"ids": "one int64"}, []),
     ("a mask", lambda: holding(mask=torch.ones(2, 2).bool()), {"mask": "one bool"}, []),
     ("a flag", lambda: holding(ready=torch.tensor(True)), {"ready": "most bool"}, []),
-    ("large integers", lambda: holding(key=torch.tensor([1 << 40, 1])), {}, ["key"]),
     ("packed weights", lambda: holding(parameter=False, qweight=torch.arange(4, dtype=torch.int32),
                                        scales=torch.ones(2).half()), {}, ["qweight", "scales"]),
-    ("infinities", lambda: holding(mask=torch.tensor([0.0, -torch.inf])), {}, ["mask"]),
+    ("infinities beside them", lambda: holding(qweight=torch.ones(4, dtype=torch.uint8), mask=torch.tensor(-torch.inf)),
+     {}, ["qweight", "mask"]),
     ("complex", lambda: holding(freqs=torch.ones(2, dtype=torch.complex64)), {}, ["freqs"]),
 ]  # fmt: skip
 
@@ -60,6 +61,26 @@ def test_a_buffer_has_the_rule_of_its_kind(make, rules: dict[str, str], frozen: 
     assert {name: f"{b.spec.rule} {b.spec.dtype}" for name, b in found.shared.items()} == rules
     assert list(found.frozen) == frozen
     check_companions([b.spec for b in found.shared.values()])
+
+
+UNSENDABLE: list[tuple[str, Tensor, str]] = [
+    ("infinities", torch.tensor([0.0, -torch.inf]), "holds infinities or NaN"),
+    ("NaN", torch.full((2,), torch.nan).half(), "holds infinities or NaN"),
+    ("more than float32 has", torch.tensor([1e300]).double(), "holds infinities or NaN"),
+    ("large integers", torch.tensor([1 << 40, 1]), "holds integers above 2^24"),
+    ("the least integer", torch.tensor(-(1 << 63)), "holds integers above 2^24"),
+    ("expanded", torch.zeros(1, 3).expand(2, 3), "has elements that are the same memory"),
+]
+
+
+@pytest.mark.parametrize(("buffer", "why"), [row[1:] for row in UNSENDABLE], ids=[row[0] for row in UNSENDABLE])
+def test_what_cannot_be_sent_is_refused_by_name_and_may_be_private(buffer: Tensor, why: str) -> None:
+    model = nn.ModuleDict({"mask": holding(values=buffer)})
+    with pytest.raises(UnsupportedModel, match=rf'mask\.values {re.escape(why)}.*private=\["mask\.values"\]'):
+        SharedSet(model)
+    found = SharedSet(model, private="mask.values").buffers
+    assert not found.shared
+    assert not found.frozen
 
 
 def test_what_is_computed_or_private_is_not_shared() -> None:
@@ -113,6 +134,17 @@ def test_what_training_keeps_for_itself_is_written_only_at_its_ends() -> None:
     assert model["more"].codes.tolist() == [5, 5]
     replica.write(fragment, version)
     assert all((buffer == 5).all() for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("own", [torch.tensor(2**24 + 1), torch.tensor([2**40 + 3]), torch.tensor(True)])
+def test_a_counter_that_is_ahead_stays_as_it_is_to_the_last_digit(own: Tensor) -> None:
+    model = holding(count=torch.zeros_like(own))
+    replica = Replica(model)
+    model.count.copy_(own)
+    (fragment,) = [f for f in cut(replica.specs, 1, 1).fragments if f.kind == "buffer"]
+    for version in (0.0, own.float().reshape(-1)[0].item() - 1):
+        replica.write(fragment, torch.full((1,), version), trains_on=True)
+        assert torch.equal(model.count, own)
 
 
 def test_a_buffer_that_its_module_replaces_is_followed_and_one_of_another_shape_is_refused() -> None:

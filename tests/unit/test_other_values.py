@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def bits(model: nn.Module) -> list[list[int]]:
     tensors = [*model.parameters(), *model.buffers()]
-    return [t.detach().reshape(-1).view(torch.uint8).tolist() if t.dim() else [int(t)] for t in tensors]
+    return [t.detach().contiguous().reshape(-1).view(torch.uint8).tolist() if t.dim() else [int(t)] for t in tensors]
 
 
 # ------------------------------------------------------------------ what is undone
@@ -65,6 +65,30 @@ def test_whatever_the_body_does_to_the_model_is_undone_bit_for_bit(error: type[B
     assert bits(net) == before
     assert [id(b) for b in net.buffers()] == objects
     others.check()  # it is over
+
+
+def test_buffers_whose_elements_repeat_are_written_and_put_back() -> None:
+    net = Net()
+    net.register_buffer("rows", torch.arange(3.0).expand(2, 3), persistent=False)
+    net.register_buffer("both", torch.zeros(()).expand(2, 3), persistent=False)
+    net.register_buffer("sliding", torch.arange(4.0).as_strided((3, 2), (1, 1)), persistent=False)
+    before = bits(net)
+    others = OtherValues(Replica(net), lambda: None)
+    pairs = others.beside({name: torch.ones_like(t) for name, t in (*net.named_parameters(), *net.named_buffers())})
+    with others.instead("values()", partial(write, pairs), [theta for theta, _ in pairs]):
+        assert all((t == 1).all() for t in (*net.parameters(), *net.buffers()))
+    assert bits(net) == before
+
+
+def test_a_block_that_cannot_put_everything_back_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_back() -> None:
+        raise RuntimeError("out of memory")
+
+    others = OtherValues(replica := Replica(Net()), lambda: None)
+    monkeypatch.setattr(replica, "keep", lambda also=(): put_back)
+    with pytest.raises(RuntimeError, match="out of memory"), others.instead("values()", lambda: None):
+        pass
+    others.check()
 
 
 # ------------------------------------------------------------------ which values, by which name

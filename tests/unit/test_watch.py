@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
@@ -142,6 +143,30 @@ def test_what_was_not_named_stays_as_it_was(shared, change: Callable[[Net], obje
 
 def test_what_is_private_is_the_users_own() -> None:
     check(Net(), None, freeze, private=["body.*"])
+
+
+def test_a_target_network_is_loaded_freely_and_what_is_shared_is_not() -> None:
+    def syncs(model: nn.Module) -> None:
+        model["target"].load_state_dict(model["q"].state_dict())
+
+    q = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    both = nn.ModuleDict({"q": q, "target": copy.deepcopy(q).requires_grad_(False)})
+    check(both, None, syncs)
+    check(both, None, syncs, private="target.*")
+    for part in (both, q, q[1]):
+        with pytest.raises(ModelChanged, match="load_state_dict has overwritten the model"):
+            check(both, None, lambda _, part=part: part.load_state_dict(part.state_dict()))
+    with pytest.raises(ModelChanged, match="load_state_dict has overwritten the model"):
+        check(both, "all", syncs)
+
+
+def test_loading_statistics_that_are_shared_is_noticed() -> None:
+    def loads(model: nn.Module) -> None:
+        model["norm"].load_state_dict(model["norm"].state_dict())
+
+    norm = nn.BatchNorm1d(3, affine=False)
+    with pytest.raises(ModelChanged, match="load_state_dict has overwritten the model"):
+        check(nn.ModuleDict({"body": nn.Linear(3, 3), "norm": norm}), None, loads)
 
 
 @pytest.mark.parametrize("where", [0, AT_ONCE + 1, 3 * AT_ONCE - 1])

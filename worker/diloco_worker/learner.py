@@ -395,7 +395,11 @@ class Learner(LearnerView):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(HURRY_S if kind is KeyboardInterrupt else None)
+        try:
+            if kind is not None and kind is not KeyboardInterrupt:
+                self._heed_at_last()
+        finally:
+            self.close(HURRY_S if kind is KeyboardInterrupt else None)
         if kind is KeyboardInterrupt and self._home.is_here:
             raise as_one_line(f"{self.learner_id} has left the run after {self.inner_step} steps") from None
 
@@ -407,6 +411,12 @@ class Learner(LearnerView):
             if (asked_at := self._boundary.leave_asked_at) is not None:  # None: another rank of the island was
                 self._leaving.usual_s = max(LEAVE_LEAST_S, LEAVE_S - (self._clock() - asked_at))
             self.leave()
+
+    def _heed_at_last(self) -> None:
+        """An error ends the loop. If SIGTERM has come, that is often why: it went to the workers of a DataLoader, too,
+        and there will be no next step."""
+        if self._home.is_here and self.state not in ("done", "stopped"):
+            self._heed()
 
     def _wait(self, what: str, look: Callable[[float, float | None], tuple[bool, str]], wait_s: float | None) -> str:
         """Until `look` says so (`Ending.look`). Returns what is missing, in words."""

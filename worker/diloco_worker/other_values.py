@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diloco_common.errors import UnsupportedModel, WrongCall
 from diloco_common.spelling import did_you_mean, shown
-from diloco_worker.core import names
+from diloco_worker.core import layout, names
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import as_module
 
@@ -58,9 +58,9 @@ class OtherValues:
                 write()
             yield
         finally:
+            self._block = ""
             with torch.no_grad():
                 put_back()
-            self._block = ""
 
     @torch.no_grad()
     def for_good(self, values: Values) -> None:
@@ -81,7 +81,7 @@ class OtherValues:
 def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """theta <- values, for each pair."""
     for theta, values in pairs:
-        theta.copy_(values)
+        layout.once_each(theta, theta).copy_(layout.once_each(values, theta))
 
 
 def beside(model: nn.Module, values: Values) -> list[tuple[Tensor, Tensor]]:

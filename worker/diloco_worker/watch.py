@@ -17,7 +17,7 @@ Nobody notices `parameter.data.copy_(...)`. Other values go through other_values
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -66,10 +66,9 @@ class ModelWatch:
         self._turns = range(-(-len(self._by_name) // AT_ONCE))
         self._next = cycle(self._turns)
         self._loaded = _Loaded()
-        modules = {id(module): module for _, module in names.modules(chosen.model)}
         self._handles: list[RemovableHandle] = [
             module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
-            for module in modules.values()
+            for module in _that_own(shared | chosen.buffers.shared.keys() | chosen.ties.keys(), chosen.model)
         ]
 
     def check(self) -> None:
@@ -181,8 +180,18 @@ class _Slots:
             return False
 
 
+def _that_own(tensors: Collection[str], model: nn.Module) -> Collection[nn.Module]:
+    """The modules that have one of these themselves: a loop may load others, as a target network is."""
+    return {
+        id(module): module
+        for path, module in names.modules(model)
+        if any(names.join(path, leaf) in tensors for leaf in (*module._parameters, *module._buffers))
+    }.values()
+
+
 class _Loaded:
-    """A hook of `load_state_dict`. It is inside the user's modules, so copies of them, and pickles, get a new one."""
+    """A hook of `load_state_dict`, which calls those of submodules, too. It is inside the user's modules, so copies of
+    them, and pickles, get a new one."""
 
     def __init__(self) -> None:
         self.happened = False

@@ -67,7 +67,9 @@ CALLS = (
     _call(
         "FROZEN_MISMATCH", "FAILED_PRECONDITION",
         "Frozen parameters, or packed weights of quantised layers, differ from those of this run; the first are named.",
-        'Load the same base in the same dtype, or `join(..., frozen="any")`.', "the base model that each worker loads",
+        'Load the same base in the same dtype, or `join(..., frozen="any")`. If your loop changes them itself (a '
+        'teacher, a target network), `join(..., private=[...])` keeps them local, and `shared="all"` merges them, too.',
+        "the base model that each worker loads",
     ),
     _call(
         "NOT_JOINED", "FAILED_PRECONDITION", "The learner has no lease here, or the shard has restarted since.", JOINS,

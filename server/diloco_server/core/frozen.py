@@ -41,7 +41,8 @@ class Frozen:
             raise FrozenMismatch(
                 f"frozen tensors differ from those that {self._declared_by} has brought to this run (the run's <-> the "
                 f"caller's): {'; '.join([*different[:SHOWN], *more])}. Load the same base in the same dtype; or, if it "
-                'may differ, join(..., frozen="any")'
+                'may differ, join(..., frozen="any"). If your loop changes them itself (a teacher, a target network), '
+                'join(..., private=[...]) keeps them local, and shared="all" merges them, too'
             )
 
     def adopt(self, learner_id: str, theirs: Sequence[FrozenTensor]) -> None:

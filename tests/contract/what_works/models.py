@@ -120,6 +120,14 @@ def own_buffers() -> Script:
     return Script(model, loop(model), {"private": ["queue"]})
 
 
+@CASES("a buffer that holds infinities, and is persistent")
+def infinities(ground: Ground) -> None:
+    model = small()
+    model.register_buffer("bias", torch.tensor([0.0, -torch.inf]))
+    with ground.learner(model, "script"):
+        pass
+
+
 @CASES.script("a mixture of experts: some get no gradient in a step")
 def experts() -> Script:
     class Mixture(nn.Module):

@@ -8,8 +8,11 @@ What becomes one value, and how (`manifest.Rule`):
     one         indices and masks; the vectors of spectral norm, which have no mean, as their signs are arbitrary
 
 Frozen, that is compared and not sent (frozen_tensors.py), are the buffers that nothing trains: packed integers, which
-are the weights of a quantised layer, with all that lies beside them; what is not finite; what float32 cannot hold.
+are the weights of a quantised layer, with all that lies beside them; complex numbers; what is no plain tensor.
 Buffers that are not persistent are computed, and nobody looks at them.
+
+Values decide nothing of this: learners that join at different times would not agree on what is shared. What has values
+that cannot be sent, as a mask of infinities, is refused by name, and so are elements that share their memory.
 
 A buffer is read and written as it is found: some modules put another tensor in its place. A version is written over it,
 also where learners carry, as nobody knows what of a buffer is progress. Two kinds training keeps for itself, and takes
@@ -31,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from diloco_common.errors import ModelChanged
+from diloco_common.errors import ModelChanged, UnsupportedModel
 from diloco_common.manifest import MEAN, VARIANCE, Dtype, Fragment, Piece, Rule, TensorSpec
-from diloco_worker.core import names
+from diloco_worker.core import layout, names
 
 INTEGER_MAX = 2**24
 """float32 holds every integer up to this."""
@@ -91,9 +94,10 @@ class Buffers:
             if not tensor.is_floating_point():
                 new = new.round()
             flat = tensor.reshape(-1)  # a copy, where it is not contiguous
-            if trains_on and piece.rule == "most":
-                new = torch.maximum(new, flat[piece.tensor_bounds].to(new.dtype))
-            flat[piece.tensor_bounds] = new.to(flat.dtype)
+            new = new.to(flat.dtype)
+            if trains_on and piece.rule == "most":  # in its own dtype: float32 would round a counter that is ahead
+                new = torch.maximum(new, flat[piece.tensor_bounds])
+            flat[piece.tensor_bounds] = new
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
 
@@ -116,9 +120,14 @@ def buffers_of(model: nn.Module, private: Collection[str]) -> Buffers:
                 continue
             if of != name:
                 found.ties[name] = of
-            elif is_packed or not _is_sendable(buffer):
+            elif is_packed or not _is_plain(buffer):
                 found.frozen[name] = buffer
             else:
+                if why := _unsendable(buffer):
+                    raise UnsupportedModel(
+                        f"the buffer {name} {why}, so it cannot be sent: keep it local, "
+                        f'join(private=["{name}"]), or register it with persistent=False'
+                    )
                 has_mean = leaf == VARIANCE and name_of.get(names.join(path, MEAN), name) not in local
                 rule = _rule(module, leaf, buffer, has_mean=has_mean)
                 spec = TensorSpec(name, tuple(buffer.shape), rule, "buffer", _DTYPES[buffer.dtype])
@@ -137,15 +146,23 @@ def _is_packed(buffer: Tensor) -> bool:
     return buffer.dtype in _PACKED and buffer.numel() > 1
 
 
-def _is_sendable(buffer: Tensor) -> bool:
-    """Whether float32 holds all of it, and the mean of several is something."""
+def _is_plain(buffer: Tensor) -> bool:
+    """Whether it is a kind of tensor whose elements float32 can stand for. Whatever its values are."""
     if buffer.dtype not in _DTYPES or buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
         return False
-    if hasattr(buffer, "__tensor_flatten__"):  # made of other tensors, or in parts on several ranks
-        return False
+    return not hasattr(buffer, "__tensor_flatten__")  # made of other tensors, or in parts on several ranks
+
+
+def _unsendable(buffer: Tensor) -> str:
+    """Why not, in words; empty: it can be sent."""
+    if layout.overlaps_itself(buffer):
+        return "has elements that are the same memory (as after expand())"
     if buffer.is_floating_point():
-        return bool(torch.isfinite(buffer).all())
-    return buffer.dtype is torch.bool or not buffer.numel() or int(buffer.abs().max()) <= INTEGER_MAX
+        return "" if bool(torch.isfinite(buffer.float()).all()) else "holds infinities or NaN"
+    if buffer.dtype is torch.bool or not buffer.numel():
+        return ""
+    least, most = (int(value) for value in buffer.aminmax())
+    return "" if max(-least, most) <= INTEGER_MAX else "holds integers above 2^24, which float32 does not"
 
 
 def _rule(module: nn.Module, leaf: str, buffer: Tensor, *, has_mean: bool) -> Rule:

@@ -54,6 +54,15 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
+def once_each(tensor: Tensor, of: Tensor) -> Tensor:
+    """What is in `tensor` in the place of the elements of `of`, without the repeats that `expand` has made in that:
+    torch writes to no view with repeats."""
+    if not names.has_memory(of) or 0 not in of.stride():
+        return tensor
+    sizes = zip(of.shape, of.stride(), strict=True)
+    return tensor[tuple(slice(0, 1) if size > 1 and stride == 0 else slice(None) for size, stride in sizes)]
+
+
 def refuse_overlaps(tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
     """Raises UnsupportedModel where a shared tensor has memory in common with another one of these.
 

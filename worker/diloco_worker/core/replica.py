@@ -216,7 +216,7 @@ class Replica:
             *also,
             *(buffer for *_, buffer in owners),
         )
-        unique = {names.identity(t): t.detach() for t in tensors}
+        unique = {names.identity(t): layout.once_each(t.detach(), t) for t in tensors}
         copies = [(tensor, tensor.clone()) for tensor in unique.values()]
 
         def put_back() -> None:
