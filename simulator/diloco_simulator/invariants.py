@@ -230,7 +230,7 @@ def checkpoints_count_what_they_hold(process: str, saved: tuple[int, int], taken
 
 def refusals_are_heard(process: str, fragment_id: int, steps: int) -> None:
     """What was refused is not pushed again, so its work goes into the next contribution: within a few steps of
-    `process`, of which `steps` have ended since."""
+    `process`, of which `steps` have ended since it took the answer out of its inbox."""
     if steps > HEARD_STEPS:
         raise Violation("refusals_are_heard", f"{process} fragment {fragment_id}: refused {steps} steps ago")
 

@@ -248,7 +248,7 @@ class Rank:
         """Every rank's model moves by what all ranks have trained."""
         self.model.train_on(all_tokens)
         self.learner.step(tokens)
-        self._refused = refused_since(self._refused, self._fragments())
+        self._refused = refused_since(self._refused, self.learner)
         for contribution, steps in self._refused.items():
             invariants.refusals_are_heard(f"{self._island.name}/{self.rank}", contribution.fragment_id, steps)
         for fragment in self._fragments():

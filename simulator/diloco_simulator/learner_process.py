@@ -7,7 +7,7 @@ outside: by the acts of its step boundaries, by what it pushes, and by the value
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,9 @@ from diloco_worker.boundary import Start
 from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.events import Answered
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
-from diloco_worker.learner import make_learner
+from diloco_worker.learner import Learner, make_learner
 from diloco_worker.telemetry import LearnerTelemetry
 
 if TYPE_CHECKING:
@@ -79,10 +80,20 @@ class Taken:
     """What the encoding lost of it, once it was pushed."""
 
 
-def refused_since(before: Mapping[Contribution, int], fragments: Iterable[LearnerFragment]) -> dict[Contribution, int]:
-    """The contributions that were refused, and are held as if they were not: for how many steps."""
-    held = (fragment.contribution for fragment in fragments)
-    return {c: before.get(c, 0) + 1 for c in held if c is not None and c.pushes.is_refused}
+def refused_since(before: Mapping[Contribution, int], learner: Learner) -> dict[Contribution, int]:
+    """The contributions that were refused, and are held as if they were not: for how many steps.
+
+    An answer waits behind versions that came before it, while their fragments are read or applying takes long. Steps
+    count from when it was taken out of the inbox, or got lost there.
+    """
+    core = learner.core
+    held = (fragment.contribution for fragment in core.fragments.values()) if core is not None else ()
+    unread = {(e.fragment_id, e.round, e.tokens) for e in learner._inbox.unread() if isinstance(e, Answered)}
+    return {
+        c: before.get(c, 0) + 1
+        for c in held
+        if c is not None and c.pushes.is_refused and (c.fragment_id, c.round, c.tokens) not in unread
+    }
 
 
 class LearnerProcess:
@@ -301,7 +312,7 @@ class LearnerProcess:
         """After a step boundary."""
         core = self.learner.core
         assert core is not None
-        self._refused = refused_since(self._refused, core.fragments.values())
+        self._refused = refused_since(self._refused, self.learner)
         for contribution, steps in self._refused.items():
             invariants.refusals_are_heard(self.name, contribution.fragment_id, steps)
         for fragment in self._fragments():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.identity import Identity
 from diloco_common.messages import Progress, PushAnswer
 from diloco_server.core.admission import DUPLICATE
+from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
@@ -19,8 +19,8 @@ from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.shard import Shard
-from diloco_server.core.trust import cuts, trail
-from diloco_server.core.trust.trail import Most, Pace, Trail
+from diloco_server.core.trust import cuts
+from diloco_server.core.trust.trail import Most, Trail
 from diloco_server.core.versions import Versions
 from diloco_server.host import ShardHost
 from diloco_server.keeper import Keeper
@@ -498,8 +498,14 @@ def take_any_length(original: Any) -> Any:
 
 
 def count_every_step(original: Any) -> Any:
-    """Steps count as they are reported, however many they are."""
-    return lambda usual, *, is_idle: Most(math.inf, Pace(math.inf, math.inf))
+    """Steps make rounds due as they are reported, and those of one stranger are enough."""
+
+    def among(self: DueFragments, live: Any, quorum: Any) -> Any:
+        for member in live:
+            member.trail.counted = replace(member.trail.counted, inner_step=member.progress.inner_step)
+        return original(self, live, 1)
+
+    return among
 
 
 def believe_step_times(original: Any) -> Any:
@@ -533,12 +539,12 @@ def take_half_for_the_whole(original: Any) -> Any:
 def keep_parts_of_who_is_gone(original: Any) -> Any:
     """Half a contribution stays in its round when the generation ends that has pushed it."""
 
-    def lose(self: Round, learner_id: str) -> Any:
+    def lose(self: Round, learner_id: str, quorum: Any) -> Any:
         half = self.halves.get(learner_id)
-        lost = original(self, learner_id)
+        fenced = original(self, learner_id, quorum)
         if half is not None:
             self.halves[learner_id] = half
-        return lost
+        return fenced
 
     return lose
 
@@ -640,7 +646,7 @@ MUTANTS: dict[str, Mutant] = {
         (CodecThread, "base", decode_onto_any_base),
         (cuts, "capped", weigh_as_claimed),
         (cuts, "clipping", take_any_length),
-        (trail, "countable", count_every_step),
+        (DueFragments, "among", count_every_step),
         (Trail, "go_on", believe_step_times),
         (Places, "take", let_one_learner_take_all_places),
         (HalfContribution, "is_complete", take_half_for_the_whole),

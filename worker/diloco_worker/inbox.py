@@ -34,6 +34,11 @@ class Inbox:
             self._events.put_back(event)
             self._has_new = False
 
+    def unread(self) -> list[Event]:
+        """What waits in it, the oldest first. It stays there."""
+        with self._changed:
+            return list(self._events)
+
     def wait(self, timeout_s: float) -> None:
         """Wait until there is an event that was not put back, or until the time is over."""
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -115,6 +116,9 @@ class EventQueue:
 
     def __len__(self) -> int:
         return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events.values())
 
     def put(self, event: Event) -> None:
         """Append an event; it replaces an older one of its kind that was not read yet. `Failed` goes first."""
