@@ -112,7 +112,7 @@ forks: $(INSTALLED) ## Give a learner 300 children in each way that scripts have
 ZOO ?= --json runs/zoo/result.json
 
 .PHONY: zoo
-zoo: $(INSTALLED) ## Train twenty ordinary programs as learners that die and come back, and alone (half an hour)
+zoo: $(INSTALLED) ## Train twenty ordinary programs as learners that die and come back, and alone (a quarter of an hour)
 	$(BIN)/python tests/zoo/run.py $(ZOO)
 
 .PHONY: chaos

@@ -1,6 +1,6 @@
 """Every program of the zoo as learners that die and come back, beside what single processes come to.
 
-    make zoo                                    # half an hour on two cores
+    make zoo                                    # a quarter of an hour on two cores
     make zoo ZOO="--only vision gan"            # these alone
     make zoo ZOO="--page docs/zoo.md"           # and write the table into the page
 
@@ -23,8 +23,8 @@ from zoo import HIGHER_IS_BETTER, ZOO, Found, Program, by_itself, keep, preload
 
 BEGIN, END = "<!-- zoo: begin -->", "<!-- zoo: end -->"
 HEAD = (
-    "| program | lines added | metric | pulled, strict | worst learner | one process, 3 x batch | a third of the data "
-    "| verdict |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| program | lines added | versions | metric | pulled, strict | worst learner | one process, 3 x batch "
+    "| a third of the data | verdict |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -32,13 +32,15 @@ def row(program: Program, found: Found) -> str:
     about = f"[{program.name}](../tests/zoo/programs/{program.name}.py): {program.about}"
     better = "higher" if found.metric in HIGHER_IS_BETTER else "lower"
     numbers = (found.pulled, found.worst, found.larger, found.third)
-    cells = ["-" if number is None else f"{number:.4g}" for number in numbers]
-    return " | ".join(
-        [
-            f"| {about}{', unequal data' if found.unequal else ''}", str(found.added), f"{found.metric} ({better})",
-            *cells, f"{verdict(found)} |",
-        ]
-    )  # fmt: skip
+    cells = [
+        f"{about}{', **unequal data**' if found.unequal else ''}",
+        str(found.added),
+        str(found.versions),
+        f"{found.metric} ({better})",
+        *("-" if number is None else f"{number:.4g}" for number in numbers),
+        verdict(found),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def verdict(found: Found) -> str:
@@ -67,10 +69,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("runs/zoo/result.json"), help="what came out, kept over runs")
     parser.add_argument("--page", type=Path, help="write the table between the markers of this page")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the shards")
     given = parser.parse_args()
     if unknown := set(given.only) - {program.name for program in ZOO}:
         parser.error(f"no such program: {', '.join(sorted(unknown))}")
     chosen = [program for program in ZOO if not given.only or program.name in given.only]
+    settings = dict(one.split("=", 1) for one in given.set)
     preload(chosen)
     found = (
         {key: Found(**one) for key, one in json.loads(given.json.read_text()).items()} if given.json.exists() else {}
@@ -82,7 +86,7 @@ def main() -> int:
             key, began = program.name + ("-unequal" if unequal else ""), time.monotonic()
             with TemporaryDirectory() as folder:
                 try:
-                    one = keep(program, Path(folder, "run"), unequal=unequal, seed=given.seed)
+                    one = keep(program, Path(folder, "run"), unequal=unequal, seed=given.seed, settings=settings)
                     one.larger = by_itself(program, Path(folder, "alone"), 3, unequal=unequal, seed=given.seed)
                     one.third = by_itself(program, Path(folder, "alone"), 1, unequal=unequal, seed=given.seed)
                 except AssertionError as error:

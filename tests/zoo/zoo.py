@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import forks
 from forks import Forked
-from processes import LocalCluster, environment, until
+from processes import LocalCluster, environment, until, versions
 
 PROGRAMS = Path(__file__).parent / "programs"
 MARK = re.compile(r"\s# diloco$")
@@ -39,7 +39,8 @@ PACE_S = 0.02
 """What a step of a learner takes longer (become.py)."""
 WRONG = ("Traceback (most recent call last)", "not everything is of the last version", "same losses", "NOT_FINITE")
 """What no log may say."""
-SETTINGS: dict[str, Any] = {"sync.fragments": 4, "sync.sync_every": 10, "lease.lease_s": 6, "lease.heartbeat_s": 1}
+SETTINGS: dict[str, Any] = {"sync.fragments": 4, "sync.sync_every": 24, "lease.lease_s": 6, "lease.heartbeat_s": 1}
+"""The defaults, in the place of those of other tests (processes.TINY), but for the number of fragments."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +81,26 @@ class Program:
 
 
 ZOO = (
-    Program("vision", "BatchNorm, loader workers, EMA swapped in", 600, 32, splits=True),
-    Program("channels_last", "residual, BatchNorm, channels last", 600, 32, splits=True),
+    Program("vision", "BatchNorm, loader workers, EMA swapped in", 900, 32, splits=True),
+    Program("channels_last", "residual, BatchNorm, channels last", 900, 32, splits=True),
     Program("gan", "two models, two optimizers", 1200, 64),
     Program("ppo", "actor and critic, PPO", 600, 64),
     Program("diffusion", "EMA that samples", 1000, 64),
     Program("vae", "noise inside", 1000, 32),
-    Program("moco", "contrastive; queue and key encoder are private", 600, 64, based=True),
+    Program("moco", "contrastive; queue and key encoder are private", 700, 64, based=True),
     Program("recommender", "sparse tables, SparseAdam", 1000, 128),
-    Program("graph", "graph network, few labels", 400, 32),
-    Program("moe", "two of eight experts", 600, 64),
-    Program("lstm", "tied weights, SGD written by hand", 500, 16, per_sample=32),
-    Program("accumulation", "GPT; autocast, accumulation, clipping, cosine", 300, 16, per_sample=32),
-    Program("sam", "sharpness-aware: two steps, `p.data = old`", 600, 32),
+    Program("graph", "graph network, few labels", 600, 32),
+    Program("moe", "two of eight experts", 800, 64),
+    Program("lstm", "tied weights, SGD written by hand", 700, 16, per_sample=32),
+    Program("accumulation", "GPT; autocast, accumulation, clipping, cosine", 500, 16, per_sample=32),
+    Program("sam", "sharpness-aware: two steps, `p.data = old`", 800, 32),
     Program("masters", "bfloat16 weights, float32 masters", 800, 32),
     Program("schedule_free", "schedule-free SGD", 1000, 64),
-    Program("unfreezing", "gradual unfreezing", 800, 64),
-    Program("lora", "adapters by peft", 600, 32, based=True),
+    Program("unfreezing", "gradual unfreezing", 1000, 64),
+    Program("lora", "adapters by peft", 800, 32, based=True),
     Program("compiled", "torch.compile", 800, 64),
-    Program("hf_trainer", "Trainer of Hugging Face, loader workers", 250, 16, per_sample=32),
-    Program("lightning_trainer", "Trainer of Lightning, loader workers", 400, 64),
+    Program("hf_trainer", "Trainer of Hugging Face, loader workers", 500, 16, per_sample=32),
+    Program("lightning_trainer", "Trainer of Lightning, loader workers", 600, 64),
 )
 
 
@@ -113,6 +114,8 @@ class Found:
     unequal: bool
     pulled: float
     learners: list[float]
+    versions: int
+    """Of the fragment that has the fewest."""
     larger: float | None = None
     """One process, the same data, three times the batch."""
     third: float | None = None
@@ -178,6 +181,7 @@ def keep(
             code = process.wait(WAIT_S)
             assert code == 0, f"{name} ended with {code}:\n{started.said(name)}"
         pulled = pull(program, folder, addresses, started)
+        made = [version for shard in cluster.shards for version in versions(shard.status()).values()]
         for shard in cluster.shards:
             assert shard.status()["done"]
             shard.signal(signal.SIGTERM)
@@ -186,7 +190,7 @@ def keep(
             assert not any(words in said for words in WRONG), said
         worth = [started.worth(name) for name in alive]
     metric = worth[0][0]
-    return Found(program.name, metric, program.added, unequal, pulled, [value for _, value in worth])
+    return Found(program.name, metric, program.added, unequal, pulled, [value for _, value in worth], min(made))
 
 
 def is_back(learner: dict[str, Any], before: dict[str, Any]) -> bool:

@@ -48,7 +48,7 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 400, "batch": 32, "seed": 0, "part": -1}.items():
+    for name, default in {"steps": 600, "batch": 32, "seed": 0, "part": -1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

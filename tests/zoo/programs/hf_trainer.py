@@ -41,7 +41,7 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 250, "batch": 16, "seed": 0}.items():
+    for name, default in {"steps": 500, "batch": 16, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

@@ -51,7 +51,7 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 400, "batch": 64, "seed": 0}.items():
+    for name, default in {"steps": 600, "batch": 64, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

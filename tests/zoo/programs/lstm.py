@@ -43,7 +43,7 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 500, "batch": 16, "seed": 0, "part": -1}.items():
+    for name, default in {"steps": 700, "batch": 16, "seed": 0, "part": -1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=4.0)
     args = parser.parse_args()

@@ -54,7 +54,7 @@ def evaluate(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name, default in {"steps": 600, "batch": 32, "seed": 0}.items():
+    for name, default in {"steps": 800, "batch": 32, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
