@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "ddp: another run": (changed(DDP, ('"spirals"', '"spiral"')), "SHARD", "WRONG_RUN"),
     "ddp: no island": (joined(DDP, 'run="spirals"'), "SHARD", "UNSUPPORTED_MODEL"),
     "ddp: each rank alone": (joined(DDP, 'run="spirals", island="alone"'), "SHARD", "UNSUPPORTED_MODEL"),
-    "ddp: ranks as a list": (joined(DDP, 'run="spirals", island=[0, 1]'), "SHARD", "BAD_CONFIG"),
+    "ddp: ranks as a list": (joined(DDP, 'run="spirals", island=[0, 1]'), "SHARD", "WRONG_CALL"),
     "ddp: a checkpoint at one rank": (and_joined(DDP, OF_RANK_0), "SHARD", "BAD_CONFIG"),
     "ddp: a model of each rank": (
         changed(DDP, ("model = DistributedDataParallel(net)", "model = nn.Linear(2, 2 + dist.get_rank())")),

@@ -47,6 +47,16 @@ def test_the_digest_of_the_built_in_model_needs_no_model(model: ModelSettings) -
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("average", [False, True])
+def test_a_worker_says_how_many_buffers_and_how_many_companions_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry, said = Parts().telemetry, list[dict[str, object]]()
+    monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts))
+    statistic = TensorSpec("mean", (3,), "mean", "buffer")
+    for declared in ([A, B], [A, companion_of(A, "Adam")], [A, companion_of(A, "Adam"), statistic, statistic]):
+        telemetry.model(declared, 0)
+    beside = [{word: facts[word] for word in ("companions", "buffers") if word in facts} for facts in said]
+    assert beside == [{}, {"companions": 1}, {"companions": 1, "buffers": 2}]
+
+
 def test_a_worker_prints_the_digest_of_what_it_will_declare(
     capsys: pytest.CaptureFixture[str], optimizer: str, average: bool
 ) -> None:
@@ -88,6 +98,16 @@ def test_a_worker_says_the_digest_of_what_it_declares(monkeypatch: pytest.Monkey
     monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts["digest"]))
     telemetry.model(declared, 0)
     assert said == [model_digest(declared)]
+
+
+def test_a_worker_says_how_many_buffers_and_how_many_companions_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry, said = Parts().telemetry, list[dict[str, object]]()
+    monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts))
+    statistic = TensorSpec("mean", (3,), "mean", "buffer")
+    for declared in ([A, B], [A, companion_of(A, "Adam")], [A, companion_of(A, "Adam"), statistic, statistic]):
+        telemetry.model(declared, 0)
+    beside = [{word: facts[word] for word in ("companions", "buffers") if word in facts} for facts in said]
+    assert beside == [{}, {"companions": 1}, {"companions": 1, "buffers": 2}]
 
 
 def test_a_worker_prints_the_digest_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ class Following:
             )
         counted(*(0 if callable(amount) else amount for amount in (tokens, samples)))
         self._learner, self._tokens, self._samples, self._log = learner, tokens, samples, log
-        self.is_removed = self._is_told = False
+        self.is_removed = self._is_told = self._is_over = False
         self._handle = optimizer.register_step_post_hook(self._stepped)
 
     def remove(self) -> None:
@@ -54,10 +54,11 @@ class Following:
         self._handle.remove()
 
     def _stepped(self, *_: object) -> None:
-        self._learner.step(_now(self._tokens), samples=_now(self._samples))
-        if self._learner.done and not self._is_told:
+        if self._is_over and not self._is_told:  # before this step began: a loop that ends in time hears nothing
             self._is_told = True
             self._log.warning("the run is over: what this loop trains from now on is in no version; end it")
+        self._learner.step(_now(self._tokens), samples=_now(self._samples))
+        self._is_over = self._learner.done
 
 
 def _now(amount: Amount | None) -> int | None:

@@ -124,11 +124,15 @@ class LearnerTelemetry:
     def model(self, tensors: Sequence[TensorSpec], num_frozen: int) -> None:
         """What will be synchronised, and how; `num_frozen` parameters will not."""
         trained = [t for t in tensors if not t.companion]
+        beside = {
+            word: count
+            for word, kind in (("companions", "momentum"), ("buffers", "buffer"))
+            if (count := sum(t.kind == kind for t in tensors))
+        }
         averaged = " ".join(t.name for t in trained if t.rule == "mean")
         self.log.event(
             "model", digest=model_digest(tensors), trained=sum(t.num_elements for t in trained), frozen=num_frozen,
-            plain_mean=averaged or "nothing",
-            **({"companions": len(tensors) - len(trained)} if len(tensors) > len(trained) else {}),
+            plain_mean=averaged or "nothing", **beside,
         )  # fmt: skip
 
     def born(self, inner_step: int, tokens: int) -> None:
