@@ -70,8 +70,8 @@ def main():
         learner.step(samples=args.batch, loss=loss)  # diloco
         if learner.done:  # diloco
             break  # diloco
-    optimizer.eval()
     learner.finish()  # diloco
+    optimizer.eval()
     print(json.dumps({"accuracy": evaluate(model)}))
 
 
