@@ -427,3 +427,14 @@ def refusal_from(code: str, message: str) -> Refusal:
     error = kind.__new__(kind)
     Refusal.__init__(error, message)
     return error
+
+
+def error_from(code: str, message: str) -> DilocoError:
+    """The error with this stable code, whatever kind it is."""
+    kinds = [DilocoError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    found = next((kind for kind in kinds if kind.code == code), DilocoError)
+    error = found.__new__(found)
+    Exception.__init__(error, message)
+    return error

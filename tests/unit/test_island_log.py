@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_common.errors import CannotConnect, DilocoError, IslandBroken, Superseded
+from diloco_common.errors import CannotConnect, IslandBroken, Superseded
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core import island_log
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
@@ -253,10 +253,10 @@ def test_what_ends_one_rank_ends_all_at_the_same_boundary() -> None:
     assert str(failed.error) == "rank 1: another process"
 
 
-def test_errors_that_are_no_refusals_keep_their_words() -> None:
+def test_errors_that_are_no_refusals_keep_their_words_and_code() -> None:
     error = read_word(write_word(Failed(CannotConnect("no run to join")))[:-1])
     assert isinstance(error, Failed)
-    assert isinstance(error.error, DilocoError)
+    assert isinstance(error.error, CannotConnect)
     assert str(error.error) == "no run to join"
 
 

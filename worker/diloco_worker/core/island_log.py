@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from diloco_common.errors import IslandBroken
+from diloco_common.errors import IslandBroken, error_from
 from diloco_common.messages import Outcome, Pulse
 from diloco_common.newest import Newest
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
@@ -200,7 +200,7 @@ class IslandLog:
                 self._joined(word)
                 self._events.append(word)
             case Failed() if rank != LEADER:
-                self._events.append(Failed(type(word.error)(f"rank {rank}: {word.error}")))
+                self._events.append(Failed(error_from(word.error.code, f"rank {rank}: {word.error}")))
             case _:
                 self._events.append(word)
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from diloco_common.errors import DilocoError, Refusal, refusal_from
+from diloco_common.errors import error_from
 from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
 
@@ -62,7 +62,7 @@ def write_word(word: Word) -> bytes:
         case Stopped():
             said = ["stopped", word.shard_index]
         case Failed():
-            said = ["failed", word.error.code if isinstance(word.error, Refusal) else "", str(word.error)]
+            said = ["failed", word.error.code, str(word.error)]
         case Gone():
             said = ["gone", *astuple(word)]
         case Ready():
@@ -96,7 +96,7 @@ def read_word(line: bytes) -> Word:
             return Stopped(*said)
         case "failed":
             code, words = said
-            return Failed(refusal_from(code, words) if code else DilocoError(words))
+            return Failed(error_from(code, words))
         case "gone":
             return Gone(*said)
         case "ready":
