@@ -47,16 +47,6 @@ def test_the_digest_of_the_built_in_model_needs_no_model(model: ModelSettings) -
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("average", [False, True])
-def test_a_worker_says_how_many_buffers_and_how_many_companions_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    telemetry, said = Parts().telemetry, list[dict[str, object]]()
-    monkeypatch.setattr(telemetry.log, "event", lambda event, **facts: said.append(facts))
-    statistic = TensorSpec("mean", (3,), "mean", "buffer")
-    for declared in ([A, B], [A, companion_of(A, "Adam")], [A, companion_of(A, "Adam"), statistic, statistic]):
-        telemetry.model(declared, 0)
-    beside = [{word: facts[word] for word in ("companions", "buffers") if word in facts} for facts in said]
-    assert beside == [{}, {"companions": 1}, {"companions": 1, "buffers": 2}]
-
-
 def test_a_worker_prints_the_digest_of_what_it_will_declare(
     capsys: pytest.CaptureFixture[str], optimizer: str, average: bool
 ) -> None:
