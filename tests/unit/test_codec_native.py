@@ -486,4 +486,5 @@ def test_versions_are_the_same_bytes_among_equals_and_within_rounding_otherwise(
         without = version()
         assert torch.equal(version(), without)
     assert torch.equal(version(), by_kernels)
-    torch.testing.assert_close(by_kernels, without, rtol=1e-5, atol=1e-5)  # momentum is bfloat16
+    # Momentum of about 0.03 is bfloat16: rounded the other way it moves theta by up to 2^-8 of that.
+    torch.testing.assert_close(by_kernels, without, rtol=1e-5, atol=1.2e-4)
