@@ -189,10 +189,11 @@ class FragmentState:
         self.base_tokens |= {m.learner_id: m.counted.tokens for m in again}
         return again
 
-    def abandon_round(self) -> None:
+    def abandon_round(self, *, is_over: bool = False) -> None:
         """COLLECTING -> RESTING: nobody contributed, and nobody will, so the same round opens later. Or the run is
         over."""
         assert self.round is not None
+        assert is_over or self.round.is_void
         self.collected = None
         self._enter(Phase.RESTING)
 

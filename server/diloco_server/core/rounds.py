@@ -472,8 +472,9 @@ class Rounds:
         )
 
     def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
-        if collecting.is_void or (self._versions.done and state.fragment.companion):
-            state.abandon_round()
+        is_over = self._versions.done and state.fragment.companion
+        if collecting.is_void or is_over:
+            state.abandon_round(is_over=is_over)
             return
         why, _ = collecting.verdict(self.quorum(collecting), waits_until, now)
         if why is None:
