@@ -310,6 +310,7 @@ class ShardHost:
     def _answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         if answer.code != PART:
             self.telemetry.answered(member, header, answer)
+        self.driver.carry_out_all()  # who is answered is counted; what follows from it is decided in a moment
         self.advance_later()
         return answer
 

@@ -92,9 +92,7 @@ def test_a_round_becomes_a_version_once_all_have_contributed(opened):
     assert (committed.version, committed.epoch) == (1, shard.core.epoch)
     _, chunks = opened.a.pull(encodings=["float32"])
     values = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.float32)
-    assert torch.allclose(
-        values, torch.full((NUM_ELEMENTS,), 0.5 - 0.1), atol=2e-3
-    )  # lr 1: theta - mean(delta); 0.3 cut to 0.1
+    assert torch.allclose(values, torch.full((NUM_ELEMENTS,), 0.5 - 0.2), atol=2e-3)  # lr 1: theta - mean(delta)
     assert shard.ledger.tokens_merged == 200
     assert shard.metric("contributions_total", outcome="accepted") == 2  # the seed is no contribution
 

@@ -190,13 +190,13 @@ def test_all_parameters_of_an_island_are_spread_in_one_way() -> None:
 
 
 def test_an_island_needs_a_process_group() -> None:
-    with pytest.raises(ConfigError, match="call init_process_group before join"):
+    with pytest.raises(ConfigError, match=r"island= is .*give a process group or a device mesh"):
         diloco_worker.join("127.0.0.1:9", plain(), island=object())
 
 
 @pytest.mark.usefixtures("group")
 def test_what_is_no_group_is_no_island() -> None:
-    with pytest.raises(ConfigError, match="neither a process group nor a device mesh"):
+    with pytest.raises(ConfigError, match="island= is 3: give a process group or a device mesh"):
         diloco_worker.join("127.0.0.1:9", plain(), island=3)
 
 
