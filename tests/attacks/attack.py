@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 import grpc
-from honest import Report
+from honest_learners import Report
 
 Over = Callable[[], bool]
 RSS_MORE = 64 * 2**20

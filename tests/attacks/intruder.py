@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import torch
 from attack import Over, Seen, Target
-from honest import model_of
+from honest_learners import model_of
 from torch import Tensor
 
 from builders import chunk_request

@@ -7,7 +7,7 @@ import time
 
 import torch
 from attack import Evidence, Over, Seen, Target
-from honest import TOKENS, lesson, model_of
+from honest_learners import TOKENS, lesson, model_of
 from intruder import Asked, Mole
 from torch import Tensor
 

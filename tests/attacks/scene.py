@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 import forks
 import psutil
 from attack import Attack, Credential, Evidence, Needs, Seen, Target
-from honest import Honest, Report
+from honest_learners import Honest, Report
 from processes import sets, until
 
 from certificates import Certificates

@@ -9,9 +9,9 @@ import impostors
 import lies
 import poison
 from attack import Attack, Needs
+from honest_learners import model_of
 
 from diloco_worker import digest_of
-from honest import model_of
 
 FREE, TOKEN, CERTIFICATE = Needs
 BUDGET = {"run.tokens": 10**9}
