@@ -356,7 +356,7 @@ def _generation(who: tuple[str, int], over: dict[tuple[str, int], str]) -> str:
 def accounting(histories: Histories) -> Iterator[Violation]:
     """Every pushed token ends as merged, carried, refused or in flight; nothing else is merged.
 
-    A shard merges every contribution it accepted, unless the generation was evicted. A version counts the tokens it
+    A shard merges every contribution it accepted, unless the generation was evicted or the shard leaves it out. A version counts the tokens it
     holds, or what its shard wrote that it counts of them. A learner learns the fate of one contribution before it sends
     the next, and sends only tokens it has trained.
     """
@@ -397,7 +397,7 @@ def _closed(
         if not 0 < c.get("counted", c["tokens"]) <= c["tokens"]:
             yield Violation("accounting", f"{where} counts {c['counted']} of {c['tokens']} tokens of {c['learner']}")
     for who, tokens in held.items():
-        if who not in evicted:
+        if who not in evicted and who[0] not in merging.get("left_out", ()):
             yield Violation("accounting", f"{where} forgot {tokens} accepted tokens of {who[0]}")
 
 

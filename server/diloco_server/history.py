@@ -47,7 +47,10 @@ class ShardHistory:
              "tokens": c.tokens, "steps": c.steps} | ({} if c.counted == c.tokens else {"counted": c.counted})
             for c in merge.contributions
         ]  # fmt: skip
-        self._history.write("merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions)
+        self._history.write(
+            "merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions,
+            **({"left_out": list(merge.left_out)} if merge.left_out else {}),
+        )  # fmt: skip
 
     def announcing(self, state: FragmentState) -> None:
         """A version is durable, the core has it, and nobody has heard of it yet."""

@@ -479,7 +479,7 @@ class Rounds:
         why, _ = collecting.verdict(self.quorum(collecting), waits_until, now)
         if why is None:
             return
-        self._judge(state, collecting)
+        left_out = self._judge(state, collecting)
         late = [member for i in collecting.missing if (member := self._membership.get(i)) is not None]
         for member in late:
             member.missed[LATE.outcome.name] += 1
@@ -496,23 +496,25 @@ class Rounds:
             contributions, beside = state.latest.take(closed, live)
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
-        self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside)))
+        self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside), left_out))
 
-    def _judge(self, state: FragmentState, collecting: Round) -> None:
-        """A round is about to close: everybody in it gets a vote, and what is far off is left out."""
+    def _judge(self, state: FragmentState, collecting: Round) -> tuple[str, ...]:
+        """A round is about to close: everybody in it gets a vote, and what is far off is left out. Returns whose."""
         if state.fragment.companion:
-            return  # their norms tell nothing, so such a vote would only thin out those that do
+            return ()  # their norms tell nothing, so such a vote would only thin out those that do
         evidence = self.trust.evidence(collecting.contributions, state, self._due.usual_steps(state.fragment))
         for learner_id, words in evidence.items():
             self._vote(learner_id, words)
         if not self.trust.leaves_out or all(evidence.values()):
-            return
-        for learner_id in (one for one, words in evidence.items() if words):
+            return ()
+        far = tuple(one for one, words in evidence.items() if words)
+        for learner_id in far:
             left_out = collecting.leave_out(learner_id)
             self.ledger.tokens_fenced += self._tokens(left_out.fragment_id, left_out.tokens)
             member = self._membership.get(learner_id)
             if member is not None:
                 member.missed[NormTooLarge.code] += 1
+        return far
 
     def quorum(self, collecting: Round) -> Quorum:
         """How many contributions let this round close."""
