@@ -356,9 +356,9 @@ def _generation(who: tuple[str, int], over: dict[tuple[str, int], str]) -> str:
 def accounting(histories: Histories) -> Iterator[Violation]:
     """Every pushed token ends as merged, carried, refused or in flight; nothing else is merged.
 
-    A shard merges every contribution it accepted, unless the generation was evicted or the shard leaves it out. A version counts the tokens it
-    holds, or what its shard wrote that it counts of them. A learner learns the fate of one contribution before it sends
-    the next, and sends only tokens it has trained.
+    A shard merges every contribution it accepted, unless the generation was evicted or the shard leaves it out. A
+    version counts the tokens it holds, or what its shard wrote that it counts of them. A learner learns the fate of one
+    contribution before it sends the next, and sends only tokens it has trained.
     """
     for process in histories.shard_processes():
         yield from _ledger(process)
