@@ -82,24 +82,22 @@ class Buffers:
     def read(self, fragment: Fragment, out: Tensor) -> None:
         """out <- values. `out`: float32 [num_elements]."""
         for piece, buffer in self._of(fragment):
-            out[piece.bounds].copy_(buffer.tensor.reshape(-1)[piece.tensor_bounds])
+            bounds = piece.tensor_bounds
+            out[piece.bounds].copy_(layout.flat(buffer.tensor, bounds.start, bounds.stop))
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         """buffers <- values, in place. Integers are whole again. `trains_on`: what training keeps for itself stays."""
         for piece, buffer in self._of(fragment):
             if trains_on and buffer.is_statistic:
                 continue
-            tensor = buffer.tensor
+            tensor, bounds = buffer.tensor, piece.tensor_bounds
             new = values[piece.bounds].to(tensor.device)
             if not tensor.is_floating_point():
                 new = new.round()
-            flat = tensor.reshape(-1)  # a copy, where it is not contiguous
-            new = new.to(flat.dtype)
+            new = new.to(tensor.dtype)
             if trains_on and piece.rule == "most":  # in its own dtype: float32 would round a counter that is ahead
-                new = torch.maximum(new, flat[piece.tensor_bounds])
-            flat[piece.tensor_bounds] = new
-            if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
+                new = torch.maximum(new, layout.flat(tensor, bounds.start, bounds.stop))
+            layout.put(tensor, bounds.start, bounds.stop, new)
 
     def _of(self, fragment: Fragment) -> Iterator[tuple[Piece, Buffer]]:
         for piece in fragment.pieces:

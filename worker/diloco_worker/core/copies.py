@@ -81,6 +81,4 @@ def _flat(piece: Piece, tensor: Tensor) -> Tensor:
 
 
 def _put(piece: Piece, tensor: Tensor, values: Tensor) -> None:
-    begins = piece.tensor_offset
-    for first, part in layout.parts(tensor, begins, begins + piece.num_elements):
-        part.copy_(values[first - begins : first - begins + part.numel()].view(part.shape))
+    layout.put(tensor, piece.tensor_offset, piece.tensor_offset + piece.num_elements, values)

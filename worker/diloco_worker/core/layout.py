@@ -32,6 +32,12 @@ def flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat([part.reshape(-1) for _, part in parts(tensor, start, stop)])
 
 
+def put(tensor: Tensor, start: int, stop: int, values: Tensor) -> None:
+    """The elements start to stop <- values, flat."""
+    for first, part in parts(tensor, start, stop):
+        part.copy_(values[first - start : first - start + part.numel()].view(part.shape))
+
+
 def in_memory_order(tensor: Tensor) -> Tensor | None:
     """Its elements as they lie in memory, a flat view; None: there are gaps between them."""
     if tensor.is_contiguous():
