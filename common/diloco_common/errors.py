@@ -6,7 +6,7 @@ table in `rpc.py` gives the gRPC status of each code. A command ends with the `e
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 EXIT_OK = 0
 EXIT_UNEXPECTED = 1
@@ -17,6 +17,9 @@ EXIT_CANNOT_CONNECT = 5
 EXIT_REFUSED = 6
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+
+
+E = TypeVar("E", bound="DilocoError")
 
 
 class DilocoError(Exception):
@@ -423,10 +426,7 @@ class Busy(Refusal):
 
 def refusal_from(code: str, message: str) -> Refusal:
     """The error with this stable code."""
-    kind = next((kind for kind in Refusal.__subclasses__() if kind.code == code), Refusal)
-    error = kind.__new__(kind)
-    Refusal.__init__(error, message)
-    return error
+    return _with_words(next((kind for kind in Refusal.__subclasses__() if kind.code == code), Refusal), message)
 
 
 def error_from(code: str, message: str) -> DilocoError:
@@ -434,7 +434,11 @@ def error_from(code: str, message: str) -> DilocoError:
     kinds = [DilocoError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    found = next((kind for kind in kinds if kind.code == code), DilocoError)
-    error = found.__new__(found)
-    Exception.__init__(error, message)
+    return _with_words(next((kind for kind in kinds if kind.code == code), DilocoError), message)
+
+
+def _with_words(kind: type[E], message: str) -> E:
+    """Some kinds make their words of facts, which the other side has put into the message already."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, plain(message))
     return error

@@ -67,7 +67,7 @@ class Trust:
             way = Way(norm, self._believed_steps(member, header, every, now), now)
             can_be = self._too_long(state, member.learner_id, way, every, self._live())
             if can_be is not None:
-                most, why = can_be or math.inf, f"{can_be or 0:.3g} is merged for {way.steps} steps"
+                most, why = can_be or math.inf, f"{can_be:.3g} is merged for {way.steps} steps"
             if is_whole:
                 self._lengths.saw(fragment, member.learner_id, way)
         if norm > most:
