@@ -1099,7 +1099,7 @@ def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
 
 
 def test_a_process_is_refused_for_one_that_is_there_and_not_for_one_that_is_gone() -> None:
-    """A Join that took long made the old process look younger, and the young one was refused for good."""
+    """A slow Join makes an old process look younger than it is. Then the young one was refused for good."""
     rig = Rig()
     rig.join("a", process_id="young process")
     rig.join("a", process_id="old process")

@@ -1,4 +1,4 @@
-"""Copies of the weights that an optimizer steps on, beside the parameters: versions go into them, too.
+"""Some optimizers step on copies of the weights. Versions go into these copies, too.
 
 A float32 master is written over its parameter after each step, rounded. Schedule-free keeps `z`, Lookahead its slow
 weights. Whatever moves the parameter moves all of its copies, too: otherwise the optimizer undoes it (undone.py).
