@@ -39,8 +39,8 @@ NAME_THEM = (
     "unfrozen at any time"
 )
 
-AT_ONCE = 64
-"""Parameters that a step looks at. With 500, that is each of them every eighth step."""
+AT_ONCE = 16
+"""Parameters that a step looks at. With 500, that is each of them every 32nd step."""
 
 
 class ModelWatch:
