@@ -304,7 +304,7 @@ ROWS_OF_TABLE: dict[str, Row] = {
     "two, 1:8": Row((1.0, 1 / 8)),
     "1, 1, 5, 5": Row((1.0, 1.0, 1 / 5, 1 / 5)),
     "1, 1, 1, 5": Row((1.0, 1.0, 1.0, 1 / 5)),
-    "eight, speeds drawn": Row(tuple(round(random.Random(3).uniform(0.2, 1.0) + i / 1e3, 3) for i in range(8))),
+    "eight, speeds drawn": Row(tuple(map(random.Random(3).uniform, [0.2] * 8, [1.0] * 8))),
     "back after an hour of its own": Row((1.0, 1.0, 1.0), cut_off=HOUR),
     "back after an hour, of two": Row(cut_off=HOUR),
     "after a freeze": Row((1.0, 1.0, 1.0), frozen=600.0),

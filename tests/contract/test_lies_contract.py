@@ -77,9 +77,9 @@ def lively(serve: Serve, clock: Clock, **sections: Any) -> tuple[InProcessShard,
     lease = {"lease_s": 1000.0, "heartbeat_s": 100.0}
     shard = serve(settings_with(sync=sync, lease=lease, **sections), clock)
     honest = Honest(shard, clock)
-    for _ in range(12):
+    while shard.version() < 2:  # a loaded machine counts steps later
+        assert honest.steps < 100
         honest.step()
-    assert shard.version() >= 2
     return shard, honest
 
 
@@ -135,9 +135,9 @@ def test_random_bytes_are_answered_with_a_code_and_leave_no_traceback(
     assert "Traceback" not in written.getvalue()
     assert shard.metric("refused_calls_total", code="BAD_REQUEST") > 100
     before = shard.version()
-    for _ in range(8):
+    while shard.version() == before:
+        assert honest.steps < 100
         honest.step()
-    assert shard.version() > before
 
 
 # ---------------------------------------------------------------- 5, 6: tokens

@@ -15,12 +15,12 @@ from lockstep import Lockstep
 NOTHING, FRAGMENT_0 = frozenset[int](), frozenset([0])
 
 
-def leaving(*learner_ids: str, quorum: object = "all") -> Rig:
-    """Round 1 is over, two of the four steps are taken that make the next one due, and the last learner leaves."""
+def leaving(*learner_ids: str, quorum: object = "all", steps: int = 3) -> Rig:
+    """Round 1 is over, some of the four steps are taken that make the next one due, and the last learner leaves."""
     rig = Rig(sync={"quorum": quorum}).started(*learner_ids)
     for learner_id in learner_ids:
         rig.contribute(learner_id, 1)
-    rig.step(*learner_ids, steps=2)
+    rig.step(*learner_ids, steps=steps)
     assert rig.state.round is None
     for learner_id in learner_ids:
         rig.take_told(learner_id)
@@ -28,11 +28,14 @@ def leaving(*learner_ids: str, quorum: object = "all") -> Rig:
     return rig
 
 
-def test_a_learner_that_leaves_gets_a_round_out_of_turn_and_all_are_asked() -> None:
+def test_a_learner_that_leaves_gets_a_round_out_of_turn_and_those_are_asked_that_have_most_of_an_interval() -> None:
+    rig = leaving("a", "b", "c", steps=2)
+    assert rig.state.round is not None
+    assert rig.state.round.missing == ["c"]
     rig = leaving("a", "b", "c")
     assert [rig.told_of(i, Collect) for i in "abc"] == [[Collect(0, 2, 7)]] * 3
     for learner_id in "abc":
-        assert rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2).outcome is ACCEPTED
+        assert rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3).outcome is ACCEPTED
     assert rig.state.version == 2
     rig.assert_accounts_balance()
 
@@ -50,7 +53,7 @@ def test_who_stays_or_has_nothing_there_gets_none(last_rounds: frozenset[int] | 
 def test_it_gets_one_per_generation() -> None:
     rig = leaving("a", "b")
     for learner_id in "ab":
-        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
     rig.step("a")
     for _ in range(3):
         rig.report("b", last_rounds=FRAGMENT_0)
@@ -63,7 +66,7 @@ def test_it_gets_one_per_generation() -> None:
 def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> None:
     rig = leaving("a", "b", "c", quorum=2)
     for learner_id in "ab":
-        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
     began = rig.now
     while rig.now < began + LAST_S - 1.0:
         rig.now += 1.0
@@ -79,7 +82,7 @@ def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> No
 def test_nobody_waits_for_one_that_is_gone() -> None:
     rig = leaving("a", "b", "c", quorum=2)
     for learner_id in "ab":
-        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
     rig.shard.leave(rig.members["c"])
     rig.advance()
     assert rig.state.version == 2
@@ -89,7 +92,7 @@ def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> N
     """It waits for other fragments. So it counts neither for when a round of this one is due, nor in it."""
     rig = leaving("a", "b")
     for learner_id in "ab":
-        rig.contribute(learner_id, 2, tokens=2 * TOKENS, steps=2)
+        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
     rig.report("b", last_rounds=NOTHING)
     rig.step("a", steps=4)
     assert rig.state.round is not None

@@ -23,6 +23,9 @@ from diloco_server.core.versions import Versions
 
 NEVER = 1 << 62
 """Steps or tokens that nobody reaches."""
+READY = 0.75
+"""Of the interval: so many steps a contribution has, unless its learner leaves or the budget ends. Learners that are up
+to a third slower are in every round."""
 
 
 class DueFragments:
@@ -35,6 +38,7 @@ class DueFragments:
         self._found: object = None  # what `among` last decided by
         self._put_off: list[int] = []
         self._put_off_by: set[int] = set()  # the generations that it was due for
+        self._last: set[int] = set()  # those that are due because what is trained fills the budget
         self._begin()
 
     def among(self, live: Sequence[Member], quorum: Quorum) -> list[int]:
@@ -55,6 +59,7 @@ class DueFragments:
         self._found = found
         self._look_at_members(live)
         self._look_at_fragments(live)
+        self._last.clear()
         leaving = {p for m in live for p in m.progress.last_rounds or ()}
         of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(self._versions.fragments[p], live, quorum)]
         return sorted([*(self._due_for_all(live, quorum) - leaving), *of_leavers])
@@ -62,6 +67,20 @@ class DueFragments:
     def put_off(self, due: Sequence[int]) -> None:
         """These were due, and are not opened yet: they come next, unless learners come or go."""
         self._put_off, self._put_off_by = list(due), {*self._columns}
+
+    def ready(self, state: FragmentState, members: Sequence[Member]) -> Sequence[Member]:
+        """Whom of these a round asks that is due.
+
+        A mean is as long as its parts are: 24 steps of one learner with 3 of another, by their weights, move the model
+        by less than the 24 alone. So who has few steps since the last that are merged goes on, gets the version like
+        all others, and contributes to a later round.
+        """
+        fragment_id = state.fragment.fragment_id
+        if fragment_id in self._last:
+            return members
+        least = READY * int(self._intervals[self._rows[fragment_id]])
+        found = [m for m in members if m.progress.last_rounds is not None or m.steps_unmerged(fragment_id) >= least]
+        return found or members
 
     def usual_steps(self, fragment: Fragment) -> int:
         """Inner steps between two rounds of a fragment, as the settings have it."""
@@ -160,8 +179,8 @@ class DueFragments:
             tokens = self._spread(members, (m.counted.tokens for m in members))
             trained = (tokens - self._tokens[rows]).clamp(min=0).sum(dim=1)
             near = [self._versions.fragments[self._ids[rows[i]]] for i in _where(trained >= self._left[rows])]
-            due |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
-        return due
+            self._last |= {s.fragment.fragment_id for s in near if self._versions.budget.rest_is_trained(s, members)}
+        return due | self._last
 
     def _is_due(self, state: FragmentState, live: Sequence[Member], quorum: Quorum) -> bool:
         """One that a learner takes part in that leaves."""
@@ -174,6 +193,7 @@ class DueFragments:
             if any(m.wants_last(fragment_id) for m in there):
                 return True
             if self._versions.budget.rest_is_trained(state, there):
+                self._last.add(fragment_id)
                 return True
         return is_due(there, state.base_steps, steps, quorum)
 

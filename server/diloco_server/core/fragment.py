@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -57,17 +57,11 @@ class Asking:
     """Whom rounds ask, and what counted of them then. Rounds that open at the same time share it."""
 
     generations: dict[str, int]
-    steps: dict[str, int]
     tokens: dict[str, int]
 
     @classmethod
-    def of(cls, live: Sequence[Member]) -> Asking:
-        counted = [(m.learner_id, m.counted) for m in live]
-        return cls(
-            {m.learner_id: m.generation for m in live},
-            {learner_id: progress.inner_step for learner_id, progress in counted},
-            {learner_id: progress.tokens for learner_id, progress in counted},
-        )
+    def of(cls, members: Sequence[Member]) -> Asking:
+        return cls({m.learner_id: m.generation for m in members}, {m.learner_id: m.counted.tokens for m in members})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +112,7 @@ class FragmentState:
     base_steps: dict[str, int] = field(default_factory=dict)
     """Learner -> inner step that counted when the last round opened, for the cadence."""
     base_tokens: dict[str, int] = field(default_factory=dict)
-    """Learner -> tokens that counted then, for the end of the budget."""
+    """Learner -> tokens that counted when a round asked it last, for the end of the budget."""
     shares: dict[str, Share] = field(default_factory=dict)
     """Learner -> what it brought to this fragment in this epoch, for what counts as merged."""
     declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
@@ -171,12 +165,14 @@ class FragmentState:
         self.record, self.values, self.published = record.copy(), values, published
         self._enter(Phase.RESTING)
 
-    def open_round(self, asking: Asking, now: float) -> Round:
-        """RESTING -> COLLECTING: every live learner is asked for a contribution to the next version."""
+    def open_round(self, asking: Asking, steps: Mapping[str, int], now: float) -> Round:
+        """RESTING -> COLLECTING: these learners are asked for a contribution to the next version. `steps`: what counts
+        of all live ones."""
         assert self.phase is Phase.RESTING
         self.collected = Round(self.version + 1, now, asking.generations.copy())
         self.rounds_opened += 1
-        self.base_steps, self.base_tokens = asking.steps.copy(), asking.tokens.copy()
+        self.base_steps = dict(steps)
+        self.base_tokens |= asking.tokens
         self._enter(Phase.COLLECTING)
         return self.collected
 

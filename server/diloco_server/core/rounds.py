@@ -327,6 +327,7 @@ class Rounds:
         rounds = []
         for state in self._versions.fragments.values():
             state.base_steps.pop(member.learner_id, None)
+            state.base_tokens.pop(member.learner_id, None)
             if state.round is not None and state.round.asked.get(member.learner_id) == member.generation:
                 rounds.append(state.round)
         return rounds
@@ -435,14 +436,23 @@ class Rounds:
         at_once = max(1, ASKS_AT_ONCE // len(live))
         self._due.put_off(due[at_once:])
         patience_s, fragments = self.grace.patience_s(self.grace_s()), self._versions.fragments
-        leaves = any(m.progress.last_rounds is not None for m in live)
-        calling = None if leaves else Calling.of(live, patience_s, now)
+        steps = {m.learner_id: m.counted.inner_step for m in live}
+        callings: dict[tuple[int, ...], Calling] = {}  # by generations: most fragments ask the same
         for fragment_id in due[:at_once]:
-            asked = calling or Calling.of([m for m in live if m.takes_part(fragment_id)], patience_s, now)
-            self._open(fragments[fragment_id], asked, now)
+            asked = self._asks(fragments[fragment_id], live)
+            key = tuple(m.generation for m in asked)
+            if key not in callings:
+                callings[key] = Calling.of(asked, patience_s, now)
+            self._open(fragments[fragment_id], callings[key], steps, now)
 
-    def _open(self, state: FragmentState, calling: Calling, now: float) -> None:
-        opened, live = state.open_round(calling.asking, now), calling.members
+    def _asks(self, state: FragmentState, live: Sequence[Member]) -> Sequence[Member]:
+        """Whom a round asks."""
+        members = [m for m in live if m.takes_part(state.fragment.fragment_id)]
+        return members if self.trust.asks_all else self._due.ready(state, members)
+
+    def _open(self, state: FragmentState, calling: Calling, steps: Mapping[str, int], now: float) -> None:
+        """`steps`: of all live learners, whether they are asked or not."""
+        opened, live = state.open_round(calling.asking, steps, now), calling.members
         fragment_id, number, request = state.fragment.fragment_id, opened.round, state.request()
         opened.last_of |= {m.learner_id for m in calling.leaving if m.takes_last(fragment_id)}
         self._outbox.add(RoundOpened(fragment_id, number, len(live)))

@@ -101,6 +101,11 @@ class Trust:
             return quorum
         return max(quorum, sum(m.sets_pace for m in asked) // 2 + 1)
 
+    @property
+    def asks_all(self) -> bool:
+        """Whether rounds ask those as well that have few steps to contribute: no stranger is alone by being fast."""
+        return self._strangers
+
     def evidence(self, contributions: Mapping[str, Contribution], state: FragmentState, every: int) -> dict[str, str]:
         """Against each contribution to a round that closes; "" for most. When the first came there was nothing yet to
         compare with."""
