@@ -104,3 +104,34 @@ def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPa
     assert [members[0].asked, members[1].asked] == [8, 16]
     assert shard.fragments[15].round is not None
     assert sorted(shard.fragments[15].round.asked) == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "tokens", "asked"),
+    [
+        ({}, 0, ["fast"]),
+        ({"sync": {"on_commit": "overwrite"}}, 0, ["fast", "slow"]),  # it would lose what it is not asked for
+        ({"guard": {"trust": "strangers"}}, 0, ["fast", "slow"]),  # who seems fast would be alone
+        ({"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
+    ],
+)  # fmt: skip
+def test_a_round_asks_those_that_have_most_of_an_interval(
+    sections: dict[str, dict[str, object]], tokens: int, asked: list[str]
+) -> None:
+    sync = {"fragments": 1, "sync_every": 4, "quorum": 1} | sections.pop("sync", {})
+    shard = Shard(make_settings(sync=sync, **sections), 2)
+    manifest = cut(SPECS[:1], 1, 1)
+    values = Values(torch.ones(1), [])
+    published = Published(encode_payload(values.theta, "float32"))
+    shard.restore(manifest, [Restored(Record(0, 1, 5, {}, {}, 0, (), 1.0), values, published, False)])
+    (state,) = shard.fragments.values()
+    for name, steps in (("fast", 4), ("slow", 2)):
+        member = shard.join(name, f"process {name}", SPECS[:1], 0.0)
+        shard.progress(member, Progress(0, 0, None, 1.0), 1.0)
+        assert member.trail is not None
+        member.trail.merged_until[0] = Progress(0, 0)
+        state.base_steps[name] = state.base_tokens[name] = 0
+        shard.progress(member, Progress(steps, tokens * 4 * steps, None, 1.0), 5.0)
+    shard.tick(5.0)
+    assert state.round is not None
+    assert sorted(state.round.asked) == asked

@@ -73,10 +73,10 @@ class DueFragments:
 
         A mean is as long as its parts are: 24 steps of one learner with 3 of another, by their weights, move the model
         by less than the 24 alone. So who has few steps since the last that are merged goes on, gets the version like
-        all others, and contributes to a later round.
+        all others, and contributes to a later round. All are asked where a version would undo what they carry.
         """
         fragment_id = state.fragment.fragment_id
-        if fragment_id in self._last:
+        if fragment_id in self._last or self._sync.on_commit != "carry":
             return members
         least = READY * int(self._intervals[self._rows[fragment_id]])
         found = [m for m in members if m.progress.last_rounds is not None or m.steps_unmerged(fragment_id) >= least]
