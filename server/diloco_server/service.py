@@ -333,6 +333,7 @@ class Service:
             for num_bytes in _chunk_sizes(header.payload):
                 async with self._outgoing.held(num_bytes):  # before a chunk is cut
                     yield unread.next(num_bytes)
+                    unread.taken()
                 self._host.telemetry.sent(num_bytes)
 
     @contextmanager

@@ -192,6 +192,10 @@ class Unread(Generic[T]):
         self._wait(self._pause_s + num_bytes / SLOWEST_BYTES_PER_S)
         return next(self._chunks)
 
+    def taken(self) -> None:
+        """The transport has passed it on: from here on the caller waits for the shard."""
+        self._wait(None)
+
     def close(self) -> None:
         """No more will be taken. Repeating it is fine."""
         self._chunks = None
