@@ -332,9 +332,11 @@ class ShardHost:
         change = None if request.have is None else self.shard.change_since(request.fragment_id, *request.have)
         return pull_header(self.shard, caller.learner_id, request.fragment_id), change, values
 
-    async def cut_header(self, values: Payload, ranges: Sequence[Range]) -> PayloadHeader:
+    async def cut_header(
+        self, values: Payload, ranges: Sequence[Range], chunk_elements: int | None = None
+    ) -> PayloadHeader:
         """Of what a pull asks for of a version. Holds a chunk at a time. Raises Draining once the shard has ended."""
-        return await self.compute("encode", lambda: cut_header(values, ranges))
+        return await self.compute("encode", lambda: cut_header(values, ranges, chunk_elements))
 
     async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
         """The latest version in an encoding other than the run's, for one caller alone. Raises Draining."""

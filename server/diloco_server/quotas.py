@@ -6,10 +6,16 @@ A `Busy` goes out: the caller may try again. Who is told to end, is ended by the
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from diloco_common.errors import Busy
+
+SHOWN_BYTES = 256 << 10
+"""Who has taken a pull of so many bytes has shown that it reads: more than a transport takes for who does not."""
+TAKERS_MAX = 8192
+"""Accounts of which that is remembered; of more, those that pulled last."""
 
 H = TypeVar("H", bound=Hashable)
 
@@ -82,6 +88,43 @@ class Places(Generic[H]):
             self._count -= 1
         if not holders:
             self._holders.pop(account, None)
+
+
+class Pulled:
+    """One pull of an account."""
+
+    def __init__(self, *, is_trusted: bool) -> None:
+        self.is_trusted = is_trusted
+        """Whether it is given large chunks."""
+        self.num_bytes = 0
+        """So many, once all are taken."""
+
+
+class Takers:
+    """Accounts that read what they pull. They are given large chunks, in one pull at a time: a chunk that is not read
+    is memory of the shard until the deadline of its pull. Learners pull one version after the other.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[str, None] = {}  # who pulled last is last
+        self._pulling: set[str] = set()  # with large chunks
+
+    @contextmanager
+    def pulling(self, account: str) -> Iterator[Pulled]:
+        """Around a pull."""
+        pulled = Pulled(is_trusted=account in self._shown and account not in self._pulling)
+        if pulled.is_trusted:
+            self._pulling.add(account)
+        try:
+            yield pulled
+        finally:
+            if pulled.is_trusted:
+                self._pulling.discard(account)
+            if pulled.num_bytes > SHOWN_BYTES:
+                self._shown.pop(account, None)
+                self._shown[account] = None
+            if len(self._shown) > TAKERS_MAX:
+                del self._shown[next(iter(self._shown))]
 
 
 class Pushes(Generic[H]):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from diloco_common import bounds
 from diloco_common.codec import Chunk, Payload, PayloadHeader, PayloadReceiver
-from diloco_common.codec.cut import cut_chunks
+from diloco_common.codec.cut import ITEM_BYTES, cut_chunks
 from diloco_common.errors import (
     BadRequest,
     Busy,
@@ -42,9 +42,9 @@ from diloco_common.ranges import Range
 from diloco_common.rate import Rate
 from diloco_server.control_streams import ControlStream
 from diloco_server.host import ShardHost
-from diloco_server.quotas import Places, Pushes
+from diloco_server.quotas import SHOWN_BYTES, Places, Pushes, Takers
 from diloco_server.rules import check_codecs
-from diloco_server.waits import BODY_S, Bodies, OpenPush, Outgoing, Pace, Turns, Wait
+from diloco_server.waits import BODY_S, Bodies, OpenPush, Outgoing, Pace, Turns, Unread, Wait
 
 PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
 """Pulls of one learner, and of callers without a lease from one host; more are answered BUSY. One is enough; others may
@@ -52,6 +52,10 @@ be left for a while from connections that broke."""
 PULL_S = 900.0
 """Seconds that a pull may be open, beside the time that a slow link takes for its bytes. Its deadline ends it, for gRPC
 cannot be told to drop what a caller does not take."""
+SMALL_CHUNK_BYTES = 64 << 10
+"""Chunks of a pull whose caller has not shown that it reads: the transport keeps a copy of a chunk that is not read."""
+UNTRUSTED_PAUSE_S = 5.0
+"""So long such a caller may take nothing, and keep a version in memory that may be over."""
 MESSAGES_AT_ONCE = 4
 """Messages of one learner, of Pull or Leave, that are read at once. The newest count."""
 OBSERVERS_AT_ONCE, HOST_OBSERVERS_AT_ONCE = 4, 2
@@ -84,6 +88,7 @@ class Service:
         self._rank_pushes = Places[OpenPush](max(PUSHES_AT_ONCE, limits.max_pushes // 2))
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
         self._rank_pulls = Places[object](max(PULLS_AT_ONCE, limits.max_pushes // 2))
+        self._takers = Takers()
         self._outgoing = Outgoing(limits.bytes_out_max)
         self._observers = Places[object](HOST_OBSERVERS_AT_ONCE)  # pulls whose bytes are made for them alone
         self._seeding: dict[tuple[int, int], OpenPush] = {}  # fragments whose seed is coming in, and the part
@@ -280,15 +285,18 @@ class Service:
     async def pull(
         self, caller: Identity, request: PullRequest, ends_in_s: float = 0.0
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
-        with self._pull_place(caller):
+        with self._pull_place(caller) as account, self._takers.pulling(account) as pulled:
             header, change, values = self._host.pull(caller, request)
-            if request.ranges:  # a change has scales that ranges may share, so it cannot be cut
-                _check_ranges(request.ranges, values.header.num_elements)
-                header, change = replace(header, ranges=request.ranges), None
-            size = num_elements(request.ranges) if request.ranges else values.header.num_elements
+            ranges = request.ranges
+            if ranges:
+                _check_ranges(ranges, values.header.num_elements)
+                header = replace(header, ranges=ranges)
+            size = num_elements(ranges) if ranges else values.header.num_elements
             _check_ends(ends_in_s, 4 * size)
+            if ranges or (change is not None and not pulled.is_trusted and _is_large(change.header)):
+                change = None  # it has scales that ranges may share, so it cannot be cut
             made = {payload.header.encoding: payload for payload in (change, values) if payload is not None}
-            only_made = bool(request.ranges or request.want)  # what is made for a caller is the latest version, whole
+            only_made = bool(ranges or request.want)  # what is made for a caller is the latest version, whole
             encoding = _choose_encoding(request.encodings, made, () if only_made else OBSERVER_ENCODINGS)
             payload = made.get(encoding)
             if request.have == (header.epoch, header.version):
@@ -297,32 +305,41 @@ class Service:
                 base = request.have if payload is change else None
                 header = replace(header, payload=payload.header, base_version=base and base[1])
                 chunks: Iterable[Chunk] = payload.chunks
-                if request.ranges:
-                    header = replace(header, payload=await self._host.cut_header(payload, request.ranges))
-                    chunks = cut_chunks(payload, request.ranges)
-                async with aclosing(self._parts(header, chunks)) as parts:
+                small = None if pulled.is_trusted else _small_chunk_elements(payload.header)
+                if small is not None and not ranges:
+                    ranges = (Range(0, size),)
+                if ranges:
+                    header = replace(header, payload=await self._host.cut_header(payload, ranges, small))
+                    chunks = cut_chunks(payload, ranges, small)
+                unread = Unread(chunks, self._host.settings.lease.lease_s if pulled.is_trusted else UNTRUSTED_PAUSE_S)
+                del change, values, made, payload, chunks  # so that `unread` alone holds the version
+                async with aclosing(self._parts(header, unread)) as parts:
                     async for part in parts:
                         yield part
+                pulled.num_bytes = header.payload.num_bytes if header.payload is not None else 0
             else:
                 with self._observer_place(caller):
                     header, payload = await self._host.encode_for(caller, request.fragment_id, encoding)
                     header = replace(header, payload=payload.header)
-                    async with aclosing(self._parts(header, payload.chunks)) as parts:
+                    unread = Unread(payload.chunks, self._host.settings.lease.lease_s)
+                    async with aclosing(self._parts(header, unread)) as parts:
                         async for part in parts:
                             yield part
 
-    async def _parts(self, header: PullHeader, chunks: Iterable[Chunk]) -> AsyncGenerator[PullHeader | Chunk, None]:
+    async def _parts(self, header: PullHeader, unread: Unread[Chunk]) -> AsyncGenerator[PullHeader | Chunk, None]:
         assert header.payload is not None
         yield header
-        coming = iter(chunks)
-        for num_bytes in _chunk_sizes(header.payload):
-            async with self._outgoing.held(num_bytes):  # before a chunk is cut
-                yield next(coming)
-            self._host.telemetry.sent(num_bytes)
+        with closing(unread):
+            for num_bytes in _chunk_sizes(header.payload):
+                async with self._outgoing.held(num_bytes):  # before a chunk is cut
+                    yield unread.next(num_bytes)
+                    unread.taken()
+                self._host.telemetry.sent(num_bytes)
 
     @contextmanager
-    def _pull_place(self, caller: Identity) -> Iterator[None]:
-        """Held while a pull is open, and so are its bytes. Raises Busy, and as `ShardHost.member` does for a lease.
+    def _pull_place(self, caller: Identity) -> Iterator[str]:
+        """Held while a pull is open, and so are its bytes; whose account it is. Raises Busy, and as `ShardHost.member`
+        does for a lease.
 
         Ranks have places each, but those above 0 of one learner only so many together: a caller chooses its rank.
         """
@@ -336,7 +353,7 @@ class Service:
             self._rank_pulls.take_if_free(learner_id, place, "pulls of ranks of this island")
         try:
             places.take_if_free(account, place, f"pulls of {account or 'this host'}")
-            yield
+            yield account
         finally:
             places.give_back(account, place)
             self._rank_pulls.give_back(learner_id, place)
@@ -372,6 +389,17 @@ def _check_ranges(ranges: Sequence[Range], fragment_elements: int) -> None:
     """Raises BadRequest."""
     if ranges[-1].stop > fragment_elements:
         raise BadRequest(f"a range ends at element {ranges[-1].stop} of {fragment_elements}")
+
+
+def _is_large(header: PayloadHeader) -> bool:
+    """Whether its chunks are."""
+    return header.chunk_bytes(0) > SHOWN_BYTES
+
+
+def _small_chunk_elements(header: PayloadHeader) -> int | None:
+    """None: its chunks are small already, or cannot be cut."""
+    item = ITEM_BYTES.get(header.encoding)
+    return SMALL_CHUNK_BYTES // item if item and _is_large(header) else None
 
 
 def _chunk_sizes(header: PayloadHeader) -> Iterator[int]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from diloco_common.errors import Busy, Refusal, TornUpload
 from diloco_common.protocol import SLOWEST_BYTES_PER_S
@@ -174,6 +174,37 @@ class Bodies:
 
 def _crowded() -> Busy:
     return Busy("too many callers join at once; try again in a moment")
+
+
+class Unread(Generic[T]):
+    """The chunks that a pull has not taken. They keep a version in memory, so whoever pauses for long loses them."""
+
+    def __init__(self, chunks: Iterable[T], pause_s: float) -> None:
+        """`pause_s`: so long it may take nothing, beside the time that a slow link takes for a chunk."""
+        self._chunks: Iterator[T] | None = iter(chunks)
+        self._pause_s = pause_s
+        self._ends: asyncio.TimerHandle | None = None
+
+    def next(self, num_bytes: int) -> T:
+        """The next chunk, of so many bytes. Raises Busy."""
+        if self._chunks is None:
+            raise Busy("the bytes of this version were not taken in time; pull again")
+        self._wait(self._pause_s + num_bytes / SLOWEST_BYTES_PER_S)
+        return next(self._chunks)
+
+    def taken(self) -> None:
+        """The transport has passed it on: from here on the caller waits for the shard."""
+        self._wait(None)
+
+    def close(self) -> None:
+        """No more will be taken. Repeating it is fine."""
+        self._chunks = None
+        self._wait(None)
+
+    def _wait(self, seconds: float | None) -> None:
+        if self._ends is not None:
+            self._ends.cancel()
+        self._ends = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.close)
 
 
 class Outgoing:

@@ -468,6 +468,10 @@ def test_ranges_are_cut_out_of_a_version(seed: int) -> None:
         cut = Payload(cut_header(whole, ranges), tuple(cut_chunks(whole, ranges)))
         assert torch.equal(decoded(cut), laid_out(values, ranges))
         assert cut.header == encode_payload(laid_out(values, ranges), "bfloat16", chunk_elements=256).header
+    few = encode_payload(values.clone(), "bfloat16", chunk_elements=1024)
+    for ranges in ((Range(0, SIZE),), *filter(None, of_rows(seed, 3))):
+        cut = Payload(cut_header(few, ranges, 256), tuple(cut_chunks(few, ranges, 256)))
+        assert cut.header == encode_payload(laid_out(values, ranges), "bfloat16", chunk_elements=256).header
 
 
 # ------------------------------------------------------------------ anything at any time

@@ -6,7 +6,8 @@ import pytest
 
 from diloco_common.errors import Busy
 from diloco_common.rate import Rate
-from diloco_server.quotas import Places, Pushes
+from diloco_server import quotas
+from diloco_server.quotas import SHOWN_BYTES, Places, Pushes, Takers
 
 MIB = 1 << 20
 
@@ -189,3 +190,38 @@ def test_a_push_that_was_refused_for_its_bytes_ends_no_other() -> None:
 def test_one_push_always_fits_if_there_is_no_other() -> None:
     now_open = pushes(bytes_most=100)
     assert begin(now_open, "ann", "larger than all that is allowed", 1, num_bytes=1000) == []
+
+
+# ------------------------------------------------------------------ who reads what it pulls
+
+
+def pulled(takers: Takers, account: str, num_bytes: int) -> bool:
+    """A pull that is taken whole. Whether it had large chunks."""
+    with takers.pulling(account) as pull:
+        pull.num_bytes = num_bytes
+    return pull.is_trusted
+
+
+def test_large_chunks_are_for_who_has_shown_that_it_reads() -> None:
+    takers = Takers()
+    assert not pulled(takers, "ann", SHOWN_BYTES)
+    assert not pulled(takers, "ann", SHOWN_BYTES + 1), "a transport takes so many for who reads nothing"
+    assert pulled(takers, "ann", 1)
+    assert pulled(takers, "ann", 1)
+    assert not pulled(takers, "ben", 1)
+
+
+def test_large_chunks_come_in_one_pull_at_a_time() -> None:
+    takers = Takers()
+    pulled(takers, "ann", SHOWN_BYTES + 1)
+    with takers.pulling("ann") as first, takers.pulling("ann") as second:
+        assert (first.is_trusted, second.is_trusted) == (True, False)
+    assert pulled(takers, "ann", 1)
+
+
+def test_who_pulled_last_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "TAKERS_MAX", 2)
+    takers = Takers()
+    for name in ("ann", "ben", "ann", "cem"):
+        pulled(takers, name, SHOWN_BYTES + 1)
+    assert [pulled(takers, name, 1) for name in ("ann", "ben", "cem")] == [True, False, True]

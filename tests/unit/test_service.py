@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from builders import make_settings
-from diloco_common.codec import Chunk, encode_payload, encoding_names
+from builders import decoded, make_settings
+from diloco_common.codec import Chunk, PayloadReceiver, encode_payload, encoding_names
 from diloco_common.errors import (
     BadRequest,
     Busy,
@@ -44,8 +44,8 @@ from diloco_common.messages import (
 from diloco_common.metrics import ShardMetrics
 from diloco_common.protocol import PROTOCOL
 from diloco_common.ranges import Range
+from diloco_server import quotas, waits
 from diloco_server import service as module
-from diloco_server import waits
 from diloco_server.host import ShardHost
 from diloco_server.server import real_world
 from diloco_server.service import Service
@@ -307,6 +307,28 @@ def test_a_learner_may_pull_a_few_times_at_once_and_costs_others_no_place() -> N
         for pull in opened:
             await pull.aclose()
         assert rig.service._outgoing.num_bytes == 0
+
+    run(play)
+
+
+def test_who_has_not_shown_that_it_reads_is_given_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name, value in ((quotas, "SHOWN_BYTES", 1024), (module, "SHOWN_BYTES", 1024),
+                               (module, "SMALL_CHUNK_BYTES", 1024)):  # fmt: skip
+        monkeypatch.setattr(where, name, value)
+
+    async def play(rig: Rig) -> None:
+        ann = await rig.seeded()
+        small, whole = await rig.pull(ann), await rig.pull(ann)
+        assert (len(small) - 1, len(whole) - 1) == (-(-4 * SIZE // 1024), 1)
+        values = torch.ones(SIZE)
+        for header, *chunks in (small, whole):
+            assert isinstance(header, PullHeader)
+            assert header.payload is not None
+            receiver = PayloadReceiver(header.payload)
+            for chunk in chunks:
+                assert not isinstance(chunk, PullHeader)
+                receiver.add(chunk)
+            assert torch.equal(decoded(receiver.finish()), values)
 
     run(play)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 
 from diloco_common.errors import Busy, TornUpload
 from diloco_server import waits
-from diloco_server.waits import Bodies, OpenPush, Outgoing, Turns
-from waiting import DEADLINE_S
+from diloco_server.waits import Bodies, OpenPush, Outgoing, Turns, Unread
+from waiting import DEADLINE_S, until_async
 
 
 def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -200,5 +201,23 @@ def test_the_first_turns_are_there_at_once_on_a_machine_that_has_just_started(mo
         await turns()
         assert [turn.done() for turn in taken] == [True, True, True, False]
         taken[-1].cancel()
+
+    run(play)
+
+
+class Version(list[bytes]):
+    """Its chunks, and what a weak reference may be to."""
+
+
+def test_who_pauses_for_long_no_longer_keeps_a_version_in_memory() -> None:
+    async def play() -> None:
+        version = Version([b"1", b"2", b"3"])
+        held, unread = weakref.ref(version), Unread(version, 0.0)
+        del version
+        assert unread.next(1 << 30) == b"1"  # these take a slow link for hours
+        assert unread.next(0) == b"2"
+        await until_async(lambda: held() is None, "the pause to be too long")
+        with pytest.raises(Busy, match="not taken in time"):
+            unread.next(0)
 
     run(play)

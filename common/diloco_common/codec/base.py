@@ -243,6 +243,7 @@ def total(values: Tensor, plus: Tensor | None, out: Tensor | None = None) -> Ten
 
 def progress_since(anchor: Tensor, thetas: Iterable[tuple[int, Tensor]], out: Tensor) -> None:
     """out <- anchor - theta, in float32: both (n,) of any floating dtype. What `out` cannot hold becomes infinite.
+    The anchor counts as theta's dtype holds it.
 
     `thetas`: parts of theta, each with its place in them. Making a slice costs more than calling a kernel, so no part
     is sliced for one.
@@ -255,7 +256,18 @@ def progress_since(anchor: Tensor, thetas: Iterable[tuple[int, Tensor]], out: Te
             continue
         for part in slices_of(theta):
             into = slice(start + part.start, start + part.stop)
-            torch.sub(anchor[into], theta[part], out=out[into])  # in float32, whatever they are, and rounded once
+            since = as_held(anchor[into], theta.dtype)
+            torch.sub(since, theta[part], out=out[into])  # in float32, whatever they are, and rounded once
+
+
+def rounds(dtype: torch.dtype, values: torch.dtype) -> bool:
+    """Whether a tensor of this dtype cannot hold all values of the other one."""
+    return dtype not in (torch.float32, values)
+
+
+def as_held(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """These values as a tensor of this dtype holds them: themselves, or float32, rounded."""
+    return values.to(dtype).float() if rounds(dtype, values.dtype) else values
 
 
 def subtract(version: Tensor, reference: Reference, out: Tensor) -> None:

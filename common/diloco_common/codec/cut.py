@@ -17,20 +17,24 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Of the encodings that keep every element by itself; others have scales, and cannot be cut."""
 
 
-def cut_header(whole: Payload, ranges: Sequence[Range]) -> PayloadHeader:
+def cut_header(whole: Payload, ranges: Sequence[Range], chunk_elements: int | None = None) -> PayloadHeader:
     """Of the payload of these ranges, which lie in the fragment. Cuts all of it once, a chunk at a time.
+
+    `chunk_elements`: None is as many as those of the whole.
 
     Raises KeyError for an encoding that cannot be cut.
     """
     header, size = whole.header, num_elements(ranges)
     num_bytes = size * ITEM_BYTES[header.encoding]
-    checksum = chunks_crc32c(cut_chunks(whole, ranges))
-    return PayloadHeader(header.encoding, size, header.chunk_elements, num_bytes, checksum)
+    chunk_elements = chunk_elements or header.chunk_elements
+    checksum = chunks_crc32c(cut_chunks(whole, ranges, chunk_elements))
+    return PayloadHeader(header.encoding, size, chunk_elements, num_bytes, checksum)
 
 
-def cut_chunks(whole: Payload, ranges: Sequence[Range]) -> Iterator[bytes]:
+def cut_chunks(whole: Payload, ranges: Sequence[Range], chunk_elements: int | None = None) -> Iterator[bytes]:
     """The chunks of that payload. Each is cut when it is asked for, so no more than one is held here."""
-    item, size, step = ITEM_BYTES[whole.header.encoding], num_elements(ranges), whole.header.chunk_elements
+    item, size = ITEM_BYTES[whole.header.encoding], num_elements(ranges)
+    step, chunk_bytes = chunk_elements or whole.header.chunk_elements, whole.header.chunk_elements * item
     chunks = [np.frombuffer(chunk, np.uint8) for chunk in whole.chunks]
     rest = spans(ranges)
     span = next(rest, None)
@@ -39,7 +43,7 @@ def cut_chunks(whole: Payload, ranges: Sequence[Range]) -> Iterator[bytes]:
         out = np.zeros((end - at) * item, np.uint8)
         while span is not None and span.start + span.shift < end:
             first, stop = max(span.start, at - span.shift), min(span.stop, end - span.shift)
-            _copy(out, (first + span.shift - at) * item, chunks, first * item, stop * item, step * item)
+            _copy(out, (first + span.shift - at) * item, chunks, first * item, stop * item, chunk_bytes)
             if span.stop > stop:
                 break  # the next chunk has more of it
             span = next(rest, None)

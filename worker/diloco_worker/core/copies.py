@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from diloco_common.codec.base import as_held
 from diloco_common.manifest import Fragment, Piece
 from diloco_worker.core import layout
 
@@ -35,9 +36,17 @@ class Copies:
             out[piece.bounds].copy_(_finest(piece, theta, copies))
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- anchor - theta."""
+        """out <- anchor - theta: where no copy says more of it, the anchor as theta holds it."""
         for piece, theta, copies in self._pieces(fragment):
-            torch.sub(anchor[piece.bounds], _finest(piece, theta, copies), out=out[piece.bounds])
+            since = anchor[piece.bounds]
+            held, master = as_held(since, theta.dtype), _master(copies)
+            if master is not None and held is not since:
+                held = torch.where(_flat(piece, master).to(theta.dtype) == _flat(piece, theta), since.float(), held)
+            torch.sub(held, _finest(piece, theta, copies), out=out[piece.bounds])
+
+    def master(self, name: str) -> Tensor | None:
+        """The float32 copy of this parameter, if there is one."""
+        return _master(self.of(name))
 
     def add(self, fragment: Fragment, difference: Tensor) -> None:
         """theta <- theta + difference, and all of its copies, each rounded once."""
@@ -69,11 +78,15 @@ class Copies:
 def _finest(piece: Piece, theta: Tensor, copies: Sequence[Tensor]) -> Tensor:
     """theta, flat, as exactly as it is known."""
     values = _flat(piece, theta)
-    master = next((copy for copy in copies if copy.dtype == torch.float32), None)
+    master = _master(copies)
     if theta.dtype == torch.float32 or master is None:
         return values
     exact = _flat(piece, master)
     return torch.where(exact.to(theta.dtype) == values, exact, values.float())
+
+
+def _master(copies: Sequence[Tensor]) -> Tensor | None:
+    return next((copy for copy in copies if copy.dtype == torch.float32), None)
 
 
 def _flat(piece: Piece, tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.bounds import TIES_MAX
-from diloco_common.codec.base import progress_since
+from diloco_common.codec.base import as_held, progress_since, rounds
 from diloco_common.errors import ModelChanged, UnsupportedModel
 from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_common.messages import Tie
@@ -154,7 +154,7 @@ class Replica:
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
         """out <- anchor - theta, in the dtype of `out`; of buffers, 0 - theta. Both: [num_elements] on the model's
-        device."""
+        device. The anchor counts as theta holds it: what was rounded away is nothing that was trained."""
         if fragment.kind == "buffer":
             self._buffers.read(fragment, out)
             out.neg_()
@@ -169,8 +169,24 @@ class Replica:
                 flat.append((piece.offset, theta))
             else:
                 into, since = out[piece.bounds], anchor[piece.bounds]
-                torch.sub(_like(theta, since), theta, out=_like(theta, into))
+                torch.sub(_like(theta, as_held(since, theta.dtype)), theta, out=_like(theta, into))
         progress_since(anchor, flat, out)
+
+    def rounds(self, fragment: Fragment, values: torch.dtype) -> bool:
+        """Whether parameters of this fragment cannot hold all values of this dtype. In any thread."""
+        return fragment.kind != "buffer" and any(rounds(self._dtype(p), values) for p in fragment.pieces)
+
+    def as_held(self, fragment: Fragment, values: Tensor) -> Tensor:
+        """A copy of these values, as the model holds them: rounded, where no master holds them whole. Float32."""
+        held = values.to(torch.float32, copy=True)
+        copies = self._copies(fragment)
+        for piece in fragment.pieces:
+            if copies is None or copies.master(piece.tensor) is None:
+                held[piece.bounds] = as_held(values[piece.bounds], self._dtype(piece))
+        return held
+
+    def _dtype(self, piece: Piece) -> torch.dtype:
+        return self._forms[piece.tensor][1]
 
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         """theta <- values, rounded to the dtype of each tensor. `trains_on`: what training keeps of buffers for

@@ -8,6 +8,9 @@
 If the contribution is merged, the loss is the next residual already. If not, the next contribution first takes the loss
 back: residual = loss + what was sent - snapshot. That is off by the rounding of the loss.
 
+A model in 16 bits rounds a version in float32 that is laid under it. The anchor stays as it came, because changes build
+on it. But progress is counted from what the model holds of it: what was rounded away was not trained.
+
 A snapshot in bfloat16 is a little off. Under `carry` that loses nothing: a contribution counts as what its snapshot
 says, and the rest stays in the local progress, which the next contribution holds.
 
@@ -166,6 +169,15 @@ class ContributionTensors:
         self._moved = moved if progress is None else moved.sub_(progress)
         wait_for_device(moved.device)  # others compute with it
 
+    def move_held(self, since: Tensor, values: Tensor, held: Callable[[Tensor], Tensor]) -> None:
+        """As `move`, by values - since, where the model rounds what it holds."""
+        reference, progress = self.reference
+        moved = held(reference)
+        if progress is not None:
+            moved.sub_(progress)
+        self._moved = moved.sub_(since).add_(values)
+        wait_for_device(moved.device)
+
     def _own_snapshot(self) -> Tensor:
         """Of the snapshot, what this process pushes, ready for any thread and stream."""
         snapshot = self.take_snapshot()
@@ -202,10 +214,11 @@ class FragmentTensors:
         return out
 
     def reference_of(self, version: int, merged_version: int) -> Reference | None:
-        """What theta moves away from if this version is applied now; None if that is no addition. In any thread."""
-        if self._policy.on_commit != "carry" or self.fragment.kind == "buffer":
-            return None
+        """What theta moves away from if this version is applied now; None if that is not one addition. In any
+        thread."""
         contribution, anchor = self.contribution, self.anchor
+        if self._policy.on_commit != "carry" or self.fragment.kind == "buffer" or self._is_rounded(anchor):
+            return None
         if contribution is not None and contribution.round == merged_version <= version:
             return None if contribution.snapshot is None else contribution.reference
         return None if anchor is None else Reference(anchor)
@@ -265,6 +278,9 @@ class FragmentTensors:
         contribution = self.contribution
         assert self.anchor is not None
         reference = contribution.reference if contribution is not None and merged else Reference(self.anchor)
+        if self._is_rounded(self.anchor) or self._is_rounded(values):
+            self._carry_held(values, reference, merged=merged)
+            return
         if difference is None or not _are_the_same(difference.reference, reference):
             difference = Difference(reference, _minus(values, reference))
         with self._replica.laid.under(self.fragment):
@@ -272,6 +288,25 @@ class FragmentTensors:
         if contribution is not None and not merged:  # of a later round
             contribution.move(self._replica.left(self.fragment, difference.values, before))
         self._settle(values, merged=merged)
+
+    def _carry_held(self, values: Tensor, reference: Reference, *, merged: bool) -> None:
+        """As `carry`, where the model rounds what it holds: theta <- new + (theta - reference), all of them as it holds
+        them. Where nothing was trained, that is the new version, and none of the rounding is in the next contribution.
+        """
+        held = partial(self._replica.as_held, self.fragment)
+        since, new = held(reference.values), held(values)
+        if reference.progress is not None:
+            since = held(since.sub_(reference.progress))
+        with self._replica.laid.under(self.fragment):
+            self._replica.add(self.fragment, -since)
+            self._replica.add(self.fragment, new)
+        if self.contribution is not None and not merged:
+            self.contribution.move_held(since, new, held)
+        self._settle(values, merged=merged)
+
+    def _is_rounded(self, values: Tensor | None) -> bool:
+        """Whether the model cannot hold these values as they are."""
+        return values is not None and self._replica.rounds(self.fragment, values.dtype)
 
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
