@@ -38,7 +38,7 @@ from diloco_server.core.trust.conduct import OUTLIERS
 from diloco_server.core.trust.trail import STEPS_FACTOR
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "quality.md"
-STEPS = 300.0
+STEPS = 160.0
 CROWDS = ((1, 3), (1, 4), (1, 8), (2, 8))
 """Liars, of so many learners. Two of eight only among strangers."""
 MEMBERS_MOST, STRANGERS_MOST = 1.05, 1.02
@@ -321,10 +321,11 @@ def main() -> int:
     wanted = [case for trust in args.trust for case in cases(trust, args.rows)]
     wanted += sorted({Case(c.trust, c.learners - c.liars) for c in wanted}, key=str)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        results = dict(zip(wanted, pool.map(run, wanted), strict=True))
-    if args.each:
-        for case, result in results.items():
-            print(case, result)
+        results = {}
+        for case, result in zip(wanted, pool.map(run, wanted), strict=True):
+            results[case] = result
+            if args.each:
+                print(case, result, flush=True)
     tables, broken = [], []
     for trust in args.trust:
         lines, wrong = table(trust, args.rows, results)

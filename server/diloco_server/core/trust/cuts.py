@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median_low
+from statistics import median_high, median_low
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 MOST = 2.0
 """No stranger's weight counts for more than this many times the median weight, and only with as many times the median
 of inner steps."""
+HALF = 0.67
+"""Of the usual agreement: a stranger with as much counts in full."""
 CLIP_ITERATIONS = 3
 """Of centered clipping. Each may move the centre by the median distance."""
 
@@ -62,6 +64,23 @@ def allowed(steps: Sequence[int], strange: Sequence[bool]) -> list[float]:
 def once(most: Sequence[float]) -> list[float]:
     """The same, without what more steps allow."""
     return [times if math.isinf(times) else 1.0 for times in most]
+
+
+def agreeing(shares: Sequence[float], cosines: Tensor, most: Sequence[float]) -> list[float]:
+    """The shares, less of a stranger's that agrees with the others less than `HALF` as much as is usual, and nothing of
+    one that points away from them. `cosines`: (M, M), M > 2.
+
+    How much one agrees is the median of its cosines to the others: a minority of liars, who may agree with each other,
+    changes it for nobody. The higher median, so that of two others one that is honest suffices.
+    """
+    rows = cosines.tolist()
+    agrees = [median_high([*row[:i], *row[i + 1 :]]) for i, row in enumerate(rows)]
+    least = HALF * median_low(agrees)
+    if least <= 0:
+        return [*shares]  # nobody can say who points away
+    kept = [1.0 if math.isinf(times) else min(1.0, max(0.0, one / least)) for one, times in zip(agrees, most, strict=True)]
+    left = [share * part for share, part in zip(shares, kept, strict=True)]
+    return [one / sum(left) for one in left]
 
 
 def centered_clip(gram: Tensor, shares: Sequence[float]) -> list[float]:
