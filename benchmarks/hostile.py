@@ -1,6 +1,6 @@
-"""Liars among honest learners, by what they do to the loss. The tables of docs/quality.md; exits 1 where a promise is broken.
+"""Liars among honest learners, by what they do to the loss: the tables of docs/quality.md.
 
-    python benchmarks/hostile.py                            # all: about ten minutes on two cores
+    python benchmarks/hostile.py                            # all; exits 1 where a promise is broken
     python benchmarks/hostile.py --trust strangers --rows "sign flip" ALIE
     python benchmarks/hostile.py --page                     # and put the tables into docs/quality.md
 
@@ -25,17 +25,15 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from honest import Learner, Row, Run, Shard
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
-from diloco_common.errors import NotFinite
 from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import GuardSettings
 from diloco_lab.lockstep import TICK, ShardRig
 from diloco_server.core.effects import Fact, LearnerQuarantined, MergeRound
 from diloco_server.core.trust.conduct import OUTLIERS
-from diloco_server.core.trust.trail import STEPS_FACTOR
+from honest import Learner, Row, Run, Shard
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "quality.md"
 STEPS = 160.0
@@ -73,7 +71,7 @@ class Lie:
     is_silent: bool = False
     """It contributes nothing."""
     inside: bool = False
-    """A healthy member could send that: its figure is no promise. A batch can be larger, a machine faster, data other."""
+    """A healthy member could send that, with a larger batch, a faster machine or other data: a figure, no promise."""
 
 
 def flip(times: float) -> Values:

@@ -17,7 +17,7 @@ from torch import Tensor
 MOST = 2.0
 """No stranger's weight counts for more than this many times the median weight, and only with as many times the median
 of inner steps."""
-HALF = 0.67
+FULL = 2 / 3
 """Of the usual agreement: a stranger with as much counts in full."""
 CLIP_ITERATIONS = 3
 """Of centered clipping. Each may move the centre by the median distance."""
@@ -67,7 +67,7 @@ def once(most: Sequence[float]) -> list[float]:
 
 
 def agreeing(shares: Sequence[float], cosines: Tensor, most: Sequence[float]) -> list[float]:
-    """The shares, less of a stranger's that agrees with the others less than `HALF` as much as is usual, and nothing of
+    """The shares, less of a stranger's that agrees with the others less than `FULL` as much as is usual, and nothing of
     one that points away from them. `cosines`: (M, M), M > 2.
 
     How much one agrees is the median of its cosines to the others: a minority of liars, who may agree with each other,
@@ -75,11 +75,11 @@ def agreeing(shares: Sequence[float], cosines: Tensor, most: Sequence[float]) ->
     """
     rows = cosines.tolist()
     agrees = [median_high([*row[:i], *row[i + 1 :]]) for i, row in enumerate(rows)]
-    least = HALF * median_low(agrees)
+    least = FULL * median_low(agrees)
     if least <= 0:
         return [*shares]  # nobody can say who points away
-    kept = [1.0 if math.isinf(times) else min(1.0, max(0.0, one / least)) for one, times in zip(agrees, most, strict=True)]
-    left = [share * part for share, part in zip(shares, kept, strict=True)]
+    kept = [min(1.0, max(0.0, one / least)) for one in agrees]
+    left = [s if math.isinf(times) else s * part for s, part, times in zip(shares, kept, most, strict=True)]
     return [one / sum(left) for one in left]
 
 
