@@ -86,7 +86,7 @@ def flips(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
 
 def ratchet(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
     """Each is twelve times the one before."""
-    memory["last"] = memory.get("last", own / 12.0) * 12.0
+    memory["last"] = memory.get("last", own) * 12.0
     return memory["last"].clamp(-1e30, 1e30)
 
 
@@ -166,7 +166,8 @@ class Watched(Shard):
         run: Attacked = self._run  # type: ignore[assignment]
         for c in merge_round.contributions:
             run.counted += c.counted
-            run.trained += run.truth[c.learner_id, c.fragment_id, c.round]
+            true = run.truth[c.learner_id, c.fragment_id, c.round]
+            run.trained += min(true, c.counted) if c.learner_id in run.liars else true
 
 
 class Honest(Learner):
@@ -240,7 +241,7 @@ class Result:
     named_s: float
     """When the last liar was; infinity: never."""
     counted: float
-    """Tokens, over those that were really trained for what is merged."""
+    """Tokens, over those that were really trained for what is merged. A liar's may count for less."""
     wrongly_named: int
     """Honest learners."""
 
