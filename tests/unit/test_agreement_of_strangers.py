@@ -11,6 +11,7 @@ from diloco_server.core.trust.cuts import agreeing
 
 C = 0.5
 """Cosine of two honest contributions."""
+SIZE = 100
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ C = 0.5
         ((1, 1, 1, 1, 1 / 3), (1, 1, 1, 1, 1 / 2)),
         ((1, 1, 0), (1, 1, 0)),  # noise
         ((1, -1, 0), (1, 1, 1)),  # nobody agrees
+        ((0.8, 0.8, -0.8), (1, 1, 1)),  # or by chance
     ],
 )
 @pytest.mark.parametrize("member", [False, True])
@@ -35,4 +37,4 @@ def test_a_stranger_that_points_away_has_no_weight(
     most = [math.inf if member else 1.0] * len(signs)
     shares = [1 / len(signs)] * len(signs)
     expected = shares if member else [one / sum(kept) for one in kept]
-    assert agreeing(shares, cosines, most) == pytest.approx(expected, abs=1e-9)
+    assert agreeing(shares, cosines, most, SIZE) == pytest.approx(expected, abs=1e-9)

@@ -164,7 +164,7 @@ def merge(
     most = allowed(ordered)
     shares = shares_of(ordered, cuts.once(most) if rule == "centered_clip" else most)
     if len(ordered) > 2 and not all(map(math.isinf, most)):
-        shares = cuts.agreeing(shares, _cosines(ordered, sources, pieces), most)
+        shares = cuts.agreeing(shares, _cosines(ordered, sources, pieces), most, sum(p.num_elements for p in pieces))
     whole = [c.norm for c in ordered]
     for i, piece in enumerate(pieces):
         norms = [c.piece_norms[i] for c in ordered]

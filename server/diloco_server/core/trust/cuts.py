@@ -19,6 +19,8 @@ MOST = 2.0
 of inner steps."""
 FULL = 2 / 3
 """Of the usual agreement: a stranger with as much counts in full."""
+CHANCE = 4.0
+"""Standard deviations of the cosine of vectors with nothing in common. One is 1 / sqrt(elements)."""
 CLIP_ITERATIONS = 3
 """Of centered clipping. Each may move the centre by the median distance."""
 
@@ -66,19 +68,19 @@ def once(most: Sequence[float]) -> list[float]:
     return [times if math.isinf(times) else 1.0 for times in most]
 
 
-def agreeing(shares: Sequence[float], cosines: Tensor, most: Sequence[float]) -> list[float]:
+def agreeing(shares: Sequence[float], cosines: Tensor, most: Sequence[float], num_elements: int) -> list[float]:
     """The shares, less of a stranger's that agrees with the others less than `FULL` as much as is usual, and nothing of
-    one that points away from them. `cosines`: (M, M), M > 2.
+    one that points away from them. `cosines`: (M, M), M > 2, of so many elements.
 
     How much one agrees is the median of its cosines to the others: a minority of liars, who may agree with each other,
     changes it for nobody. The higher median, so that of two others one that is honest suffices.
     """
     rows = cosines.tolist()
     agrees = [median_high([*row[:i], *row[i + 1 :]]) for i, row in enumerate(rows)]
-    least = FULL * median_low(agrees)
-    if least <= 0:
+    usual = median_low(agrees)
+    if usual <= CHANCE / math.sqrt(num_elements):
         return [*shares]  # nobody can say who points away
-    kept = [min(1.0, max(0.0, one / least)) for one in agrees]
+    kept = [min(1.0, max(0.0, one / (FULL * usual))) for one in agrees]
     left = [s if math.isinf(times) else s * part for s, part, times in zip(shares, kept, most, strict=True)]
     return [one / sum(left) for one in left]
 
