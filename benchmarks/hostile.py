@@ -42,6 +42,7 @@ CROWDS = ((1, 3), (1, 4), (1, 8), (2, 8))
 MEMBERS_MOST, STRANGERS_MOST = 1.05, 1.02
 """Loss beside the same run without the liar."""
 NAMED_S = 60.0
+"""A member. Of a stranger nothing has to be refused: it has no weight."""
 COUNTED = 0.1
 """Tokens may be counted so far from the truth."""
 PATIENCE = 1.5
@@ -303,7 +304,7 @@ def table(trust: Trust, rows: Iterable[str], results: Mapping[Case, Result]) -> 
         promised = trust == "strangers" or not ROWS[row].inside
         most = STRANGERS_MOST if trust == "strangers" else MEMBERS_MOST
         wrong = [f"loss x {max(worst):.3f}"] * (promised and not max(worst) <= most)
-        wrong += [f"named after {cells[-2]}"] * (not ROWS[row].inside and named_s > NAMED_S)
+        wrong += [f"named after {cells[-2]}"] * (trust == "members" and promised and named_s > NAMED_S)
         wrong += [f"counts {ends} of the tokens"] * (promised and max(1 - counted[0], counted[-1] - 1) > COUNTED)
         wrong += ["an honest learner is named"] * any(r.wrongly_named for r in of_row.values())
         broken += [f"{trust}, {row}: {', '.join(wrong)}"] * bool(wrong)
