@@ -99,8 +99,8 @@ def _ratio(values: list[float], reference: list[float]) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Do the attacks to a real shard, and say what they cost.")
     parser.add_argument("--rows", default="", help="numbers, separated by commas (default: all)")
-    parser.add_argument("--window", type=float, default=1.0, help="seconds of a window (default: %(default)s)")
-    parser.add_argument("--cycles", type=int, default=2, help="of three windows each (default: %(default)s)")
+    parser.add_argument("--window", type=float, default=2.0, help="seconds of a window (default: %(default)s)")
+    parser.add_argument("--cycles", type=int, default=1, help="of three windows each (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     args = parser.parse_args()
     numbers = [int(number) for number in args.rows.split(",") if number] or list(ATTACKS)
