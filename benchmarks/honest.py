@@ -224,9 +224,11 @@ class Learner(LearnerRig):
 class Run(LockstepRun):
     """Ends after a time, so that arms have the same wall-clock."""
 
+    fragments = 3
+
     def __init__(self, row: Row, seed: int, guard: GuardSettings) -> None:
         settings = Settings(
-            run=RunSettings(seed=seed), sync=SyncSettings(fragments=3), guard=guard,
+            run=RunSettings(seed=seed), sync=SyncSettings(fragments=self.fragments), guard=guard,
             lease=LeaseSettings(lease_s=LONGEST, stalled_s=LONGEST), train=TrainSettings(clip=1.0),
         )  # fmt: skip
         self.row, self.found, self.has_slept = row, Found(), False

@@ -1,203 +1,220 @@
-"""One liar among eight: what it does to the model, for each merge rule. The table of docs/quality.md.
+"""Liars among honest learners, by what they do to the loss: the tables of docs/quality.md.
 
-    python benchmarks/hostile.py                       # run what is missing, by the merge alone
-    python benchmarks/hostile.py --quarantine          # the same with the quarantine on, as by default
-    python benchmarks/hostile.py --unbounded           # the same by the published formulas
-    python benchmarks/hostile.py --merge centered_clip --attacks "sign flip x10" "inner product"
-    python benchmarks/hostile.py --page                # train nothing; put the table into docs/quality.md
+    python benchmarks/hostile.py                            # all; exits 1 where a promise is broken
+    python benchmarks/hostile.py --trust strangers --rows "sign flip" ALIE
+    python benchmarks/hostile.py --page                     # and put the tables into docs/quality.md
 
-Whole runs in lockstep (`diloco_lab.lockstep`): 8 learners, the built-in model and data, AdamW. The liar trains as
-the others do, and then pushes something else. It knows all that a liar could wish for: for ALIE and inner-product
-manipulation it waits until the others have contributed, and reads what they sent. benchmarks/results/hostile.jsonl
-keeps the results, one run per line. The norm guard is on, as by default. A refused lie shows among the answers.
+Whole runs in lockstep, as in `honest.py`: production cores in virtual time, a small model of words, default settings.
+So nothing here depends on the pace of the machine. The liar trains as the others do, and then says or sends something
+else. It may read what the others have sent to the round. A figure is the worst of three timings of the liar, and
+beside the same run without it. A step is a second.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
+import math
+import os
 import re
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
-from diloco_common.messages import PushAnswer, PushHeader
-from diloco_common.settings import GuardSettings, ModelSettings, RunSettings, Settings, SyncSettings, TrainSettings
-from diloco_lab.arms import Conditions
-from diloco_lab.lockstep import TICK, LearnerRig, LockstepRun, ShardRig
-from diloco_lab.tasks import BuiltIn
-from diloco_worker.builtin.data import load_corpus
-from diloco_worker.builtin.evaluation import evaluate
+from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
+from diloco_common.settings import GuardSettings
+from diloco_lab.lockstep import TICK, ShardRig
+from diloco_server.core.effects import Fact, LearnerQuarantined, MergeRound
+from diloco_server.core.trust.conduct import OUTLIERS
+from honest import Learner, Row, Run, Shard
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "hostile.jsonl"
-PAGE = ROOT / "docs" / "quality.md"
-LIAR = "worker-7"
-LEARNERS = 8
-TOKENS = 1_966_080
-"""Of eight learners: 960 inner steps each, 40 versions of each fragment."""
-EVALUATION_TOKENS = 131_072
-SEEDS = (0, 1)
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "quality.md"
+STEPS = 160.0
+CROWDS = ((1, 3), (1, 4), (1, 8), (2, 8))
+"""Liars, of so many learners. Two of eight only among strangers."""
+MEMBERS_MOST, STRANGERS_MOST = 1.05, 1.02
+"""Loss beside the same run without the liar."""
+NAMED_S = 60.0
+"""A member. Of a stranger nothing has to be refused: it has no weight."""
+COUNTED = 0.1
+"""Tokens may be counted so far from the truth."""
 PATIENCE = 1.5
 """Inner steps for which a liar waits for the contributions of the others."""
 ALIE_Z = 1.5
 """Standard deviations. With one liar of eight the paper's own formula gives less than none; 1.5 is what it uses."""
-TOKEN_LIE = 2**40
 
-LAYERS, WIDTH, CONTEXT, BATCH = 2, 64, 64, 4
-CODES = ("NORM_TOO_LARGE", "NOT_FINITE", "QUARANTINED")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run."""
-
-    merge: str = "rda"
-    attack: str = ""
-    """Of the eighth learner. "": it is honest."""
-    learners: int = LEARNERS
-    seed: int = 0
-    quarantine: bool = False
-    """As by default. Off: what the merge does by itself."""
-    unbounded: bool = False
-    """Among members: the formulas as published, and what is too long is refused. Else among strangers."""
-
-    def settings(self) -> Settings:
-        return Settings(
-            run=RunSettings(tokens=TOKENS, seed=self.seed),
-            sync=SyncSettings.model_validate({"merge": self.merge}),
-            guard=GuardSettings(
-                trust="members" if self.unbounded else "strangers", quarantine_s=60 if self.quarantine else 0
-            ),
-            model=ModelSettings(layers=LAYERS, heads=2, width=WIDTH, context=CONTEXT),
-            train=TrainSettings(batch=BATCH, optimizer="adamw", lr=2e-3, schedule="cosine", lr_final=0.1),
-        )
-
-
-Results = dict[Case, dict[str, Any]]
-Lie = Callable[[Tensor, Sequence[Tensor], dict[str, Tensor]], Tensor]
+Trust = Literal["members", "strangers"]
+Timing = Literal["first", "last", "fast"]
+TIMINGS: tuple[Timing, ...] = ("first", "last", "fast")
+"""It pushes before the others; or after them, as the grace window ends; or first, and reports a quarter more steps."""
+FAST = 1.25
+Memory = dict[str, Tensor]
+Values = Callable[[Tensor, Sequence[Tensor], Memory], Tensor]
 """(what an honest learner would send, what the others sent, what this liar remembers) -> what it sends."""
 
 
-def alie(own: Tensor, others: Sequence[Tensor], memory: dict[str, Tensor]) -> Tensor:
+@dataclass(frozen=True)
+class Lie:
+    """A row."""
+
+    values: Values = lambda own, others, memory: own
+    tokens: int = 1
+    """Times as many as trained, from the first report on, and in each contribution."""
+    claims: Callable[[PushHeader], PushHeader] = lambda header: header
+    report: Callable[[Progress], Progress] = lambda progress: progress
+    is_silent: bool = False
+    """It contributes nothing."""
+    inside: bool = False
+    """A healthy member could send that, with a larger batch, a faster machine or other data: a figure, no promise."""
+
+
+def flip(times: float) -> Values:
+    return lambda own, others, memory: -times * own
+
+
+def flips(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
+    """Ten times, then five hundred times."""
+    memory["sent"] = memory.get("sent", torch.zeros(())) + 1
+    return own * -(10.0, 500.0)[int(memory["sent"]) // 8 % 2]
+
+
+def ratchet(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
+    """Each is twelve times the one before."""
+    memory["last"] = memory.get("last", own) * 12.0
+    return memory["last"].clamp(-1e30, 1e30)
+
+
+def noise(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
+    """Of ordinary length."""
+    drawn = torch.randn(own.shape, generator=torch.Generator().manual_seed(int(1e6 * float(own.norm()))))
+    return drawn * (own.norm() / drawn.norm())
+
+
+def one_way(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
+    """The same direction for ever, of ordinary length."""
+    drawn = torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
+    return drawn * (own.norm() / drawn.norm())
+
+
+def alie(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
     """mean - z std of the others: inside their spread, always on the wrong side of it.
 
     Baruch, Baruch, Goldberg 2019, "A Little Is Enough" (arXiv 1902.06156).
     """
-    stacked = torch.stack([*others])
-    mu, sigma = stacked.mean(0), stacked.std(0)
+    if len(others) < 2:
+        return -own
+    mu, sigma = torch.stack([*others]).mean(0), torch.stack([*others]).std(0)
     return mu - ALIE_Z * sigma * torch.sign(mu)
 
 
-def inner_product(own: Tensor, others: Sequence[Tensor], memory: dict[str, Tensor]) -> Tensor:
+def inner_product(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
     """The opposite of the others' mean, ten times as long.
 
     Xie, Koyejo, Gupta 2019, "Fall of Empires" (arXiv 1903.03936).
     """
-    return -10.0 * torch.stack([*others]).mean(0)
+    return -10.0 * (torch.stack([*others]).mean(0) if others else own)
 
 
-def replay(own: Tensor, others: Sequence[Tensor], memory: dict[str, Tensor]) -> Tensor:
+def replay(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
     """The first contribution, again and again."""
     return memory.setdefault("first", own.clone())
 
 
-ATTACKS: dict[str, Lie] = {
-    "sign flip x10": lambda own, others, memory: -10.0 * own,
-    "sign flip x500": lambda own, others, memory: -500.0 * own,
-    "token lie": lambda own, others, memory: -own,
-    "ALIE": alie,
-    "inner product": inner_product,
-    "replay": replay,
-}
-NEEDS_OTHERS = ("ALIE", "inner product")
+ROWS: dict[str, Lie] = {
+    "sign flip": Lie(flip(1.0), inside=True),
+    "sign flip x10, x500": Lie(flips),
+    "norm x12 each time": Lie(ratchet),
+    "steps x1.25, 512 per push, sign flip x300": Lie(
+        flip(300.0), claims=lambda header: replace(header, steps=512),
+        report=lambda progress: replace(progress, inner_step=int(FAST * progress.inner_step)),
+    ),
+    "noise": Lie(noise, inside=True),
+    "replay": Lie(replay, inside=True),
+    "ALIE": Lie(alie, inside=True),
+    "inner product x10": Lie(inner_product),
+    "2^62 tokens": Lie(claims=lambda header: replace(header, tokens=2**62)),
+    "tokens x16": Lie(tokens=16, inside=True),
+    "tokens x16, sign flip": Lie(flip(1.0), tokens=16, inside=True),
+    "tokens x60, one direction": Lie(one_way, tokens=60, inside=True),
+    "1,000 steps more per report, zeros": Lie(
+        lambda own, others, memory: torch.zeros_like(own),
+        report=lambda progress: replace(progress, inner_step=1001 * progress.inner_step), inside=True,
+    ),
+    "steps of 10^6 s, contributes nothing": Lie(
+        report=lambda progress: replace(progress, step_time_s=1e6), is_silent=True, inside=True
+    ),
+}  # fmt: skip
 
 
-class Liar(LearnerRig):
-    """Trains like the others, and pushes something else."""
+# ------------------------------------------------------------------ a run
 
-    def __init__(self, run: HostileRun, index: int) -> None:
+
+class Watched(Shard):
+    """Notes when a learner is named."""
+
+    def note(self, event: Fact) -> None:
+        if isinstance(event, LearnerQuarantined):
+            self._run.named.setdefault(event.learner_id, self._run.clock.now)  # type: ignore[attr-defined]
+
+    def merging(self, merge_round: MergeRound) -> None:
+        run: Attacked = self._run  # type: ignore[assignment]
+        for c in merge_round.contributions:
+            run.counted += c.counted
+            true = run.truth[c.learner_id, c.fragment_id, c.round]
+            run.trained += min(true, c.counted) if c.learner_id in run.liars else true
+
+
+class Honest(Learner):
+    def _hand_in(self, rig: ShardRig, header: PushHeader, payload: Payload) -> PushAnswer:
+        run: Attacked = self._run  # type: ignore[assignment]
+        run.truth.setdefault((self.learner_id, header.fragment_id, header.round), header.tokens)
+        return super()._hand_in(rig, header, payload)
+
+
+class Liar(Honest):
+    """Trains like the others, and then says or sends something else."""
+
+    def __init__(self, run: Attacked, index: int) -> None:
         super().__init__(run, index)
-        self._attack = run.attack
-        self._memories: dict[int, dict[str, Tensor]] = {}
-        self.answers: Counter[str] = Counter()
+        self._lie, self._timing = run.lie, run.timing
+        self._memories: dict[int, Memory] = {}
+        self._refused = 0
+
+    def _report(self, loss: float, took: float) -> Progress:
+        true = super()._report(loss, took)
+        steps = int(FAST * true.inner_step) if self._timing == "fast" else true.inner_step
+        return self._lie.report(replace(true, inner_step=steps, tokens=self._lie.tokens * true.tokens))
 
     def _arrive(self, rig: ShardRig, header: PushHeader, payload: Payload, waited: float = 0.0) -> None:
+        run: Attacked = self._run  # type: ignore[assignment]
         collecting = rig.shard.owned(header.fragment_id).round
-        others = [c for i, c in collecting.contributions.items() if i != LIAR] if collecting is not None else []
-        awaited = collecting is not None and any(i != LIAR for i in collecting.missing)
-        if self._attack in NEEDS_OTHERS and awaited and waited < PATIENCE:
-            self._run.clock.after(TICK, lambda: self._arrive(rig, header, payload, waited + TICK))
+        there = collecting.contributions if collecting is not None else {}
+        awaited = collecting is not None and any(i not in run.liars for i in collecting.missing)
+        if self._lie.is_silent:
             return
-        if self._attack not in NEEDS_OTHERS or len(others) > 1:
-            memory = self._memories.setdefault(header.fragment_id, {})
-            lie = ATTACKS[self._attack](_values(payload), [_values(c.payload) for c in others], memory)
-            payload = encode_payload(lie, payload.header.encoding)
-            tokens = TOKEN_LIE if self._attack == "token lie" else header.tokens
-            header = replace(header, payload=payload.header, tokens=tokens)
-        super()._arrive(rig, header, payload)
+        if self._timing == "last" and awaited and waited < PATIENCE:
+            run.clock.after(TICK, lambda: self._arrive(rig, header, payload, waited + TICK))
+            return
+        run.truth[self.learner_id, header.fragment_id, header.round] = header.tokens
+        memory = self._memories.setdefault(header.fragment_id, {})
+        others = [_values(c.payload) for i, c in there.items() if i not in run.liars]
+        said = encode_payload(self._lie.values(_values(payload), others, memory), payload.header.encoding)
+        header = replace(header, payload=said.header, tokens=self._lie.tokens * header.tokens)
+        super()._arrive(rig, self._lie.claims(header), said)
 
     def _hand_in(self, rig: ShardRig, header: PushHeader, payload: Payload) -> PushAnswer:
         answer = super()._hand_in(rig, header, payload)
-        if not header.is_seed:
-            self.answers[answer.code or answer.outcome.name] += 1
+        self._refused += answer.outcome is Outcome.REJECTED
+        if self._refused == OUTLIERS:
+            self._run.named.setdefault(self.learner_id, self._run.clock.now)  # type: ignore[attr-defined]
         return answer
-
-
-class HostileRun(LockstepRun):
-    """A run that ends after a time: with a token lie, a budget of tokens would end it at once."""
-
-    def __init__(self, settings: Settings, attack: str, learners: int) -> None:
-        """`attack` "": nobody lies."""
-        self.corpus = load_corpus("stdlib", settings.data.held_out)
-        endless = settings.model_copy(update={"run": RunSettings(seed=settings.run.seed)})
-        super().__init__(endless, BuiltIn(endless, corpus=self.corpus), Conditions(learners=learners))
-        self.attack = attack
-        self.steps = TOKENS // (LEARNERS * settings.train.batch * settings.model.context)
-        if attack:
-            self.learners[LIAR] = Liar(self, int(LIAR.removeprefix("worker-")))
-        for learner in self.learners.values():
-            learner._settings = settings  # its learning rate follows the budget
-
-    @property
-    def fraction(self) -> float:
-        return min(1.0, self.clock.now / self.steps)
-
-    def train(self) -> None:
-        """As many inner steps per learner in every run."""
-        for learner in self.learners.values():
-            learner.join(self.shards)
-        for i, learner in enumerate(self.learners.values()):
-            self.clock.after(1 + i / len(self.learners), learner.step)
-        self.clock.after(TICK, self._tick)
-        while self.clock.now < self.steps:
-            self.clock.step()
-
-
-def run(case: Case) -> dict[str, Any]:
-    """Train, and evaluate the global model: nats per byte on held-out text."""
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    training = HostileRun(case.settings(), case.attack, case.learners)
-    training.train()
-    model = training.global_model()
-    loss = evaluate(model, training.corpus.held_out, CONTEXT, max_tokens=EVALUATION_TOKENS)
-    states = [state for rig in training.shards for state in rig.shard.fragments.values()]
-    return {
-        "loss": round(loss, 4), "versions": min(state.version for state in states),
-        "liar": dict(training.learners[LIAR].answers) if case.attack else {},
-        "honest refused": sum(sum(rig.shard.ledger.rejected.values()) for rig in training.shards)
-        - sum(n for code, n in (training.learners[LIAR].answers if case.attack else {}).items() if code in CODES),
-        "wall_s": round(time.perf_counter() - began, 1),
-    }  # fmt: skip
 
 
 def _values(payload: Payload) -> Tensor:
@@ -207,78 +224,120 @@ def _values(payload: Payload) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------ results
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    trust: Trust
+    learners: int
+    row: str = ""
+    """"": nobody lies."""
+    liars: int = 0
+    timing: Timing = "first"
 
 
-def load() -> Results:
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {Case(**entry["case"]): entry["result"] for entry in map(json.loads, lines)}
+@dataclass(frozen=True)
+class Result:
+    loss: float
+    named_s: float
+    """When the last liar was; infinity: never."""
+    counted: float
+    """Tokens, over those that were really trained for what is merged. A liar's may count for less."""
+    wrongly_named: int
+    """Honest learners."""
 
 
-def table(merge: str, results: Results) -> str:
-    """Markdown; means over the seeds that a row and its column's clean run have."""
-    lines = [
-        "| the eighth learner | loss | to clean | with quarantine | published formulas | answers to the liar |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+class Attacked(Run):
+    """The last learners lie."""
+
+    fragments = 6
+
+    def __init__(self, case: Case) -> None:
+        guard = GuardSettings(trust=case.trust)
+        super().__init__(Row((1.0,) * case.learners, steps=STEPS), 0, guard)
+        self.lie, self.timing = ROWS.get(case.row, Lie()), case.timing
+        self.named: dict[str, float] = {}
+        self.truth: dict[tuple[str, int, int], int] = {}
+        self.counted = self.trained = 0
+        self.shards = [Watched(self, 0, 1)]
+        honest = case.learners - case.liars
+        made = [(Honest if i < honest else Liar)(self, i) for i in range(case.learners)]
+        self.learners = {one.learner_id: one for one in made}
+        self.liars = {one.learner_id for one in made[honest:]}
+
+
+def run(case: Case) -> Result:
+    torch.set_num_threads(1)
+    done = Attacked(case).train()
+    named_s = max((done.named.get(one, math.inf) for one in done.liars), default=0.0)
+    return Result(done.loss, named_s, done.counted / done.trained, len(done.named.keys() - done.liars))
+
+
+# ------------------------------------------------------------------ the tables
+
+
+def cases(trust: Trust, rows: Iterable[str]) -> list[Case]:
+    crowds = CROWDS if trust == "strangers" else CROWDS[:-1]
+    return [
+        Case(trust, learners, row, liars, timing)
+        for row, (liars, learners), timing in itertools.product(rows, crowds, TIMINGS)
     ]
-    for label, case in cases(merge):
-        answers: Counter[str] = Counter()
-        for seed in SEEDS:
-            answers.update(results.get(replace(case, seed=seed), {}).get("liar", {}))
-        said = ", ".join(f"{code} {count}" for code, count in sorted(answers.items()))
-        losses = _losses(results, case)
-        loss = f"{fmean(losses):.3f}" if losses else ""
-        ratios = [_ratio(results, replace(case, **{key: True})) for key in ("quarantine", "unbounded")]
-        if any([loss, *ratios]):
-            lines.append(f"| {label} | {loss} | {_ratio(results, case)} | {ratios[0]} | {ratios[1]} | {said} |")
-    return "\n".join(lines)
 
 
-def _ratio(results: Results, case: Case) -> str:
-    """Loss over that of eight honest learners under the default rule, same seeds; "" if nobody ran it."""
-    clean = Case(case.merge)
-    pairs = [(results.get(replace(case, seed=s)), results.get(replace(clean, seed=s))) for s in SEEDS]
-    ratios = [one["loss"] / honest["loss"] for one, honest in pairs if one and honest]
-    return f"{fmean(ratios):.3f}" if ratios else ""
+def table(trust: Trust, rows: Iterable[str], results: Mapping[Case, Result]) -> tuple[list[str], list[str]]:
+    """Markdown lines, and the promises that are broken."""
+    crowds = sorted({(c.liars, c.learners) for c in results if c.trust == trust and c.row})
+    lines = [
+        f"| among {trust} | " + " | ".join(f"{liars} of {of}" for liars, of in crowds) + " | named after | counted |",
+        "| --- |" + " ---: |" * (len(crowds) + 2),
+    ]
+    broken = []
+    for row in rows:
+        of_row = {c: r for c, r in results.items() if (c.trust, c.row) == (trust, row)}
+        ratios = {c: r.loss / results[Case(trust, c.learners - c.liars)].loss for c, r in of_row.items()}
+        worst = [max(ratios[c] for c in of_row if (c.liars, c.learners) == crowd) for crowd in crowds]
+        named_s = max(r.named_s for r in of_row.values())
+        counted = sorted(r.counted for r in of_row.values())
+        ends = f"{counted[0]:.2f} to {counted[-1]:.2f}"
+        cells = [*(f"{one:.3f}" for one in worst), "never" if math.isinf(named_s) else f"{named_s:.0f} s", ends]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+        promised = trust == "strangers" or not ROWS[row].inside
+        most = STRANGERS_MOST if trust == "strangers" else MEMBERS_MOST
+        wrong = [f"loss x {max(worst):.3f}"] * (promised and not max(worst) <= most)
+        wrong += [f"named after {cells[-2]}"] * (trust == "members" and promised and named_s > NAMED_S)
+        wrong += [f"counts {ends} of the tokens"] * (promised and max(1 - counted[0], counted[-1] - 1) > COUNTED)
+        wrong += ["an honest learner is named"] * any(r.wrongly_named for r in of_row.values())
+        broken += [f"{trust}, {row}: {', '.join(wrong)}"] * bool(wrong)
+    return lines, broken
 
 
-def _losses(results: Results, case: Case) -> list[float]:
-    return [results[one]["loss"] for one in (replace(case, seed=s) for s in SEEDS) if one in results]
-
-
-def cases(merge: str) -> list[tuple[str, Case]]:
-    """The rows of a table."""
-    rows = [("honest", Case(merge)), ("absent", Case(merge, learners=LEARNERS - 1))]
-    return rows + [(attack, Case(merge, attack)) for attack in ATTACKS]
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--merge", nargs="+", default=["rda"], help="sync.merge")
-    parser.add_argument("--attacks", nargs="*", choices=["", *ATTACKS], help="only these; '' is nobody")
-    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--quarantine", action="store_true", help="on, as by default")
-    parser.add_argument("--unbounded", action="store_true", help="the formulas as published")
-    parser.add_argument("--page", action="store_true", help="train nothing; put the tables into docs/quality.md")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], help="only these")
+    parser.add_argument("--trust", nargs="+", choices=["members", "strangers"], default=["members", "strangers"])
+    parser.add_argument("--page", action="store_true", help="put the tables into docs/quality.md")
+    parser.add_argument("--each", action="store_true", help="print every run")
     args = parser.parse_args()
-    results = load()
-    for merge in args.merge:
-        for seed in args.seeds:
-            for _, case in cases(merge):
-                one = replace(case, seed=seed, quarantine=args.quarantine, unbounded=args.unbounded)
-                if args.page or one in results or (args.attacks is not None and one.attack not in args.attacks):
-                    continue
-                results[one] = result = run(one)
-                with RESULTS.open("a") as out:
-                    out.write(json.dumps({"case": asdict(one), "result": result}) + "\n")
-                print(json.dumps(result), one, flush=True)
-        print(table(merge, results))
+    wanted = [case for trust in args.trust for case in cases(trust, args.rows)]
+    wanted += sorted({Case(c.trust, c.learners - c.liars) for c in wanted}, key=str)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        results = {}
+        for case, result in zip(wanted, pool.map(run, wanted), strict=True):
+            results[case] = result
+            if args.each:
+                print(case, result, flush=True)
+    tables, broken = [], []
+    for trust in args.trust:
+        lines, wrong = table(trust, args.rows, results)
+        tables.append("\n".join(lines))
+        broken += wrong
+    shown = "\n\n".join(tables)
+    print(shown, *broken, sep="\n")
     if args.page:
-        shown = "\n\n".join(table(merge, results) for merge in args.merge)
-        PAGE.write_text(
-            re.sub(r"(?s)(<!-- hostile -->\n\n).*?(\n\n<!-- end -->)", rf"\g<1>{shown}\g<2>", PAGE.read_text())
-        )
+        filled = re.sub(r"(?s)(<!-- hostile -->\n\n).*?(\n\n<!-- end -->)", rf"\g<1>{shown}\g<2>", PAGE.read_text())
+        PAGE.write_text(filled)
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

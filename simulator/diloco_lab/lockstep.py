@@ -196,9 +196,12 @@ class LearnerRig:
         took = self._step_time()
         for rig in self._run.shards:
             member = rig.shard.check(self.learner_id, self.generations[rig], EPOCH)
-            rig.shard.progress(member, Progress(core.inner_step, core.tokens, loss, took), self._run.clock.now)
+            rig.shard.progress(member, self._report(loss, took), self._run.clock.now)
             rig.advance()
         self.after(took, self.step)
+
+    def _report(self, loss: float, took: float) -> Progress:
+        return Progress(self.core.inner_step, self.core.tokens, loss, took)
 
     def _push(self, contribution: Contribution) -> None:
         fragment = self.core.manifest.fragments[contribution.fragment_id]

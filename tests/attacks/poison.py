@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 from attack import Evidence, Over, Seen, Target
@@ -18,8 +19,10 @@ LARGEST = 1000.0
 """Parameter, in magnitude. One contribution may be 1000 times as long as is usual (guard.norm_factor), and where it is
 alone in its round it moves the model by as much: to 120, at most, in all that was tried. What must not be is that the
 next one is longer again: without bounds on the usual norm this reaches 10^9 and more."""
-LOSS_MORE = 1.05
 FLIPS = (10.0, 500.0)
+FAST_FLIP = 300.0
+CLAIMED = 512
+"""Steps per contribution."""
 STEPS = 8
 """Between two rounds."""
 TRIED = 8
@@ -90,9 +93,20 @@ class Flipped:
             time.sleep(0.05)
 
 
+def fast_flip(target: Target, over: Over) -> Seen:
+    """It reports steps a little too fast, claims many per contribution, and sends 300 times the negative."""
+    mole = Mole(target)
+    mole.steps_per_report = 3
+    return _flipped(mole, over, (FAST_FLIP,), CLAIMED)
+
+
 def sign_flip(target: Target, over: Over) -> Seen:
     """One of eight sends ten times, then five hundred times, the negative of what it trained."""
-    mole = Mole(target)
+    return _flipped(Mole(target), over, FLIPS)
+
+
+def _flipped(mole: Mole, over: Over, times: Sequence[float], claimed: int = 0) -> Seen:
+    """`claimed`: steps; 0: as they are."""
     mole.tokens_per_report = 2 * TOKENS
     trained = Flipped(mole)
     threading.Thread(target=trained.train, args=(over,), name="train", daemon=True).start()
@@ -102,16 +116,13 @@ def sign_flip(target: Target, over: Over) -> Seen:
         nonlocal sent
         found = trained(asked)
         sent += 1
-        return None if found is None else found * -FLIPS[sent // 8 % len(FLIPS)]
+        asked.header.steps = claimed or asked.header.steps
+        return None if found is None else found * -times[sent // 8 % len(times)]
 
     return mole.work(make, over)
 
 
-def judge_loss(found: Evidence) -> list[str]:
-    """The honest learners' loss does not rise; without the attack it would go on falling."""
-    if found.before is None or found.after is None:
-        return []
+def judge_tried(found: Evidence) -> list[str]:
     if sum(found.seen.answers.values()) - found.seen.took("OK", "LATE") < TRIED:
         return ["hardly any contribution of the attacker came in time, so nothing was tried"]
-    before, after = found.before.loss, found.after.loss
-    return [] if after <= LOSS_MORE * before else [f"the loss went from {before:.2f} to {after:.2f}"]
+    return []

@@ -132,12 +132,14 @@ class Striker:
         given = (attack.number, target, self._over, far, log, nice)
         self._process = forks.context.Process(target=_strike, args=given, daemon=True)
         self._process.start()
-        self.process = psutil.Process(self._process.pid)
+        self._cpu_s = 0.0
 
     def cpu_s(self) -> float:
         """Seconds of processor that it has used."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            times = psutil.Process(self._process.pid).cpu_times()
+            self._cpu_s = float(times.user + times.system)
+        return self._cpu_s
 
     def end(self) -> Seen:
         """Its time is over: what it saw."""
@@ -161,18 +163,22 @@ class Peak:
     """The largest RSS of a process while this is entered, in bytes."""
 
     def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
-        self.before = self.most = self._process.memory_info().rss
+        self.before = self.most = 0
+        with contextlib.suppress(psutil.Error):  # it may have ended, here and later
+            self._process = psutil.Process(pid)
+            self.before = self.most = self._process.memory_info().rss
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rss", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        if self.before:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        if self.before:
+            self._thread.join()
 
     def _watch(self) -> None:
         with contextlib.suppress(psutil.Error):

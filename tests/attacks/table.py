@@ -1,4 +1,4 @@
-"""The 18 attacks, by number: each was done to this product once, and succeeded."""
+"""The attacks, by number: each was done to this product once, and succeeded."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ _ROWS = [
     Attack(
         7, "all the weight", TOKEN, "as many tokens as are believed, reported too, and an ordinary norm",
         "the weight is capped", lies.all_the_weight, lies.judge_weight, learners=TWO, seconds=3.0,
+        by_loss=True,
         settings={
             "outer.optimizer": "sgd", "outer.momentum": 0.0, "sync.sync_every": 16, "sync.grace": 0.1,
             "guard.trust": "strangers",
@@ -78,10 +79,12 @@ _ROWS = [
     Attack(
         13, "norm ratchet", TOKEN, "each contribution is 12 times the one before",
         "neither norms nor theta go on growing", poison.ratchet, poison.judge_theta, learners=TWO, seconds=6.0,
+        by_loss=True,
     ),
     Attack(
         14, "sign flip", TOKEN, "1 of 8 sends -10 x and -500 x what it trained",
-        "the loss stays within 5 %", poison.sign_flip, poison.judge_loss, learners=7, seconds=5.0,
+        "the loss stays within 5 %", poison.sign_flip, poison.judge_tried, learners=7, seconds=5.0,
+        by_loss=True,
         settings={"sync.quorum": "all"},
     ),
     Attack(
@@ -100,6 +103,10 @@ _ROWS = [
     Attack(
         18, "ghosts", CERTIFICATE, "1,024 ids and its own, joined again and again",
         "no lease for any of them; other learners join", impostors.ghosts, impostors.judge_ghosts, late=True,
+    ),
+    Attack(
+        19, "fast flip", TOKEN, "1 of 3: steps a little too fast, 512 per push; sends -300 x what it trained",
+        "the loss stays within 5 %", poison.fast_flip, poison.judge_tried, learners=TWO, seconds=5.0, by_loss=True,
     ),
 ]  # fmt: skip
 

@@ -243,16 +243,14 @@ def test_a_fast_learner_is_not_cut_down_to_slow_ones() -> None:
     assert float(merged(vectors, "rda", pairs).norm()) == pytest.approx((24 * 3 + 5 + 5) / 34, rel=1e-5)
 
 
-def test_three_colluding_liars_of_eight_are_withstood_by_centered_clipping() -> None:
+@pytest.mark.parametrize("rule", ["rda", "centered_clip"])
+def test_three_colluding_liars_of_eight_are_withstood(rule: str) -> None:
     direction, honest = signal(5)
     lie = -10 * torch.stack(honest).mean(0)
     pairs = [(10, 1)] * 5 + [(2**40, 2)] * 3
-    result = merged([*honest, lie, lie, lie], "centered_clip", pairs, strange=True)
-    assert float(result.norm()) <= 1.5 * float(merged(honest, "centered_clip").norm())
+    result = merged([*honest, lie, lie, lie], rule, pairs, strange=True)
+    assert float(result.norm()) <= 1.5 * float(merged(honest, rule).norm())
     assert float(result @ direction) > 0
-    assert float(merged([*honest, lie, lie, lie], "rda", pairs, strange=True) @ direction) < 0, (
-        "RDA does not withstand them"
-    )
 
 
 FLOATS = st.floats(-(2.0**60), 2.0**60, width=32)

@@ -13,7 +13,7 @@ whose rule is the mean (embeddings and output heads) take the mean instead of RD
 What members send is merged by these formulas, and nothing of it is cut. What strangers send is no longer and no heavier
 than the median of its round, which is why one liar of many moves little (docs/quality.md). With more inner steps than
 the median it may be heavier in proportion, and longer in the radius of RDA, up to twice. centered_clip has a radius of
-its own; there only weights are cut.
+its own; there only weights are cut. Who points away from the others has no weight (`cuts.agreeing`).
 
 Each rule is a weighted sum of the contributions, and what it needs to know for the weights is small: the norms, which
 are there; the norm of the mean direction (rda), or all dot products (centered_clip), for either of which the
@@ -163,6 +163,8 @@ def merge(
     sources = [_source(c.payload) for c in ordered]
     most = allowed(ordered)
     shares = shares_of(ordered, cuts.once(most) if rule == "centered_clip" else most)
+    if len(ordered) > 2 and not all(map(math.isinf, most)):
+        shares = cuts.agreeing(shares, _cosines(ordered, sources, pieces), most, sum(p.num_elements for p in pieces))
     whole = [c.norm for c in ordered]
     for i, piece in enumerate(pieces):
         norms = [c.piece_norms[i] for c in ordered]
@@ -244,6 +246,17 @@ def _dot_products(sources: Sequence[_Source], piece: Piece) -> Tensor:
         doubles = values.double()
         products += doubles @ doubles.T
     return products
+
+
+def _cosines(ordered: Sequence[Contribution], sources: Sequence[_Source], pieces: Sequence[Piece]) -> Tensor:
+    """Of each contribution with each, over the whole fragment: float64 (M, M). Reads them once."""
+    per_norm = torch.tensor([1.0 / c.norm if c.norm > 0 else 0.0 for c in ordered])
+    cosines = torch.zeros(len(sources), len(sources), dtype=torch.float64)
+    for piece in pieces:
+        for _, values in _rows(sources, piece):
+            values *= per_norm[:, None]  # dot products of what is sent could leave float32
+            cosines += values @ values.T
+    return cosines
 
 
 def _rows(sources: Sequence[_Source], piece: Piece) -> Iterator[tuple[slice, Tensor]]:

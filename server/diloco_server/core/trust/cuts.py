@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median_low
+from statistics import median_high, median_low
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from torch import Tensor
 MOST = 2.0
 """No stranger's weight counts for more than this many times the median weight, and only with as many times the median
 of inner steps."""
+NONE, FULL = 0.6, 0.85
+"""Of the usual agreement: a stranger with as much counts for nothing, in full; in proportion in between."""
+CHANCE = 4.0
+"""Standard deviations of the cosine of vectors with nothing in common. One is 1 / sqrt(elements)."""
 CLIP_ITERATIONS = 3
 """Of centered clipping. Each may move the centre by the median distance."""
 
@@ -62,6 +66,23 @@ def allowed(steps: Sequence[int], strange: Sequence[bool]) -> list[float]:
 def once(most: Sequence[float]) -> list[float]:
     """The same, without what more steps allow."""
     return [times if math.isinf(times) else 1.0 for times in most]
+
+
+def agreeing(shares: Sequence[float], cosines: Tensor, most: Sequence[float], num_elements: int) -> list[float]:
+    """The shares, less of a stranger's that agrees with the others less than `FULL` times as much as is usual, and
+    nothing below `NONE` times. `cosines`: (M, M), M > 2, of so many elements.
+
+    How much one agrees is the median of its cosines to the others: a minority of liars, who may agree with each other,
+    changes it for nobody. The higher median, so that of two others one that is honest suffices.
+    """
+    rows = cosines.tolist()
+    agrees = [median_high([*row[:i], *row[i + 1 :]]) for i, row in enumerate(rows)]
+    usual = median_low(agrees)
+    if usual <= CHANCE / math.sqrt(num_elements):
+        return [*shares]  # nobody can say who points away
+    kept = [min(1.0, max(0.0, (one / usual - NONE) / (FULL - NONE))) for one in agrees]
+    left = [s if math.isinf(times) else s * part for s, part, times in zip(shares, kept, most, strict=True)]
+    return [one / sum(left) for one in left]
 
 
 def centered_clip(gram: Tensor, shares: Sequence[float]) -> list[float]:
