@@ -6,7 +6,7 @@ Each function reads what the product has, at one moment. docs/simulation.md says
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
@@ -24,6 +24,8 @@ from diloco_worker.core.diverging import REFUSALS_MAX
 
 Name = tuple[int, int, int]
 """Of a version: fragment, the epoch that it was made in, and its number."""
+Taken = tuple[int, int, int]
+"""Of a contribution: the generation that has pushed it, its tokens and its steps."""
 TOLERANCE = 0.02
 """Values are small multiples of tokens: one that is lost or counted twice moves them by at least 1."""
 ROUNDING = 1e-4
@@ -84,6 +86,23 @@ def nobody_delays_a_round_beyond_its_grace(
             "nobody_delays_a_round_beyond_its_grace",
             f"{_where(state)}: round {collecting.round} waits {waited_s:.2f} s for {collecting.missing}",
         )
+
+
+def accepted_work_is_merged(
+    fragment_id: int, accepted: Mapping[str, Taken], merged: Mapping[str, Taken], left_out: Collection[str]
+) -> None:
+    """P12: a version holds each contribution that was accepted for it, as it was accepted, unless its generation is
+    over or it is left out by name; and nothing else. Both by learner: generation, tokens and steps."""
+    expected = {learner_id: taken for learner_id, taken in accepted.items() if learner_id not in left_out}
+    if expected != merged:
+        raise Violation("accepted_work_is_merged", f"fragment {fragment_id}: {merged}, accepted were {expected}")
+
+
+def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor) -> None:
+    """P12: a version is what the published formulas make of its round, bit for bit. Both float32 [num_elements]."""
+    if not torch.equal(theta, expected):
+        words = f"{theta.tolist()}, the formula gives {expected.tolist()}"
+        raise Violation("no_healthy_work_is_cut", f"fragment {fragment_id}: {words}")
 
 
 def announced_versions_are_there(announced: Collection[Name], name: Name) -> None:
