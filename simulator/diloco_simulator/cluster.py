@@ -418,7 +418,7 @@ class Cluster:
     def freeze_shard(self, index: int, lasts_s: float) -> None:
         shard = self.shards[index]
         if shard.process.alive:
-            shard.process.freeze()
+            shard.freeze()
             self.timeline.later(lasts_s, self._thaw, shard)
 
     def cut(self, path: Path, up: bool, lasts_s: float) -> None:
