@@ -302,7 +302,8 @@ def _with_rules(drawn: Options) -> Options:
     if r.random() < 0.2:
         step_s[r.randrange(len(step_s))] *= r.choice((3.0, 5.0))
     merge = "centered_clip" if r.random() < 0.3 else drawn.merge
-    return replace(drawn, outer=r.choice(OUTER), merge=merge, step_s=tuple(step_s))
+    faults = (*drawn.faults, "warn learner") if r.random() < 0.2 else drawn.faults
+    return replace(drawn, outer=r.choice(OUTER), merge=merge, step_s=tuple(step_s), faults=faults)
 
 
 def _with_kind(drawn: Options) -> Options:

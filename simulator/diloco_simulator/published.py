@@ -58,10 +58,12 @@ class _Stretch:
     codec: Codec
 
 
-def next_theta(before: Before, fragment: Fragment, rule: str, outer: OuterSettings, outer_step: int) -> Tensor:
-    """The values of the next version: float32 [num_elements]."""
+def next_values(
+    before: Before, fragment: Fragment, rule: str, outer: OuterSettings, outer_step: int
+) -> tuple[Tensor, ...]:
+    """The values of the next version, float32 [num_elements], and what the outer optimizer keeps with them."""
     if fragment.companion:  # the mean of what learners have
-        return before.theta - merged(before.contributions, fragment.pieces, "mean")
+        return (before.theta - merged(before.contributions, fragment.pieces, "mean"),)
     gradient = merged(before.contributions, fragment.pieces, rule)
     return stepped(before.theta, gradient, before.buffers, outer, outer_step)
 
@@ -115,25 +117,29 @@ def _clipped(x: list[Tensor], shares: list[float], norms: list[float]) -> list[f
     return a
 
 
-def stepped(theta: Tensor, g: Tensor, buffers: Sequence[Tensor], s: OuterSettings, outer_step: int) -> Tensor:
-    """theta after one outer step along g."""
+def stepped(
+    theta: Tensor, g: Tensor, buffers: Sequence[Tensor], s: OuterSettings, outer_step: int
+) -> tuple[Tensor, ...]:
+    """theta after one outer step along g, and what the optimizer keeps."""
     match s.optimizer:
         case "sgd" if not s.momentum:
-            return theta.add(g, alpha=-s.lr)
+            return (theta.add(g, alpha=-s.lr),)
         case "sgd":
-            return theta.add(_momentum(buffers[0], s, g), alpha=-s.lr)
+            b = _momentum(buffers[0], s, g)
+            return theta.add(b, alpha=-s.lr), b.to(buffers[0].dtype)
         case "nesterov":
-            return theta.add(g.add(_momentum(buffers[0], s, g), alpha=s.momentum), alpha=-s.lr)
+            b = _momentum(buffers[0], s, g)
+            return theta.add(g.add(b, alpha=s.momentum), alpha=-s.lr), b.to(buffers[0].dtype)
         case "adam":
             first = s.beta1 * buffers[0] + (1 - s.beta1) * g
             second = s.beta2 * buffers[1] + (1 - s.beta2) * g * g
             root = (second / (1 - s.beta2**outer_step)).sqrt() + s.eps
-            return theta - s.lr * first / (1 - s.beta1**outer_step) / root
+            return theta - s.lr * first / (1 - s.beta1**outer_step) / root, first, second
         case "delayed_nesterov":
             if outer_step % s.momentum_every:
-                return theta - s.lr * g / s.momentum_every
+                return theta - s.lr * g / s.momentum_every, buffers[0], buffers[1] + g
             b = s.momentum * buffers[0] + (buffers[1] + g) / s.momentum_every
-            return theta - s.lr * (s.momentum * b + g / s.momentum_every)
+            return theta - s.lr * (s.momentum * b + g / s.momentum_every), b, torch.zeros_like(g)
     raise ValueError(s.optimizer)
 
 
@@ -226,6 +232,8 @@ class PublishedFormula:
             return
         assert state.values is not None
         settings = self._cluster.options.settings[0]
-        expected = next_theta(before, state.fragment, settings.sync.merge, settings.outer, state.version)
+        expected = next_values(before, state.fragment, settings.sync.merge, settings.outer, state.version)
         is_exact = settings.sync.merge in ("rda", "mean") and settings.outer.optimizer in ("sgd", "nesterov")
-        invariants.no_healthy_work_is_cut(fragment_id, state.values.theta, expected, is_exact=is_exact)
+        is_exact = is_exact or state.fragment.companion
+        for values, wanted in zip((state.values.theta, *state.values.buffers), expected, strict=False):
+            invariants.no_healthy_work_is_cut(fragment_id, values, wanted, is_exact=is_exact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from diloco_common.errors import LeaseExpired
 from diloco_server.core.cadence import needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.round import Round
@@ -174,7 +175,7 @@ class ShardProcess:
         since_s = self._cluster.timeline.now - self._thawed_at
         for learner_id, generation, left_s in self._before_freeze:
             member = host.shard.membership.get(learner_id)
-            if member is not None and member.generation == generation and member.evicted_for == "lease":
+            if member is not None and member.generation == generation and member.evicted_for == LeaseExpired.code:
                 invariants.nobody_is_lost_to_a_freeze(learner_id, left_s, since_s)
 
     def _takes_s(self, threads: str) -> float:
