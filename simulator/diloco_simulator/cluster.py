@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from diloco_common.errors import LeaseExpired
 from diloco_common.histories import Histories, gather
 from diloco_common.history import MemoryHistory
 from diloco_common.judge import violations
@@ -206,6 +207,8 @@ class Cluster:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
         self._watches.heard(name, what, facts)
         match what:
+            case "gone" if facts["code"] == LeaseExpired.code:
+                self.shards[int(name.removeprefix("shard-"))].lost(facts["learner"], facts["generation"])
             case "announced":
                 self.counts["versions"] += 1
             case "restored":

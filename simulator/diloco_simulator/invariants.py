@@ -95,6 +95,26 @@ def no_round_stands_still(state: FragmentState, why: str, waited_s: float, at_mo
         raise Violation("no_round_stands_still", f"{_where(state)}: {why} for {waited_s:.2f} s")
 
 
+def rounds_wait_for_their_quorum(state: FragmentState, closed: Round, quorum: Quorum) -> None:
+    """P12: below its quorum, a round closes only where nobody is expected any more. `quorum`: as it was set."""
+    enough = needed(quorum, len(closed.asked))
+    if closed.awaited and len(closed.contributions) + len(closed.refused) < enough:
+        held = f"{len(closed.contributions)} of {enough} contributions"
+        raise Violation("rounds_wait_for_their_quorum", f"{_where(state)}: closed with {held}, awaits {closed.missing}")
+
+
+def windows_are_as_set(grace_s: float, at_most_s: float) -> None:
+    """P6: no grace window is longer than its setting, or than the formula gives for the slowest learner."""
+    if grace_s > at_most_s + 1e-9:
+        raise Violation("windows_are_as_set", f"{grace_s:.3f} s, at most {at_most_s:.3f} s")
+
+
+def steps_fit_tokens(process: str, fragment_id: int, steps: int, tokens: int, tokens_max: int) -> None:
+    """P12: a contribution weighs by the steps that its tokens took: each was on one token or more."""
+    if not steps <= tokens <= tokens_max * steps:
+        raise Violation("steps_fit_tokens", f"{process} fragment {fragment_id}: {tokens} tokens in {steps} steps")
+
+
 def nobody_is_lost_to_a_freeze(learner_id: str, left_s: float, since_s: float) -> None:
     """P6: while a shard was frozen it heard nobody, so that time ends no lease. `left_s`: what was left of it before,
     `since_s`: since the shard went on."""
@@ -114,8 +134,9 @@ def accepted_work_is_merged(
 
 def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor, *, is_exact: bool) -> None:
     """P12: a version is what the published formulas make of its round, bit for bit, or where these compute in another
-    order up to rounding. Both float32 [num_elements]."""
-    if not (torch.equal(theta, expected) if is_exact else torch.allclose(theta, expected, rtol=1e-4, atol=1e-3)):
+    order up to rounding. So is what the outer optimizer keeps. Both [num_elements], float32 or bfloat16."""
+    rounding = 1e-4 if theta.dtype == torch.float32 else 2.0**-6
+    if not (torch.equal(theta, expected) if is_exact else torch.allclose(theta, expected, rtol=rounding, atol=1e-3)):
         words = f"{theta.tolist()}, the formula gives {expected.tolist()}"
         raise Violation("no_healthy_work_is_cut", f"fragment {fragment_id}: {words}")
 

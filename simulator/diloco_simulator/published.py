@@ -220,6 +220,7 @@ class PublishedFormula:
         state = self._cluster.fragment(name, fragment_id)
         assert state.closed is not None
         assert state.values is not None
+        invariants.rounds_wait_for_their_quorum(state, state.closed, self._cluster.options.quorum)
         values, contributions = state.values, tuple(state.closed.contributions.values())
         if state.fragment.kind == "buffer" or any(c.is_strange for c in contributions):
             return  # of buffers, the values count nothing here; who was in quarantine counts for less for a while

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from diloco_common.errors import LeaseExpired
 from diloco_server.core.cadence import needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.round import Round
@@ -132,7 +131,7 @@ class ShardProcess:
         if host is None or self.process.frozen or not self.process.alive:
             return
         now = host.clock()
-        self._check_freeze(host)
+        self._check_window(host)
         could, self._can_since = self._can_since, {}
         for state in host.shard.fragments.values():
             collecting = state.round
@@ -158,7 +157,7 @@ class ShardProcess:
         held, name = collecting.contributions, (state.fragment.fragment_id, collecting.round, collecting.opened_at)
         expected = {i for i, g in collecting.asked.items() if i in live and live[i].generation == g}
         expected -= held.keys() | collecting.refused
-        soon_s = 3 * self._options.tick_s + self._options.look_every_s
+        soon_s = 2 * self._options.tick_s + self._options.look_every_s
         if not expected:
             yield (*name, "nobody is expected any more", *sorted(held)), soon_s
         elif len(held) >= max(1, needed(host.shard.quorum(collecting), len(collecting.asked))):
@@ -171,12 +170,21 @@ class ShardProcess:
                     can = (*name, f"{i} can be asked", live[i].generation, live[i].asked)
                     yield can, self._options.lease_s + soon_s
 
-    def _check_freeze(self, host: ShardHost) -> None:
+    def lost(self, learner_id: str, generation: int) -> None:
+        """A lease has run out: was there anything left of it before a freeze, that the freeze has taken?"""
         since_s = self._cluster.timeline.now - self._thawed_at
-        for learner_id, generation, left_s in self._before_freeze:
-            member = host.shard.membership.get(learner_id)
-            if member is not None and member.generation == generation and member.evicted_for == LeaseExpired.code:
+        for other_id, other, left_s in self._before_freeze:
+            if (other_id, other) == (learner_id, generation):
                 invariants.nobody_is_lost_to_a_freeze(learner_id, left_s, since_s)
+
+    def _check_window(self, host: ShardHost) -> None:
+        options, sync = self._options, self._options.settings[0].sync
+        at_most_s = options.grace
+        if at_most_s == "adaptive":
+            slowest_s = max((m.counted.step_time_s for m in host.shard.membership.live()), default=0.0)
+            steps = 2.5 * max(sync.patience * sync.sync_every, sync.overlap_steps)
+            at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
+        invariants.windows_are_as_set(host.shard.grace_s(), at_most_s)
 
     def _takes_s(self, threads: str) -> float:
         match threads:
