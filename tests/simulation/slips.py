@@ -404,3 +404,50 @@ SLIPS: dict[str, Mutant] = {
         (IslandLog, "frame", say_versions_before_leases),
     )
 }
+
+KEPT: dict[str, tuple[str, str]] = {
+    "weigh_by_tokens_alone": ("short:1", "no_healthy_work_is_cut"),
+    "weigh_by_tokens_per_step": ("short:1", "no_healthy_work_is_cut"),
+    "share_alike": ("short:1", "no_healthy_work_is_cut"),
+    "take_the_longest_radius": ("short:4", "no_healthy_work_is_cut"),
+    "fall_back_to_the_mean": ("short:4", "no_healthy_work_is_cut"),
+    "clip_once": ("short:1", "no_healthy_work_is_cut"),
+    "add_up_norms_of_parts": ("short:5", "AssertionError"),
+    "keep_no_momentum": ("short:1", "no_healthy_work_is_cut"),
+    "step_along_the_momentum_alone": ("short:5", "no_healthy_work_is_cut"),
+    "count_versions_from_zero": ("short:23", "no_healthy_work_is_cut"),
+    "correct_the_bias_a_step_late": ("short:7", "no_healthy_work_is_cut"),
+    "damp_the_gradient": ("short:1", "no_healthy_work_is_cut"),
+    "step_companions_as_the_model": ("short:1", "no_healthy_work_is_cut"),
+    "restart_the_grace_window": ("short:21", "no_round_stands_still"),
+    "lose_what_lost_its_quorum": ("short:16", "accounting"),
+    "count_leases_from_the_join": ("short:1", "well_again_after_faults"),
+    "close_with_half_the_quorum": ("short:1", "rounds_wait_for_their_quorum"),
+    "let_windows_grow": ("short:3", "windows_are_as_set"),
+    "count_one_contribution_less": ("short:0", "accounting"),
+    "announce_under_the_name_before": ("short:0", "double_counted"),
+    "count_steps_from_the_start": ("short:0", "steps_fit_tokens"),
+    "count_from_here_once_merged": ("short:0", "work_lost"),
+    "leave_the_snapshot_where_it_was": ("short:7", "progress_is_kept"),
+    "keep_pulls_of_the_epoch_before": ("short:5", "well_again_after_faults"),
+    "wait_for_all_but_one_rank": ("short:3", "KeyError"),
+}
+"""The schedule that has found a slip, to be tried first, and what is broken there."""
+MISSED: dict[str, str] = {
+    "never_ask_again": "?",
+    "ask_again_only_who_was_asked": "?",
+    "wait_for_the_refused": "?",
+    "keep_a_void_round": "?",
+    "fence_who_says_goodbye": "?",
+    "never_notice_a_freeze": "?",
+    "push_again_what_was_refused": "?",
+    "answer_whatever_was_asked_last": "?",
+    "drop_a_version_while_reading": "?",
+    "feed_back_twice": "?",
+    "seed_what_is_held": "?",
+    "keep_what_an_epoch_announced": "?",
+    "forget_the_newer_version": "?",
+    "hear_ends_of_any_epoch": "?",
+    "say_versions_before_leases": "?",
+}
+"""Slips that no schedule has found, and why."""
