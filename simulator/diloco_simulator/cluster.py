@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from diloco_common.errors import LeaseExpired
 from diloco_common.histories import Histories, gather
 from diloco_common.history import MemoryHistory
 from diloco_common.judge import violations
@@ -31,6 +32,7 @@ from diloco_simulator.model import PATTERN
 from diloco_simulator.network import Network, Path
 from diloco_simulator.options import Options, draw
 from diloco_simulator.process import Process
+from diloco_simulator.published import PublishedFormula
 from diloco_simulator.shard_disk import ShardDisk
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.timeline import Timeline
@@ -146,7 +148,7 @@ class Cluster:
             self.timeline.later(self._random.random() * options.starts_s, self.start_learner, learner_id)
         self.timeline.later(options.look_every_s, self._look_after)
         Faults(self)
-        self._fairness = Fairness(self) if options.hostile else None
+        self._watches: Fairness | PublishedFormula = Fairness(self) if options.hostile else PublishedFormula(self)
         self.hostile = [HostileProcess(self, number) for number in range(options.hostile)]
         self._processes += [hostile.process for hostile in self.hostile]
 
@@ -203,9 +205,10 @@ class Cluster:
             self._fragments[shard].add(facts["fragment"])
             if what == "announced" and shard in self.disks:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
-        if self._fairness is not None:
-            self._fairness.heard(name, what, facts)
+        self._watches.heard(name, what, facts)
         match what:
+            case "gone" if facts["code"] == LeaseExpired.code:
+                self.shards[int(name.removeprefix("shard-"))].lost(facts["learner"], facts["generation"])
             case "announced":
                 self.counts["versions"] += 1
             case "restored":
@@ -418,7 +421,7 @@ class Cluster:
     def freeze_shard(self, index: int, lasts_s: float) -> None:
         shard = self.shards[index]
         if shard.process.alive:
-            shard.process.freeze()
+            shard.freeze()
             self.timeline.later(lasts_s, self._thaw, shard)
 
     def cut(self, path: Path, up: bool, lasts_s: float) -> None:

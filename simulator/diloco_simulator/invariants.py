@@ -6,7 +6,7 @@ Each function reads what the product has, at one moment. docs/simulation.md says
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
@@ -24,6 +24,8 @@ from diloco_worker.core.diverging import REFUSALS_MAX
 
 Name = tuple[int, int, int]
 """Of a version: fragment, the epoch that it was made in, and its number."""
+Taken = tuple[int, int, int]
+"""Of a contribution: the generation that has pushed it, its tokens and its steps."""
 TOLERANCE = 0.02
 """Values are small multiples of tokens: one that is lost or counted twice moves them by at least 1."""
 ROUNDING = 1e-4
@@ -84,6 +86,59 @@ def nobody_delays_a_round_beyond_its_grace(
             "nobody_delays_a_round_beyond_its_grace",
             f"{_where(state)}: round {collecting.round} waits {waited_s:.2f} s for {collecting.missing}",
         )
+
+
+def no_round_stands_still(state: FragmentState, why: str, waited_s: float, at_most_s: float) -> None:
+    """P6: a round that can go on does so: where nobody is expected any more it closes or is given up, with its quorum
+    it closes after the grace window, and without it others are asked after a lease. `waited_s`: since it could."""
+    if waited_s > at_most_s:
+        raise Violation("no_round_stands_still", f"{_where(state)}: {why} for {waited_s:.2f} s")
+
+
+def rounds_wait_for_their_quorum(state: FragmentState, closed: Round, quorum: Quorum) -> None:
+    """P12: below its quorum, a round closes only where nobody is expected any more. `quorum`: as it was set."""
+    enough = needed(quorum, len(closed.asked))
+    if closed.awaited and len(closed.contributions) + len(closed.refused) < enough:
+        held = f"{len(closed.contributions)} of {enough} contributions"
+        raise Violation("rounds_wait_for_their_quorum", f"{_where(state)}: closed with {held}, awaits {closed.missing}")
+
+
+def windows_are_as_set(grace_s: float, at_most_s: float) -> None:
+    """P6: no grace window is longer than its setting, or than the formula gives for the slowest learner."""
+    if grace_s > at_most_s + 1e-9:
+        raise Violation("windows_are_as_set", f"{grace_s:.3f} s, at most {at_most_s:.3f} s")
+
+
+def steps_fit_tokens(process: str, fragment_id: int, steps: int, tokens: int, tokens_max: int) -> None:
+    """P12: a contribution weighs by the steps that its tokens took: each was on one token or more."""
+    if not steps <= tokens <= tokens_max * steps:
+        raise Violation("steps_fit_tokens", f"{process} fragment {fragment_id}: {tokens} tokens in {steps} steps")
+
+
+def nobody_is_lost_to_a_freeze(learner_id: str, left_s: float, since_s: float) -> None:
+    """P6: while a shard was frozen it heard nobody, so that time ends no lease. `left_s`: what was left of it before,
+    `since_s`: since the shard went on."""
+    if since_s < left_s:
+        raise Violation("nobody_is_lost_to_a_freeze", f"{learner_id} after {since_s:.2f} s, it had {left_s:.2f} s left")
+
+
+def accepted_work_is_merged(
+    fragment_id: int, accepted: Mapping[str, Taken], merged: Mapping[str, Taken], left_out: Collection[str]
+) -> None:
+    """P12: a version holds each contribution that was accepted for it, as it was accepted, unless its generation is
+    over or it is left out by name; and nothing else. Both by learner: generation, tokens and steps."""
+    expected = {learner_id: taken for learner_id, taken in accepted.items() if learner_id not in left_out}
+    if expected != merged:
+        raise Violation("accepted_work_is_merged", f"fragment {fragment_id}: {merged}, accepted were {expected}")
+
+
+def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor, *, is_exact: bool) -> None:
+    """P12: a version is what the published formulas make of its round, bit for bit, or where these compute in another
+    order up to rounding. So is what the outer optimizer keeps. Both [num_elements], float32 or bfloat16."""
+    rounding = 1e-4 if theta.dtype == torch.float32 else 2.0**-6
+    if not (torch.equal(theta, expected) if is_exact else torch.allclose(theta, expected, rtol=rounding, atol=1e-3)):
+        words = f"{theta.tolist()}, the formula gives {expected.tolist()}"
+        raise Violation("no_healthy_work_is_cut", f"fragment {fragment_id}: {words}")
 
 
 def announced_versions_are_there(announced: Collection[Name], name: Name) -> None:

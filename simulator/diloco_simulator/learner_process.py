@@ -34,6 +34,8 @@ from diloco_worker.telemetry import LearnerTelemetry
 if TYPE_CHECKING:
     from diloco_simulator.cluster import Cluster
 
+TOKENS_MAX = 4
+"""Of a step, at most; at least one."""
 LOOK_S = 0.2
 """How often a learner that is joining looks whether it can train."""
 SETTLE_S = 5.0
@@ -215,7 +217,7 @@ class LearnerProcess:
         """One inner step, and its boundary."""
         takes_s = self._step_s * self._random.uniform(0.8, 1.2)
         due = self._cluster.timeline.now + takes_s
-        self._tokens, self._ahead = self._random.randint(1, 4), 0
+        self._tokens, self._ahead = self._random.randint(1, TOKENS_MAX), 0
         await asyncio.sleep(takes_s)
         while (hangs_s := self.hung_until - self._cluster.timeline.now) > 0:
             due = self.hung_until
@@ -280,6 +282,7 @@ class LearnerProcess:
         if header.is_seed or header.not_finite or contribution is None or contribution.round != header.round:
             return
         fragment_id, tensors, taken = header.fragment_id, contribution.tensors, self._taken[contribution]
+        invariants.steps_fit_tokens(self.name, fragment_id, header.steps, header.tokens, TOKENS_MAX)
         assert tensors.snapshot is not None
         meant = tensors.snapshot.float()
         fragment = self.learner.core.fragments[fragment_id]  # type: ignore[union-attr]

@@ -25,6 +25,15 @@ FAULTS = (
     "freeze shard", "cut", "cut one way", "break calls", "not finite",
 )  # fmt: skip
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
+SUM = OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0)
+OUTER = (
+    SUM,
+    OuterSettings(),
+    OuterSettings(lr=0.4, momentum=0.9),
+    OuterSettings(optimizer="sgd", lr=0.8, momentum=0.6),
+    OuterSettings(optimizer="adam", lr=0.3),
+    OuterSettings(optimizer="delayed_nesterov", momentum_every=3),
+)
 _DEFAULTS = Settings()
 
 
@@ -40,7 +49,7 @@ class Options:
     quorum: int | Literal["all"]
     grace: float | Literal["adaptive"]
     staleness_max: int
-    merge: Literal["rda", "mean"]
+    merge: Literal["rda", "mean", "centered_clip"]
     on_commit: Literal["carry", "overwrite", "blend"]
     push: Literal["float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit"]
     pull: Literal["float32", "bfloat16", "int8", "int4"]
@@ -86,6 +95,8 @@ class Options:
     """Durability: 0 is "version", else the time of "interval"."""
     family: str = "memory"
     """How it was drawn."""
+    outer: OuterSettings = SUM
+    """The outer optimizer. Where somebody lies, the values must count tokens: versions are sums then."""
     faults_from_s: float = 0.0
     """When they begin."""
     starts_s: float = 2.0
@@ -144,7 +155,7 @@ class Options:
                 staleness_max=self.staleness_max, merge=self.merge, on_commit=self.on_commit, push=self.push,
                 pull=self.pull, error_feedback=self.error_feedback, companions_every=max(1, self.companions_every),
             ),
-            "outer": OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0),
+            "outer": self.outer,
             "guard": GuardSettings(norm_factor=self.norm_factor, trust="strangers" if self.hostile else "members"),
             "lease": LeaseSettings(
                 lease_s=self.lease_s, heartbeat_s=self.heartbeat_s, progress_timeout_s=self.progress_timeout_s
@@ -196,7 +207,7 @@ def draw_short(seed: int) -> Options:
         disks=(),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
     )
-    return _with_hostile(_with_disks(drawn, r, pace_s))
+    return _with_kind(_with_hostile(_with_disks(drawn, r, pace_s)))
 
 
 def draw_options(seed: int) -> Options:
@@ -281,7 +292,29 @@ def _with_hostile(drawn: Options) -> Options:
     """
     r = random.Random(f"hostile {drawn.seed}")
     hostile = r.choice((0, 0, 0, 0, 0, 0, 1, 2))
-    return with_hostile(drawn, hostile, identities_proven=r.random() < 0.7) if hostile else drawn
+    return with_hostile(drawn, hostile, identities_proven=r.random() < 0.7) if hostile else _with_rules(drawn)
+
+
+def _with_rules(drawn: Options) -> Options:
+    """All rules of merging and stepping, and now and then a learner of another speed. Drawn apart, as nobody lies."""
+    r = random.Random(f"rules {drawn.seed}")
+    step_s = list(drawn.step_s)
+    if r.random() < 0.2:
+        step_s[r.randrange(len(step_s))] *= r.choice((3.0, 5.0))
+    merge = "centered_clip" if r.random() < 0.3 else drawn.merge
+    faults = (*drawn.faults, "warn learner") if r.random() < 0.2 else drawn.faults
+    return replace(drawn, outer=r.choice(OUTER), merge=merge, step_s=tuple(step_s), faults=faults)
+
+
+def _with_kind(drawn: Options) -> Options:
+    """Some short schedules have islands, or companions and perhaps a buffer; those two have families of their own."""
+    r = random.Random(f"kind {drawn.seed}")
+    kind = r.choice(("", "", "", "islands", "companions"))
+    if drawn.hostile or not kind:
+        return drawn
+    if kind == "islands":
+        return replace(drawn, islands=r.randint(1, 2), max_pushes=64, faults=(*drawn.faults, "lose rank"))
+    return replace(drawn, companions_every=r.choice((1, 2)), has_buffer=r.random() < 0.5, max_pushes=64)
 
 
 def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True) -> Options:
@@ -302,6 +335,7 @@ def draw_islands(seed: int) -> Options:
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
     return replace(
         drawn, family="islands", islands=r.randint(1, drawn.learners), hostile=0, max_pushes=64,
+        companions_every=0, has_buffer=False,
         faults=(*drawn.faults, "lose rank", "lose rank"),
     )  # fmt: skip
 
@@ -312,7 +346,7 @@ def draw_companions(seed: int) -> Options:
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
     return replace(
         drawn, family="companions", companions_every=r.choice((1, 1, 2, 3)), has_buffer=r.random() < 0.5, hostile=0,
-        max_pushes=64,
+        max_pushes=64, islands=0,
     )  # fmt: skip
 
 

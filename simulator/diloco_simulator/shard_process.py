@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from diloco_server.core.cadence import needed
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.round import Round
+from diloco_server.core.rounds import LAST_S
 from diloco_server.host import ShardHost
 from diloco_server.service import Service
 from diloco_server.storage.store import FileStore, MemoryStore, NothingIntact, Store
@@ -38,6 +42,11 @@ class ShardProcess:
             cluster.timeline, self.name, cluster.seed_of(self.name), self._takes_s, stutters=options.stutters / 10
         )
         self._grace_s_max = 0.0
+        self._can_since: dict[tuple[Any, ...], float] = {}
+        """What a round can do, and since when."""
+        self._before_freeze: list[tuple[str, int, float]] = []
+        """Learner, generation and what was left of its lease when the process was frozen last."""
+        self._thawed_at = 0.0
         self.process.start(self._run(options.settings[index]), self.name)
 
     async def _run(self, settings: Any) -> None:
@@ -102,7 +111,18 @@ class ShardProcess:
             writes = [job for t in self.process.threads if t.name == "diloco-storage" for job in t.under_way]
             self._disk.cut_off(writes, power=power)
 
+    def freeze(self) -> None:
+        if self.host is not None and not self.process.frozen:
+            now = self._cluster.timeline.now - getattr(self.host.clock, "_asleep_s", 0.0)
+            spare_s = self._options.heartbeat_s + 2 * self._options.tick_s  # of which it cannot tell that it slept
+            self._before_freeze = [
+                (m.learner_id, m.generation, m.last_heard + self._options.lease_s - now - spare_s)
+                for m in self.host.shard.membership.live()
+            ]
+        self.process.freeze()
+
     def thaw(self) -> None:
+        self._thawed_at = self._cluster.timeline.now
         self.process.thaw()
 
     def check(self) -> None:
@@ -111,10 +131,15 @@ class ShardProcess:
         if host is None or self.process.frozen or not self.process.alive:
             return
         now = host.clock()
+        self._check_window(host)
+        could, self._can_since = self._can_since, {}
         for state in host.shard.fragments.values():
             collecting = state.round
             if collecting is None:
                 continue
+            for can, at_most_s in self._can(host, state, collecting):
+                since = self._can_since.setdefault(can, could.get(can, now))
+                invariants.no_round_stands_still(state, str(can[3:]), now - since, at_most_s)
             invariants.rounds_make_the_next_version(state, collecting)
             invariants.rounds_are_bounded(state, collecting, self._options.learners_max)
             invariants.halves_are_bounded(state, collecting)
@@ -125,6 +150,41 @@ class ShardProcess:
                     state, collecting, host.shard.quorum(collecting), now - collecting.quorum_at,
                     self._grace_s_max + self._options.tick_s,
                 )  # fmt: skip
+
+    def _can(self, host: ShardHost, state: FragmentState, collecting: Round) -> Iterator[tuple[tuple[Any, ...], float]]:
+        """What an open round can do, with all that it goes by; and within which time it has to be done."""
+        live = {m.learner_id: m for m in host.shard.membership.live()}
+        held, name = collecting.contributions, (state.fragment.fragment_id, collecting.round, collecting.opened_at)
+        expected = {i for i, g in collecting.asked.items() if i in live and live[i].generation == g}
+        expected -= held.keys() | collecting.refused
+        soon_s = 2 * self._options.tick_s + self._options.look_every_s
+        if not expected:
+            yield (*name, "nobody is expected any more", *sorted(held)), soon_s
+        elif len(held) >= max(1, needed(host.shard.quorum(collecting), len(collecting.asked))):
+            self._grace_s_max = max(self._grace_s_max, host.shard.grace_s())
+            last_s = LAST_S if collecting.last_of & expected else 0.0
+            yield (*name, "it has its quorum"), self._grace_s_max + last_s + soon_s
+        else:
+            for i in live.keys() - expected - held.keys():
+                if live[i].takes_part(state.fragment.fragment_id) and live[i].first_step is not None:
+                    can = (*name, f"{i} can be asked", live[i].generation, live[i].asked)
+                    yield can, self._options.lease_s + soon_s
+
+    def lost(self, learner_id: str, generation: int) -> None:
+        """A lease has run out: was there anything left of it before a freeze, that the freeze has taken?"""
+        since_s = self._cluster.timeline.now - self._thawed_at
+        for other_id, other, left_s in self._before_freeze:
+            if (other_id, other) == (learner_id, generation):
+                invariants.nobody_is_lost_to_a_freeze(learner_id, left_s, since_s)
+
+    def _check_window(self, host: ShardHost) -> None:
+        options, sync = self._options, self._options.settings[0].sync
+        at_most_s = options.grace
+        if at_most_s == "adaptive":
+            slowest_s = max((m.counted.step_time_s for m in host.shard.membership.live()), default=0.0)
+            steps = 2.5 * max(sync.patience * sync.sync_every, sync.overlap_steps)
+            at_most_s = slowest_s * (steps if options.on_commit == "carry" else 1.0)
+        invariants.windows_are_as_set(host.shard.grace_s(), at_most_s)
 
     def _takes_s(self, threads: str) -> float:
         match threads:

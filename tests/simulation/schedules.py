@@ -9,8 +9,8 @@ from diloco_simulator.plot import AS_OTHERS, FOREIGN, PUSHES
 
 
 def short(seed: int) -> Options:
-    """A short schedule in which nobody lies."""
-    return replace(draw_short(seed), hostile=0)
+    """A short schedule of single processes with one kind of fragments, in which nobody lies."""
+    return replace(draw_short(seed), hostile=0, islands=0, companions_every=0, has_buffer=False)
 
 
 def memory(seed: int) -> Options:

@@ -49,6 +49,11 @@ def test_a_late_copy_of_what_was_refused_is_no_conflict() -> None:
     run_schedule(schedules.diverging_ranks(37))
 
 
+def test_an_island_begins_where_its_shard_comes_back_with_versions_of_the_same_names() -> None:
+    """That the one before was dropped ended the pull of the version that came back, and the island joined for ever."""
+    run_schedule(draw_islands(3141616))
+
+
 def test_schedules_have_islands_beside_single_processes() -> None:
     drawn = [draw_islands(seed) for seed in range(200)]
     assert any(options.islands < options.learners for options in drawn)

@@ -16,7 +16,7 @@ import torch
 
 from diloco_simulator.cli import main
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.options import DISK_FAULTS, FAULTS, Options, draw, draw_options, draw_short
+from diloco_simulator.options import DISK_FAULTS, FAULTS, Options, draw, draw_memory, draw_options, draw_short
 from diloco_simulator.runner import run_seeds
 
 SCHEDULES = 150
@@ -216,3 +216,8 @@ def _run(repository: Path, *command: str, **environment: str) -> str:
         capture_output=True, text=True, timeout=280, check=True,
     )  # fmt: skip
     return done.stdout
+
+
+def test_of_two_processes_with_one_id_the_later_ends_up_with_all_shards() -> None:
+    """It was silent for a while, the earlier one came back at one shard of two, and each held one for ever."""
+    run_schedule(draw_memory(60))

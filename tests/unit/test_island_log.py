@@ -185,6 +185,16 @@ def test_what_an_earlier_epoch_has_announced_is_dropped_with_it() -> None:
     assert island.settle() == []
 
 
+def test_that_an_epoch_is_over_ends_no_pull_of_the_next_one() -> None:
+    """A shard that comes back has versions of the same names: the leader may be pulling one of them again already."""
+    island = Island(2)
+    island.say(0, joined(1), Announced(0, 1, 5))
+    island.settle()
+    island.say(0, joined(2))
+
+    assert [turn.ended for turn in (island.cross(), island.cross(), island.cross())] == [(), (), ()]
+
+
 def test_a_lease_that_is_renewed_in_the_same_epoch_drops_nothing() -> None:
     island = Island(2)
     island.say(0, joined(1), Announced(0, 1, 5))

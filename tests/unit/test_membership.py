@@ -52,6 +52,21 @@ def test_who_speaks_without_a_current_lease_is_refused(learner_id: str, generati
     assert members.check("b", 4).process_id == "another process"
 
 
+def test_a_process_that_began_later_comes_back_although_the_earlier_one_took_its_place() -> None:
+    """Else each of the two may hold one shard of two, refused by the other, for ever."""
+    members = make_membership()
+    members.join("a", "earlier", 1.0, age_s=1.0)
+    later = members.join("a", "later", 10.0, age_s=1.0)
+    members.revoke(later)
+    earlier = members.join("a", "earlier", 20.0, age_s=20.0)
+    members.replace(earlier, {"later"})
+
+    members.welcome("a", "later", began=9.0)
+    members.join("a", "later", 21.0, age_s=12.0)
+    with pytest.raises(Superseded):
+        members.welcome("a", "earlier", began=0.0)
+
+
 def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_does_not() -> None:
     members = make_membership()
     first = members.join("a", "p", 0.0)

@@ -133,6 +133,8 @@ class LeadersConnection(Connection):
         name = act.epoch, act.version
         if act.is_applied:
             self._applied[act.fragment_id] = name
+        elif self._said.get(act.fragment_id) != name:
+            return  # of the shard's epoch before: in this one nobody has heard of it yet, and its name may be the same
         if self._under_way.get(act.fragment_id) == name:
             del self._under_way[act.fragment_id]
             self._said.pop(act.fragment_id, None)

@@ -56,6 +56,8 @@ class Member:
     """The first generation of this process: an older one belongs to a process that was replaced."""
     replaced: tuple[str, ...] = ()
     """Processes that joined under this id before. They may not come back: their merges were forgotten."""
+    later: str = ""
+    """The process that had the id before, if it began later. It may come back: other shards have refused this one."""
     state: State = State.ALIVE
     evicted_for: str = ""
     """Stable code of the eviction."""
@@ -186,9 +188,11 @@ class Membership:
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
             before = () if old is None else (*old.replaced, old.process_id)
+            if old is not None and old.began > member.began:  # it was silent for a while, and may come back
+                before, member.later = old.replaced, old.process_id
             member.replaced = tuple(p for p in before if p != process_id)[-REPLACED_MAX:]
         else:
-            member.first_generation, member.replaced = old.first_generation, old.replaced
+            member.first_generation, member.replaced, member.later = old.first_generation, old.replaced, old.later
             member.trail, member.idle_rounds, member.silent_rounds = old.trail, old.idle_rounds, old.silent_rounds
             member.arrivals = old.arrivals
         if old is not None:
@@ -228,7 +232,7 @@ class Membership:
 
     def replace(self, member: Member, processes: set[str]) -> None:
         """These processes used the member's id before, perhaps before a restart of the shard."""
-        member.replaced = (*member.replaced, *sorted(processes - {*member.replaced}))
+        member.replaced = (*member.replaced, *sorted(processes - {*member.replaced, member.later}))
 
     def get(self, learner_id: str) -> Member | None:
         return self._members.get(learner_id)

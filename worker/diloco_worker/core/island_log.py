@@ -205,12 +205,14 @@ class IslandLog:
                 self._events.append(word)
 
     def _joined(self, joined: Joined) -> None:
-        """A shard in another epoch may have lost what it announced. It announces all that it has again."""
+        """A shard in another epoch may have lost what it announced. It announces all that it has again.
+
+        Under the same names, perhaps, and the leader has begun anew: it hears nothing of what was dropped here."""
         if self._epochs.get(joined.shard_index) != joined.epoch:
             self._epochs[joined.shard_index] = joined.epoch
             for status in joined.fragments:
                 self._newer.pop(status.fragment_id, None)
-                self._drop(status.fragment_id)
+                self._drop(status.fragment_id, is_told=False)
 
     # ------------------------------------------------------------ versions
 
@@ -252,11 +254,11 @@ class IslandLog:
             self._applied[p] = fetching.fetch
             self._drop(p, is_applied=True)
 
-    def _drop(self, fragment_id: int, *, is_applied: bool = False) -> None:
+    def _drop(self, fragment_id: int, *, is_applied: bool = False, is_told: bool = True) -> None:
         """The version is applied, or a rank cannot have it: on to the next one, if there is one."""
         # What has arrived stays: the same version may be wanted again, and others have read that it is here.
         fetching = self._fetching.pop(fragment_id, None)
-        if fetching is not None:
+        if fetching is not None and is_told:
             self._ended.append((fetching.fetch, is_applied))
         if fragment_id in self._complete:
             self._complete.remove(fragment_id)

@@ -1,0 +1,240 @@
+"""The published formulas, written once more: what a version must be, given what its round has taken.
+
+Only the bytes are read by the product's codecs, whose sums are float32 in the order of learners' ids. Which bytes of
+whom, with which weights, and what the outer optimizer makes of them, is said here from the papers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from diloco_common.codec import Codec, get_codec
+from diloco_common.codec.base import Part
+from diloco_common.manifest import Fragment, Piece
+from diloco_common.settings import OuterSettings
+from diloco_server.core.merge import MergedSlice, chunk_tensors
+from diloco_server.core.parts import PartedPayload
+from diloco_server.core.round import Contribution
+from diloco_simulator import invariants
+from diloco_simulator.invariants import Taken
+
+if TYPE_CHECKING:
+    from diloco_simulator.cluster import Cluster
+
+LEFT = "LEFT"
+"""The code of a goodbye: what was contributed counts."""
+CANCELLED = 1e-6
+"""Directions cancel where their mean is shorter."""
+CLIPS = 3
+"""Iterations of centered clipping."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """A fragment before its round is merged."""
+
+    theta: Tensor
+    buffers: tuple[Tensor, ...]
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements of the fragment that lie in one chunk of a contribution."""
+
+    start: int
+    stop: int
+    chunk: Tensor
+    chunk_elements: int
+    at: int
+    """Where in the chunk they begin."""
+    codec: Codec
+
+
+def next_values(
+    before: Before, fragment: Fragment, rule: str, outer: OuterSettings, outer_step: int
+) -> tuple[Tensor, ...]:
+    """The values of the next version, float32 [num_elements], and what the outer optimizer keeps with them."""
+    if fragment.companion:  # the mean of what learners have
+        return (before.theta - merged(before.contributions, fragment.pieces, "mean"),)
+    gradient = merged(before.contributions, fragment.pieces, rule)
+    return stepped(before.theta, gradient, before.buffers, outer, outer_step)
+
+
+def shares_of(ordered: Sequence[Contribution]) -> list[float]:
+    """tokens^2 / steps, of the sum."""
+    weights = [c.tokens**2 / c.steps for c in ordered]
+    return [weight / sum(weights) for weight in weights]
+
+
+def merged(contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str) -> Tensor:
+    """The merged pseudo-gradient of a fragment, float32. Sums in the order of learners' ids."""
+    ordered = sorted(contributions, key=lambda c: c.learner_id)
+    stretches, shares = [list(_stretches(c)) for c in ordered], shares_of(ordered)
+    parts = []
+    for piece in pieces:
+        norms = [float(torch.linalg.vector_norm(_decoded(s, piece), dtype=torch.float64)) for s in stretches]
+        for c, norm in zip(ordered, norms, strict=True):
+            found = c.piece_norms[list(pieces).index(piece)]
+            assert math.isclose(found, norm, rel_tol=1e-4, abs_tol=1e-12), f"{c.learner_id}: norm {found}, not {norm}"
+        norms = [c.piece_norms[list(pieces).index(piece)] for c in ordered]  # as rounded
+        parts += _sum(stretches, piece, _weights(stretches, piece, rule, shares, norms))
+    return torch.cat([part.tensor().clone() for part in parts])
+
+
+def _weights(
+    stretches: list[list[_Stretch]], piece: Piece, rule: str, shares: list[float], norms: list[float]
+) -> list[float]:
+    if len(shares) == 1:
+        return shares
+    if rule == "centered_clip":
+        return _clipped([_decoded(s, piece).double() for s in stretches], shares, norms)
+    if "mean" in (rule, piece.rule):
+        return shares
+    radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
+    direction = [share / norm if norm > 0 else 0.0 for share, norm in zip(shares, norms, strict=True)]
+    length = math.sqrt(sum(part.sum_squares() for part in _sum(stretches, piece, direction)))
+    return [d * (radius / length) for d in direction] if length > CANCELLED else shares
+
+
+def _clipped(x: list[Tensor], shares: list[float], norms: list[float]) -> list[float]:
+    """a of v = sum a x:  v <- v + sum s (x - v) min(1, tau / |x - v|), from the mean of x at their median norm."""
+    usual = median_low(norms) or median_low([norm for norm in norms if norm > 0] or [0.0])
+    a = [share * (min(1.0, usual / norm) if norm > 0 else 1.0) for share, norm in zip(shares, norms, strict=True)]
+    for _ in range(CLIPS):
+        v = torch.stack([weight * one for weight, one in zip(a, x, strict=True)]).sum(0)
+        distances = [float(torch.linalg.vector_norm(one - v)) for one in x]
+        tau = median_low(distances)
+        kept = [share * (min(1.0, tau / d) if d > 0 else 1.0) for share, d in zip(shares, distances, strict=True)]
+        a = [weight * (1 - sum(kept)) + more for weight, more in zip(a, kept, strict=True)]
+    return a
+
+
+def stepped(
+    theta: Tensor, g: Tensor, buffers: Sequence[Tensor], s: OuterSettings, outer_step: int
+) -> tuple[Tensor, ...]:
+    """theta after one outer step along g, and what the optimizer keeps."""
+    match s.optimizer:
+        case "sgd" if not s.momentum:
+            return (theta.add(g, alpha=-s.lr),)
+        case "sgd":
+            b = _momentum(buffers[0], s, g)
+            return theta.add(b, alpha=-s.lr), b.to(buffers[0].dtype)
+        case "nesterov":
+            b = _momentum(buffers[0], s, g)
+            return theta.add(g.add(b, alpha=s.momentum), alpha=-s.lr), b.to(buffers[0].dtype)
+        case "adam":
+            first = s.beta1 * buffers[0] + (1 - s.beta1) * g
+            second = s.beta2 * buffers[1] + (1 - s.beta2) * g * g
+            root = (second / (1 - s.beta2**outer_step)).sqrt() + s.eps
+            return theta - s.lr * first / (1 - s.beta1**outer_step) / root, first, second
+        case "delayed_nesterov":
+            if outer_step % s.momentum_every:
+                return theta - s.lr * g / s.momentum_every, buffers[0], buffers[1] + g
+            b = s.momentum * buffers[0] + (buffers[1] + g) / s.momentum_every
+            return theta - s.lr * (s.momentum * b + g / s.momentum_every), b, torch.zeros_like(g)
+    raise ValueError(s.optimizer)
+
+
+def _momentum(b: Tensor, s: OuterSettings, g: Tensor) -> Tensor:
+    return b.float().mul(s.momentum).add(g)
+
+
+def _stretches(contribution: Contribution) -> Iterator[_Stretch]:
+    """Where each element of the fragment lies, in ascending order."""
+    payload = contribution.payload
+    codec = get_codec(payload.header.encoding)
+    if not isinstance(payload, PartedPayload):
+        for chunk, bounds in zip(chunk_tensors(payload), payload.header.chunk_bounds(), strict=True):
+            yield _Stretch(bounds.start, bounds.stop, chunk, bounds.stop - bounds.start, 0, codec)
+        return
+    found = []
+    for part in payload.parts:
+        (chunk,) = chunk_tensors(part.payload)  # what a rank has of a fragment here is small
+        for span in part.spans:
+            elements = part.payload.header.num_elements
+            found.append(_Stretch(span.start, span.stop, chunk, elements, span.start + span.shift, codec))
+    yield from sorted(found, key=lambda s: s.start)
+
+
+def _sum(stretches: list[list[_Stretch]], piece: Piece, weights: Sequence[float]) -> list[MergedSlice]:
+    """The weighted sum, cut wherever a chunk or a part of anybody ends."""
+    start, stop = piece.offset, piece.offset + piece.num_elements
+    ends = sorted({min(s.stop, stop) for one in stretches for s in one if s.stop > start and s.start < stop})
+    sums = []
+    for end in ends:
+        held = [next(s for s in one if s.start <= start < s.stop) for one in stretches]
+        parts = [Part(s.chunk, s.chunk_elements, s.at + start - s.start) for s in held]
+        sums.append(MergedSlice(start, end - start, held[0].codec, parts, weights))
+        start = end
+    return sums
+
+
+def _decoded(stretches: list[_Stretch], piece: Piece) -> Tensor:
+    """A piece of one contribution, float32 [num_elements]."""
+    return torch.cat([part.tensor().clone() for part in _sum([stretches], piece, [1.0])])
+
+
+class PublishedFormula:
+    """Follows the histories of shards while they are written. Of a cluster of members, whose work nothing may cut."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._accepted: dict[tuple[str, int, int], dict[str, Taken]] = {}
+        """Shard, fragment and round -> what is to be merged."""
+        self._merging: dict[tuple[str, int], Before] = {}
+
+    def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
+        """A process has written a line of its history."""
+        match what:
+            case "born" if facts["role"] == "shard":
+                self._accepted = {key: taken for key, taken in self._accepted.items() if key[0] != name}
+                self._merging = {key: before for key, before in self._merging.items() if key[0] != name}
+            case "accepted":
+                taken = facts["generation"], facts["tokens"], facts["steps"]
+                self._accepted.setdefault((name, facts["fragment"], facts["round"]), {})[facts["learner"]] = taken
+            case "gone" if facts["code"] != LEFT:
+                self._fence(name, facts["learner"], facts["generation"])
+            case "merging":
+                self._begin(name, facts)
+            case "announced":
+                self._end(name, facts["fragment"])
+
+    def _fence(self, name: str, learner_id: str, generation: int) -> None:
+        for key, taken in self._accepted.items():
+            if key[0] == name and learner_id in taken and taken[learner_id][0] == generation:
+                del taken[learner_id]
+
+    def _begin(self, name: str, facts: dict[str, Any]) -> None:
+        fragment_id, left_out = facts["fragment"], facts.get("left_out", [])
+        accepted = self._accepted.pop((name, fragment_id, facts["version"]), {})
+        held = {c["learner"]: (c["generation"], c["tokens"], c["steps"]) for c in facts["contributions"]}
+        invariants.accepted_work_is_merged(fragment_id, accepted, held, left_out)
+        state = self._cluster.fragment(name, fragment_id)
+        assert state.closed is not None
+        assert state.values is not None
+        invariants.rounds_wait_for_their_quorum(state, state.closed, self._cluster.options.quorum)
+        values, contributions = state.values, tuple(state.closed.contributions.values())
+        if state.fragment.kind == "buffer" or any(c.is_strange for c in contributions):
+            return  # of buffers, the values count nothing here; who was in quarantine counts for less for a while
+        buffers = tuple(buffer.clone() for buffer in values.buffers)
+        self._merging[name, fragment_id] = Before(values.theta.clone(), buffers, contributions)
+
+    def _end(self, name: str, fragment_id: int) -> None:
+        state, before = self._cluster.fragment(name, fragment_id), self._merging.pop((name, fragment_id), None)
+        if before is None:
+            return
+        assert state.values is not None
+        settings = self._cluster.options.settings[0]
+        expected = next_values(before, state.fragment, settings.sync.merge, settings.outer, state.version)
+        is_exact = settings.sync.merge in ("rda", "mean") and settings.outer.optimizer in ("sgd", "nesterov")
+        is_exact = is_exact or state.fragment.companion
+        for values, wanted in zip((state.values.theta, *state.values.buffers), expected, strict=False):
+            invariants.no_healthy_work_is_cut(fragment_id, values, wanted, is_exact=is_exact)

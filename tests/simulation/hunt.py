@@ -1,0 +1,53 @@
+"""Which slips drawn schedules find, with no schedule made for any: `python tests/simulation/hunt.py [NAME ...]`.
+
+The schedule that has found a slip before comes first (`KEPT` in slips.py), then seeds from 0 on of the short family.
+Mutants of one's own: add them to `SLIPS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from mutants import replaced
+from slips import KEPT, SLIPS
+
+from diloco_simulator.cluster import ScheduleFailed, run_schedule
+from diloco_simulator.options import draw
+
+
+def found_by(slip: str, schedules: Iterator[str]) -> tuple[str, str] | None:
+    """The first of these schedules that finds it, and what is broken there; None: none does."""
+    for name in schedules:
+        try:
+            with replaced(*SLIPS[slip]):
+                run_schedule(draw(name))
+        except ScheduleFailed as failed:
+            return name, getattr(failed.violation, "name", type(failed.violation).__name__)
+    return None
+
+
+def candidates(slip: str, schedules: int) -> Iterator[str]:
+    """Names of schedules, the kept one first."""
+    if slip in KEPT:
+        yield KEPT[slip][0]
+    yield from (f"short:{seed}" for seed in range(schedules))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=[*SLIPS])
+    parser.add_argument("--schedules", type=int, default=300)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    total = 0
+    for slip in args.names:
+        found = found_by(slip, candidates(slip, args.schedules))
+        total += found is not None
+        print(f"{slip}: {' '.join(found) if found else 'not found'}", flush=True)
+    print(f"{total} of {len(args.names)} found")
+
+
+if __name__ == "__main__":
+    main()

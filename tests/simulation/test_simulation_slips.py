@@ -1,0 +1,25 @@
+"""Small slips of the product that drawn schedules have found: each is found again, by the schedule that was kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hunt import found_by
+from slips import KEPT, MISSED, SLIPS
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_of_every_slip_it_is_known_whether_schedules_find_it() -> None:
+    assert KEPT.keys() | MISSED.keys() == SLIPS.keys()
+    assert not KEPT.keys() & MISSED.keys()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # a schedule that failed leaves some that never began
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("slip", KEPT)
+def test_the_schedule_that_was_kept_finds_the_slip(slip: str) -> None:
+    assert found_by(slip, iter(KEPT[slip][:1])) == KEPT[slip]
