@@ -15,7 +15,7 @@ from diloco_common.command import new_app, run_app
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from diloco_common.options import Flag
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.options import DISK_FAULTS, FAULTS, draw
+from diloco_simulator.options import DISK_FAULTS, FAULTS, RARE_FAULTS, draw
 from diloco_simulator.runner import Tally, run_many
 
 PROGRESS_EVERY_S = 5.0
@@ -94,7 +94,7 @@ def _summary(family: str, total: Tally, took_s: float) -> str:
 def _coverage(total: Tally) -> str:
     """Whether schedules do anything: what goes wrong in 1000 of them, and what comes about in spite of it."""
     counts, faults = total.counts, total.faults
-    struck = sum(faults[kind] for kind in (*FAULTS, *DISK_FAULTS))
+    struck = sum(faults[kind] for kind in (*FAULTS, *DISK_FAULTS, *RARE_FAULTS))
     rows = {
         "faults": struck,
         "learners crashed": faults["crash learner"],

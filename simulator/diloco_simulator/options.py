@@ -25,6 +25,8 @@ FAULTS = (
     "freeze shard", "cut", "cut one way", "break calls", "not finite",
 )  # fmt: skip
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
+RARE_FAULTS = ("warn learner", "lose rank")
+"""Of some schedules only: a notice to leave; a death in an island."""
 SUM = OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0)
 OUTER = (
     SUM,
@@ -322,8 +324,10 @@ def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True
     r = random.Random(f"tactics {drawn.seed}")
     known = TACTICS if identities_proven else (*TACTICS, *FOREIGN)
     wanted = drawn.learners if drawn.quorum == "all" else drawn.quorum
+    merge = "rda" if drawn.merge == "centered_clip" else drawn.merge
     return replace(
         drawn, hostile=hostile, identities_proven=identities_proven, quorum=min(wanted, 2, drawn.learners),
+        outer=SUM, merge=merge, islands=0, companions_every=0, has_buffer=False,
         max_pushes=_DEFAULTS.shard.max_pushes, staleness_max=_DEFAULTS.sync.staleness_max,
         tactics=tuple(t for t in known if r.random() < 0.5) or known, manners=tuple(r.sample(MANNERS, 3)),
     )  # fmt: skip

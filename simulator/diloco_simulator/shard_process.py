@@ -166,6 +166,8 @@ class ShardProcess:
             yield (*name, "it has its quorum"), self._grace_s_max + last_s + soon_s
         else:
             for i in live.keys() - expected - held.keys():
+                if host.shard.quarantine.holds(i):
+                    continue
                 if live[i].takes_part(state.fragment.fragment_id) and live[i].first_step is not None:
                     can = (*name, f"{i} can be asked", live[i].generation, live[i].asked)
                     yield can, self._options.lease_s + soon_s

@@ -16,7 +16,16 @@ import torch
 
 from diloco_simulator.cli import main
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
-from diloco_simulator.options import DISK_FAULTS, FAULTS, Options, draw, draw_memory, draw_options, draw_short
+from diloco_simulator.options import (
+    DISK_FAULTS,
+    FAULTS,
+    RARE_FAULTS,
+    Options,
+    draw,
+    draw_memory,
+    draw_options,
+    draw_short,
+)
 from diloco_simulator.runner import run_seeds
 
 SCHEDULES = 150
@@ -98,7 +107,7 @@ def test_what_was_found_once_stays_fixed(name: str) -> None:
 def test_the_schedules_cover_every_kind_of_fault_and_setting() -> None:
     drawn = [draw_options(seed) for seed in range(DRAWN)]
 
-    assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS}
+    assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS, "warn learner"}
     assert {options.quorum for options in drawn} == {1, 2, "all"}
     assert {options.on_commit for options in drawn} == {"carry", "overwrite", "blend"}
     assert {options.push for options in drawn} == {"float32", "int8"}
@@ -110,7 +119,7 @@ def test_short_schedules_are_of_3_shards_and_5_learners_and_meet_every_fault() -
     drawn = [draw_short(seed) for seed in range(DRAWN)]
 
     assert {(options.shards, options.learners) for options in drawn} == {(3, 5)}
-    assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS}
+    assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS, *RARE_FAULTS}
     assert {options.max_pushes for options in drawn} == {1, 2, 64}
     assert {options.resumes > 0 for options in drawn} == {True, False}
     assert {options.pull for options in drawn} == {"float32", "bfloat16", "int8", "int4"}

@@ -26,7 +26,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
     ("take_every_seed", draw_short, range(10), {ASSERTED}),
     ("take_seeds_of_two_learners", draw_short, range(10), {"lost_versions"}),
     ("wait_for_all", draw_options, range(20), {"nobody_delays_a_round_beyond_its_grace"}),
-    ("wait_for_the_dead", draw_options, range(30), {WELL}),
+    ("wait_for_the_dead", draw_options, range(30), {WELL, "no_round_stands_still"}),
     ("stop_whoever_joins_again", draw_short, range(20), {"superseded_only_by_another"}),
     ("carry_although_merged", draw_options, range(10), {"double_counted"}),
     ("ignore_merged_version", draw_options, range(20), {"work_lost"}),
