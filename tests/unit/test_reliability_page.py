@@ -28,3 +28,15 @@ def test_the_test_of_a_case_exists_and_names_it(case: int, path: str, test: str)
     assert test in functions
     said = f"{ast.get_docstring(functions[test]) or ''} {ast.get_docstring(module) or ''}"
     assert case in {int(n) for numbers in NUMBERS.findall(said) for n in re.findall(r"\d+", numbers)}
+
+
+def test_who_might_do_harm_is_tested() -> None:
+    """Each row of the table in docs/security.md names files of tests, in its last column."""
+    page = (PAGE.parent / "security.md").read_text()
+    table = page.split("## Who might do harm, and what holds")[1].split("\n\n")[1]
+    rows = table.splitlines()[2:]
+    assert len(rows) == 8
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)`", row.split(" | ")[-1])
+        assert named, row
+        assert all((TESTS / path).is_file() for path in named), row

@@ -967,6 +967,20 @@ def test_a_round_that_lost_its_quorum_asks_again_although_another_learner_hangs(
     assert rig.state.version == 1
 
 
+def test_a_round_that_lacks_its_quorum_asks_who_came_after_it_was_opened() -> None:
+    rig = Rig(sync={"quorum": 2}).started("a", "hangs")
+    rig.contribute("a", 1, 1.0)
+    rig.join("late")
+    rig.told.clear()
+    for _ in range(20):
+        rig.now += 1.0
+        rig.step("a", "late")
+        rig.report("hangs")
+
+    assert [collect.round for collect in rig.told_of("late", Collect)] == [1]
+    assert rig.contribute("late", 1, 1.0).outcome is Outcome.ACCEPTED
+
+
 def test_who_leaves_keeps_what_it_contributed_and_is_not_waited_for() -> None:
     rig = Rig().started("a", "b", "c")
     rig.contribute("a", 1, 1.0)
