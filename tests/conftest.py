@@ -29,6 +29,9 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and all that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ON_SIGTERM = signal.getsignal(signal.SIGTERM)
 """Of this process, before any test."""
 
