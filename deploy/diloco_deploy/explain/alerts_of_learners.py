@@ -51,8 +51,8 @@ trace). Restart the worker if it does not recover. `lease.progress_timeout_s` ev
         """\
 A shard leaves a learner out. Of its last 16 contributions 8 were outliers: `NOT_FINITE`, `NORM_TOO_LARGE`, or more
 than 6 times (strangers: 8 times) as long as the others of their round. It is not asked and not waited for, and what
-it pushes is refused
-with `QUARANTINED`. The log line `quarantined` and `/status` (`quarantine` of the learner) say why and for how long:
+it pushes is refused with `QUARANTINED`. The log line `quarantined` and `/status` (`quarantine` of the learner) say why
+and for how long:
 `guard.quarantine_s` at first, doubled each time up to tenfold. Then it is on probation: two outliers put it out
 again, 16 ordinary contributions clear it.""",
         """\

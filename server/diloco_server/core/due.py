@@ -69,11 +69,11 @@ class DueFragments:
         self._put_off, self._put_off_by = list(due), {*self._columns}
 
     def ready(self, state: FragmentState, members: Sequence[Member]) -> Sequence[Member]:
-        """Whom of these a round asks that is due.
+        """Those of these learners that a round of this fragment asks.
 
-        A mean is as long as its parts are: 24 steps of one learner with 3 of another, by their weights, move the model
-        by less than the 24 alone. So who has few steps since the last that are merged goes on, gets the version like
-        all others, and contributes to a later round. All are asked where a version would undo what they carry.
+        A mean is as long as its parts are: 24 steps of one learner with 3 of another move the model by less than the 24
+        alone. So a learner with few steps since its last merged contribution goes on. It gets the version like all
+        others, and contributes to a later round. All are asked where a version would undo what they carry.
         """
         fragment_id = state.fragment.fragment_id
         if fragment_id in self._last or self._sync.on_commit != "carry":
