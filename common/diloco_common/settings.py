@@ -60,10 +60,9 @@ class SyncSettings(Section):
     """tau: a round should be over within this many inner steps."""
     staleness_max: int = Field(default=8, ge=0)
     """A contribution is refused if its base version is more than this many versions old."""
-    merge: Literal["rda", "mean", "centered_clip"] | Extension = "rda"
-    """Radial-directional averaging, the weighted mean, or centered clipping, which takes more time and withstands more
-    liars. Among strangers weights and norms of one learner are bounded by medians (docs/quality.md). Or one of others:
-    `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.merge."""
+    merge: Literal["rda", "mean"] | Extension = "rda"
+    """Radial-directional averaging, or the weighted mean. Or one of others: `mypkg.mymod:rule`, or `plugin:NAME`, an
+    entry point of diloco.merge (examples/centered_clip.py)."""
     cadence: Literal["steps"] | Extension = "steps"
     """When a fragment is due again: H inner steps after its last round, or as a rule of others says:
     `mypkg.mymod:rule`, or `plugin:NAME`, an entry point of diloco.cadence."""
@@ -87,15 +86,12 @@ class SyncSettings(Section):
 class OuterSettings(Section):
     """The outer optimizer, one per fragment, in float32."""
 
-    optimizer: Literal["nesterov", "sgd", "adam", "delayed_nesterov", "heloco"] | Extension = "nesterov"
-    """"delayed_nesterov" and "heloco" are for rounds of few and late contributions. One of ours, `mypkg.mymod:Rule`, or
-    `plugin:NAME`, an entry point of diloco.outer (docs/lab.md)."""
+    optimizer: Literal["nesterov", "sgd", "adam"] | Extension = "nesterov"
+    """One of ours, `mypkg.mymod:Rule`, or `plugin:NAME`, an entry point of diloco.outer (examples/heloco.py)."""
     lr: float = Field(default=0.7, gt=0)
     """eta."""
     momentum: float = Field(default=0.5, ge=0, lt=1)
     """mu of all but adam. The published 0.9 was still behind after 80 versions (docs/quality.md)."""
-    momentum_every: int = Field(default=4, ge=1)
-    """N of delayed_nesterov: versions between two momentum steps, about the number of learners."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
     """Of adam."""

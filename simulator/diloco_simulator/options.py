@@ -34,7 +34,7 @@ OUTER = (
     OuterSettings(lr=0.4, momentum=0.9),
     OuterSettings(optimizer="sgd", lr=0.8, momentum=0.6),
     OuterSettings(optimizer="adam", lr=0.3),
-    OuterSettings(optimizer="delayed_nesterov", momentum_every=3),
+    OuterSettings(lr=0.9, momentum=0.2),
 )
 _DEFAULTS = Settings()
 
@@ -51,7 +51,7 @@ class Options:
     quorum: int | Literal["all"]
     grace: float | Literal["adaptive"]
     staleness_max: int
-    merge: Literal["rda", "mean", "centered_clip"]
+    merge: Literal["rda", "mean"]
     on_commit: Literal["carry", "overwrite", "blend"]
     push: Literal["float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit"]
     pull: Literal["float32", "bfloat16", "int8", "int4"]
@@ -303,7 +303,7 @@ def _with_rules(drawn: Options) -> Options:
     step_s = list(drawn.step_s)
     if r.random() < 0.2:
         step_s[r.randrange(len(step_s))] *= r.choice((3.0, 5.0))
-    merge = "centered_clip" if r.random() < 0.3 else drawn.merge
+    merge = drawn.merge if r.random() < 0.7 else "mean"
     faults = (*drawn.faults, "warn learner") if r.random() < 0.2 else drawn.faults
     return replace(drawn, outer=r.choice(OUTER), merge=merge, step_s=tuple(step_s), faults=faults)
 
@@ -324,10 +324,9 @@ def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True
     r = random.Random(f"tactics {drawn.seed}")
     known = TACTICS if identities_proven else (*TACTICS, *FOREIGN)
     wanted = drawn.learners if drawn.quorum == "all" else drawn.quorum
-    merge = "rda" if drawn.merge == "centered_clip" else drawn.merge
     return replace(
         drawn, hostile=hostile, identities_proven=identities_proven, quorum=min(wanted, 2, drawn.learners),
-        outer=SUM, merge=merge, islands=0, companions_every=0, has_buffer=False,
+        outer=SUM, islands=0, companions_every=0, has_buffer=False,
         max_pushes=_DEFAULTS.shard.max_pushes, staleness_max=_DEFAULTS.sync.staleness_max,
         tactics=tuple(t for t in known if r.random() < 0.5) or known, manners=tuple(r.sample(MANNERS, 3)),
     )  # fmt: skip

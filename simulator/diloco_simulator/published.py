@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +31,6 @@ LEFT = "LEFT"
 """The code of a goodbye: what was contributed counts."""
 CANCELLED = 1e-6
 """Directions cancel where their mean is shorter."""
-CLIPS = 3
-"""Iterations of centered clipping."""
 
 
 @dataclass(frozen=True)
@@ -94,27 +91,12 @@ def _weights(
 ) -> list[float]:
     if len(shares) == 1:
         return shares
-    if rule == "centered_clip":
-        return _clipped([_decoded(s, piece).double() for s in stretches], shares, norms)
     if "mean" in (rule, piece.rule):
         return shares
     radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
     direction = [share / norm if norm > 0 else 0.0 for share, norm in zip(shares, norms, strict=True)]
     length = math.sqrt(sum(part.sum_squares() for part in _sum(stretches, piece, direction)))
     return [d * (radius / length) for d in direction] if length > CANCELLED else shares
-
-
-def _clipped(x: list[Tensor], shares: list[float], norms: list[float]) -> list[float]:
-    """a of v = sum a x:  v <- v + sum s (x - v) min(1, tau / |x - v|), from the mean of x at their median norm."""
-    usual = median_low(norms) or median_low([norm for norm in norms if norm > 0] or [0.0])
-    a = [share * (min(1.0, usual / norm) if norm > 0 else 1.0) for share, norm in zip(shares, norms, strict=True)]
-    for _ in range(CLIPS):
-        v = torch.stack([weight * one for weight, one in zip(a, x, strict=True)]).sum(0)
-        distances = [float(torch.linalg.vector_norm(one - v)) for one in x]
-        tau = median_low(distances)
-        kept = [share * (min(1.0, tau / d) if d > 0 else 1.0) for share, d in zip(shares, distances, strict=True)]
-        a = [weight * (1 - sum(kept)) + more for weight, more in zip(a, kept, strict=True)]
-    return a
 
 
 def stepped(
@@ -135,11 +117,6 @@ def stepped(
             second = s.beta2 * buffers[1] + (1 - s.beta2) * g * g
             root = (second / (1 - s.beta2**outer_step)).sqrt() + s.eps
             return theta - s.lr * first / (1 - s.beta1**outer_step) / root, first, second
-        case "delayed_nesterov":
-            if outer_step % s.momentum_every:
-                return theta - s.lr * g / s.momentum_every, buffers[0], buffers[1] + g
-            b = s.momentum * buffers[0] + (buffers[1] + g) / s.momentum_every
-            return theta - s.lr * (s.momentum * b + g / s.momentum_every), b, torch.zeros_like(g)
     raise ValueError(s.optimizer)
 
 

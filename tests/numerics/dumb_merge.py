@@ -69,14 +69,9 @@ def published_mean(sent: Sequence[Sent]) -> Tensor:
     return torch.stack([w * v.double() for w, (v, _, _) in zip(weights, sent, strict=True)]).sum(0) / sum(weights)
 
 
-def published_centered_clip(sent: Sequence[Sent]) -> Tensor:
-    """The same as below, with shares as they are."""
-    return centered_clip(sent, most=float("inf"))
-
-
-def centered_clip(sent: Sequence[Sent], iterations: int = 3, most: float = 1.0) -> Tensor:
+def centered_clip(sent: Sequence[Sent], iterations: int = 3) -> Tensor:
     """v <- v + sum s clip(x - v, tau), tau the median of |x - v|; begins at the mean clipped to the median norm."""
-    s, xs = shares(sent, [most] * len(sent)), [v.double() for v, _, _ in sent]
+    s, xs = shares(sent, [float("inf")] * len(sent)), [v.double() for v, _, _ in sent]
     cap = lower_median([float(x.norm()) for x in xs])
     v = torch.stack([share * x * min(1.0, cap / float(x.norm())) for share, x in zip(s, xs, strict=True)]).sum(0)
     for _ in range(iterations):

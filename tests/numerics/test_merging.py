@@ -9,6 +9,7 @@ from dataclasses import replace
 import dumb_merge
 import pytest
 import torch
+from examples.centered_clip import centered_clip
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from builders import make_contribution, merge, one_piece, random_values
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import Piece
-from diloco_server.core.merge import piece_norms
+from diloco_server.core.merge import MergeRule, piece_norms
 from diloco_server.core.round import Contribution
 
 LEARNERS = "abcdefgh"
@@ -38,7 +39,7 @@ def contributions(
 
 def merged(
     vectors: Sequence[Tensor],
-    rule: str = "rda",
+    rule: str | MergeRule = "rda",
     weights: Sequence[tuple[int, int]] | None = None,
     pieces: tuple[Piece, ...] | None = None,
     *,
@@ -67,7 +68,6 @@ WEIGHTS = {
 BY_FORMULA = {
     "rda": (dumb_merge.published_rda, dumb_merge.rda),
     "mean": (dumb_merge.published_mean, dumb_merge.mean),
-    "centered_clip": (dumb_merge.published_centered_clip, dumb_merge.centered_clip),
 }
 """Of members, and of strangers."""
 
@@ -83,6 +83,13 @@ def test_every_rule_is_its_formula(rule: str, count: int, weights: str, liar: fl
     by_formula = BY_FORMULA[rule][strange]([(v, *pair) for v, pair in zip(vectors, pairs, strict=True)]).float()
     scale = max(1.0, float(by_formula.abs().max()))
     assert_close(merged(vectors, rule, pairs, strange=strange) / scale, by_formula / scale)
+
+
+@pytest.mark.parametrize("liar", [1.0, 1e-3, -500.0])
+def test_centered_clipping_from_the_examples_is_its_formula(liar: float) -> None:
+    vectors = [*randoms(4), liar * random_values(SIZE, 99)]
+    by_formula = dumb_merge.centered_clip([(v, 10, 1) for v in vectors]).float()
+    assert_close(merged(vectors, centered_clip, [(10, 1)] * 5), by_formula)
 
 
 @pytest.mark.parametrize("rule", BY_FORMULA)
@@ -243,8 +250,8 @@ def test_a_fast_learner_is_not_cut_down_to_slow_ones() -> None:
     assert float(merged(vectors, "rda", pairs).norm()) == pytest.approx((24 * 3 + 5 + 5) / 34, rel=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["rda", "centered_clip"])
-def test_three_colluding_liars_of_eight_are_withstood(rule: str) -> None:
+@pytest.mark.parametrize("rule", ["rda", centered_clip])
+def test_three_colluding_liars_of_eight_are_withstood(rule: str | MergeRule) -> None:
     direction, honest = signal(5)
     lie = -10 * torch.stack(honest).mean(0)
     pairs = [(10, 1)] * 5 + [(2**40, 2)] * 3

@@ -10,7 +10,6 @@ from mutants import Mutant
 from diloco_common.messages import Outcome
 from diloco_server.clock import AwakeClock
 from diloco_server.core import merge, outer
-from diloco_server.core.asynchronous import DelayedNesterov
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.membership import Membership
@@ -18,7 +17,6 @@ from diloco_server.core.outer import Adam, Nesterov, Sgd
 from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.rounds import Rounds
-from diloco_server.core.trust import cuts
 from diloco_server.core.versions import Versions
 from diloco_server.driver import EffectDriver
 from diloco_worker.boundary import StepBoundary
@@ -63,11 +61,6 @@ def fall_back_to_the_mean(original: Any) -> Any:
     return lambda *args: None
 
 
-def clip_once(original: Any) -> Any:
-    """Centered clipping stops after its first iteration."""
-    return 1
-
-
 def add_up_norms_of_parts(original: Any) -> Any:
     """The norm of a contribution in parts is the sum of their squares, without the root."""
     return lambda self: tuple(self._squares)
@@ -86,11 +79,6 @@ def step_along_the_momentum_alone(original: Any) -> Any:
         theta.add_(outer._moved(b, self.settings.momentum, merged.tensor()), alpha=-self.settings.lr)
 
     return step_merged
-
-
-def count_versions_from_zero(original: Any) -> Any:
-    """The momentum step comes one version late."""
-    return lambda self, theta, gradient, buffers, outer_step: original(self, theta, gradient, buffers, outer_step - 1)
 
 
 def correct_the_bias_a_step_late(original: Any) -> Any:
@@ -367,11 +355,9 @@ SLIPS: dict[str, Mutant] = {
         (merge, "shares_of", share_alike),
         (merge, "_rda_weights", take_the_longest_radius),
         (merge, "_rda_weights", fall_back_to_the_mean),
-        (cuts, "CLIP_ITERATIONS", clip_once),
         (HalfContribution, "piece_norms", add_up_norms_of_parts),
         (outer, "_moved", keep_no_momentum),
         (Nesterov, "step_merged", step_along_the_momentum_alone),
-        (DelayedNesterov, "update", count_versions_from_zero),
         (Adam, "update", correct_the_bias_a_step_late),
         (Sgd, "update", damp_the_gradient),
         (EffectDriver, "making", step_companions_as_the_model),
@@ -411,11 +397,9 @@ KEPT: dict[str, tuple[str, str]] = {
     "share_alike": ("short:1", "no_healthy_work_is_cut"),
     "take_the_longest_radius": ("short:4", "no_healthy_work_is_cut"),
     "fall_back_to_the_mean": ("short:4", "no_healthy_work_is_cut"),
-    "clip_once": ("short:1", "no_healthy_work_is_cut"),
     "add_up_norms_of_parts": ("short:5", "AssertionError"),
     "keep_no_momentum": ("short:1", "no_healthy_work_is_cut"),
     "step_along_the_momentum_alone": ("short:5", "no_healthy_work_is_cut"),
-    "count_versions_from_zero": ("short:23", "no_healthy_work_is_cut"),
     "correct_the_bias_a_step_late": ("short:7", "no_healthy_work_is_cut"),
     "damp_the_gradient": ("short:1", "no_healthy_work_is_cut"),
     "step_companions_as_the_model": ("short:1", "no_healthy_work_is_cut"),

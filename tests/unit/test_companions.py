@@ -87,7 +87,7 @@ def test_a_companion_becomes_the_exact_mean_while_the_model_takes_an_outer_step(
     assert models[0].weight.tolist() != [[3.0, 6.0, 9.0, 12.0]], "the model itself takes the outer step"
 
 
-@pytest.mark.parametrize("merge", ["rda", "mean", "centered_clip"])
+@pytest.mark.parametrize("merge", ["rda", "mean"])
 def test_the_rule_of_a_companion_is_the_mean_whatever_that_of_the_run(merge: str) -> None:
     cluster = cluster_of(sync={"merge": merge})
     cluster.join("a", linear(), momentum())

@@ -25,8 +25,8 @@ from diloco_worker.builtin.gpt import build_gpt
 from diloco_worker.builtin.training import make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTER = [*OUR_RULES, "own_outer_rule:Averaged"]
-MERGE = ["rda", "mean", "centered_clip", "own_outer_rule:by_length"]
+OUTER = [*OUR_RULES, "own_outer_rule:Averaged", "delayed_nesterov:DelayedNesterov", "heloco:HeLoCo"]
+MERGE = ["rda", "mean", "centered_clip:centered_clip", "own_outer_rule:by_length"]
 SIZE = 96
 
 

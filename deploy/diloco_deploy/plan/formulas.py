@@ -23,9 +23,7 @@ BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
 IDLE_BYTES = 260e6
 """An idle shard: Python, torch, gRPC (docs/performance.md, memory of a shard)."""
-MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({
-    "nesterov": 2, "heloco": 2, "sgd": 2, "adam": 8, "delayed_nesterov": 8,
-})  # fmt: skip
+MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({"nesterov": 2, "sgd": 2, "adam": 8})
 """Of each outer optimizer, per parameter (docs/version-file.md); a rule of the user's own is taken to keep 4."""
 VERSIONS_KEPT = 2
 """Of each fragment, on disk (docs/performance.md, keeping versions)."""

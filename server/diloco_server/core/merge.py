@@ -2,9 +2,8 @@
 
 Per piece, with contributions v, weights w = tokens^2 / steps, and shares s = w / sum w:
 
-    mean            sum s v
-    rda             (sum s|v|) unit(sum s unit(v)),  unit(0) = 0        radial-directional averaging
-    centered_clip   c <- c + sum s clip(v - c)                          `cuts.centered_clip`
+    mean    sum s v
+    rda     (sum s|v|) unit(sum s unit(v)),  unit(0) = 0        radial-directional averaging
 
 Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M); RDA
 averages directions and lengths apart and keeps R. It falls back to the mean where the directions cancel, and pieces
@@ -12,11 +11,11 @@ whose rule is the mean (embeddings and output heads) take the mean instead of RD
 
 What members send is merged by these formulas, and nothing of it is cut. What strangers send is no longer and no heavier
 than the median of its round, which is why one liar of many moves little (docs/quality.md). With more inner steps than
-the median it may be heavier in proportion, and longer in the radius of RDA, up to twice. centered_clip has a radius of
-its own; there only weights are cut. Who points away from the others has no weight (`cuts.agreeing`).
+the median it may be heavier in proportion, and longer in the radius of RDA, up to twice. Who points away from the
+others has no weight (`cuts.agreeing`). To a rule of somebody else only weights are cut.
 
 Each rule is a weighted sum of the contributions, and what it needs to know for the weights is small: the norms, which
-are there; the norm of the mean direction (rda), or all dot products (centered_clip), for either of which the
+are there; the norm of the mean direction (rda), or all dot products (rules of others), for either of which the
 contributions are read once more. They stay compressed until here: they are summed in float32, slice by slice and in
 sorted learner order, so the result depends on the set alone, bit for bit.
 """
@@ -162,7 +161,7 @@ def merge(
     ordered = sorted(contributions, key=lambda c: c.learner_id)
     sources = [_source(c.payload) for c in ordered]
     most = allowed(ordered)
-    shares = shares_of(ordered, cuts.once(most) if rule == "centered_clip" else most)
+    shares = shares_of(ordered, most)
     if len(ordered) > 2 and not all(map(math.isinf, most)):
         shares = cuts.agreeing(shares, _cosines(ordered, sources, pieces), most, sum(p.num_elements for p in pieces))
     whole = [c.norm for c in ordered]
@@ -206,8 +205,6 @@ def _weights(
     """What to multiply the contributions to a piece with."""
     if len(sources) == 1:
         return shares
-    if rule == "centered_clip":
-        return cuts.centered_clip(_dot_products(sources, piece), shares)
     once = cuts.once(most)
     # Of the whole contribution as well: a lie may be in a piece where the others have zeros.
     cut = map(min, cuts.clipping(norms, once), cuts.clipping(whole, once))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from diloco_common.settings import OuterSettings
-from diloco_server.core.asynchronous import DelayedNesterov, HeLoCo
 from diloco_server.core.outer import Adam, Nesterov, OuterOptimizer, Sgd
 
 Rule = Callable[[OuterSettings], OuterOptimizer]
@@ -14,8 +13,6 @@ OUR_RULES: Mapping[str, Rule] = {
     "nesterov": Nesterov,
     "sgd": Sgd,
     "adam": Adam,
-    "delayed_nesterov": DelayedNesterov,
-    "heloco": HeLoCo,
 }
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from statistics import median_high, median_low
 
-import torch
 from torch import Tensor
 
 MOST = 2.0
@@ -21,8 +20,6 @@ NONE, FULL = 0.6, 0.85
 """Of the usual agreement: a stranger with as much counts for nothing, in full; in proportion in between."""
 CHANCE = 4.0
 """Standard deviations of the cosine of vectors with nothing in common. One is 1 / sqrt(elements)."""
-CLIP_ITERATIONS = 3
-"""Of centered clipping. Each may move the centre by the median distance."""
 
 
 def capped(weights: Sequence[float], most: Sequence[float]) -> list[float]:
@@ -83,29 +80,3 @@ def agreeing(shares: Sequence[float], cosines: Tensor, most: Sequence[float], nu
     kept = [min(1.0, max(0.0, (one / usual - NONE) / (FULL - NONE))) for one in agrees]
     left = [s if math.isinf(times) else s * part for s, part, times in zip(shares, kept, most, strict=True)]
     return [one / sum(left) for one in left]
-
-
-def centered_clip(gram: Tensor, shares: Sequence[float]) -> list[float]:
-    """The weights a of the vectors x in their centered clipping v = sum a x.
-
-        v <- v + sum s clip(x - v, tau),  clip(y, tau) = y min(1, tau / |y|)
-
-    Karimireddy, He, Jaggi 2021, "Learning from History for Byzantine Robust Optimization" (arXiv 2012.10333), equation
-    (CC), with shares instead of 1 / M. There v begins at the last aggregate, which contributions of local training do
-    not resemble; here at the mean of the vectors clipped to their median norm. tau is the median of |x - v|, anew in
-    each of `CLIP_ITERATIONS` iterations, so it needs no setting.
-
-    `gram`: float64 (M, M), the dot products of the vectors. v is in their span, so |x - v| follows from it:
-    |x_i - v|^2 = G_ii - 2 (G a)_i + a G a. `shares`: M, with sum 1.
-    """
-    own = gram.diagonal()
-    s = torch.tensor(shares, dtype=torch.float64)
-    norms = [math.sqrt(max(0.0, square)) for square in own.tolist()]
-    a = s * torch.tensor(clipping(norms, [1.0] * len(norms)), dtype=torch.float64)
-    for _ in range(CLIP_ITERATIONS):
-        to = gram @ a
-        distances = (own - 2 * to + a @ to).clamp(min=0.0).sqrt().tolist()
-        tau = median_low(distances)
-        kept = s * torch.tensor([min(1.0, tau / d) if d > 0 else 1.0 for d in distances], dtype=torch.float64)
-        a = a * (1 - kept.sum()) + kept
-    return [float(weight) for weight in a]

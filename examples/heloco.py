@@ -1,7 +1,6 @@
-"""Outer optimizers for rounds of few contributions, which come late: K = 1 without grace, learners of unequal speed.
+"""HeLoCo: Nesterov on gradients that do not go against the momentum. Put this folder on PYTHONPATH, and:
 
-Plain Nesterov takes a momentum step per version. Where M learners contribute one after another instead of together, it
-does so M times as often as in a synchronous run, with gradients that are M times as noisy.
+diloco up --set outer.optimizer=heloco:HeLoCo
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diloco_common.settings import OuterSettings
 from diloco_server.core.merge import MergedSlice
-from diloco_server.core.outer import Nesterov, OuterOptimizer
+from diloco_server.core.outer import Nesterov
 
 KEPT = 0.2
 """c_ok: from this cosine on, a gradient is left as it is. This and the next three are ours: we could not check what the
@@ -24,30 +22,6 @@ TURN = 1.0
 """k_d: how far a gradient of small cosine is turned to the momentum."""
 KAPPA = 1.0
 """Weight of the momentum's norm in the confidence."""
-
-
-class DelayedNesterov(OuterOptimizer):
-    """Applies gradients at once and the momentum at every N-th version (Async Local-SGD, arXiv 2401.09135, with c = 0):
-
-    D <- D + G;   every N-th: b <- mu b + D / N, D <- 0, theta <- theta - eta (mu b + G / N);   else theta <- theta -
-    eta G / N.   N = 1 is Nesterov.
-    """
-
-    num_buffers = 2
-
-    def __init__(self, settings: OuterSettings) -> None:
-        super().__init__(settings)
-        self._every = settings.momentum_every
-
-    def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
-        b, gathered = buffers
-        gathered.add_(gradient)
-        gradient.div_(self._every)
-        if outer_step % self._every == 0:
-            b.mul_(self.settings.momentum).add_(gathered, alpha=1 / self._every)
-            gathered.zero_()
-            gradient.add_(b, alpha=self.settings.momentum)
-        theta.add_(gradient, alpha=-self.settings.lr)
 
 
 class HeLoCo(Nesterov):
