@@ -239,9 +239,9 @@ def reference_vectors() -> list[dict[str, Any]]:
 
 
 def rendered(vectors: list[dict[str, Any]]) -> str:
-    """The vectors as the page shows them."""
+    """The vectors as the page shows them: one of each encoding."""
     parts = []
-    for v in vectors:
+    for v in (v for v in vectors if v["name"].endswith(": eight values")):
         parts.append(
             f"**{v['name']}** ({v['num_elements']} elements, {v['num_bytes']} bytes, {checksums(v)})\n\n```text"
         )
