@@ -239,17 +239,13 @@ def reference_vectors() -> list[dict[str, Any]]:
 
 
 def rendered(vectors: list[dict[str, Any]]) -> str:
-    """The vectors as the page shows them."""
-    parts = []
-    for v in vectors:
-        parts.append(
-            f"**{v['name']}** ({v['num_elements']} elements, {v['num_bytes']} bytes, {checksums(v)})\n\n```text"
-        )
-        parts.append(f"values   {v['rule'] or words(v['values'])}")
-        parts += [f"chunk {i}  {wrapped(chunk)}" for i, chunk in enumerate(v["chunks"])]
-        if not v["rule"]:
-            parts.append(f"decoded  {words(v['decoded'])}")
-        parts.append("```\n")
+    """The vectors as the page shows them: one of each encoding, of the same values."""
+    shown = [v for v in vectors if v["name"].endswith(": eight values")]
+    parts = [f"```text\nvalues  {words(shown[0]['values'])}\n```\n"]
+    for v in shown:
+        parts.append(f"**{v['encoding']}** ({v['num_bytes']} bytes, {checksums(v)})\n\n```text")
+        parts += [f"chunk    {chunk}" for chunk in v["chunks"]]
+        parts.append(f"decoded  {words(v['decoded'])}\n```\n")
     return "\n".join(parts)
 
 
@@ -260,10 +256,6 @@ def checksums(vector: dict[str, Any]) -> str:
 
 def words(digits: str) -> str:
     return " ".join(digits[i : i + 8] for i in range(0, len(digits), 8))
-
-
-def wrapped(digits: str) -> str:
-    return "\n         ".join(digits[i : i + 96] for i in range(0, len(digits), 96))
 
 
 VECTORS_IN_FILE: list[dict[str, Any]] = json.loads(VECTORS.read_text()) if VECTORS.exists() else []
