@@ -35,7 +35,7 @@ OUTCOMES = (
     _outcome(
         "FENCED",
         "Accepted, but the learner lost its lease before the merge. It carries the work on.",
-        "Nothing. If it happens often, find out why the lease ended.", "LEASE_EXPIRED",
+        NOTHING, "LEASE_EXPIRED",
     ),
     _outcome("RECOVERING", "`/readyz` of a shard: it reads its data folder, and serves soon."),
     _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it; it may join again."),

@@ -13,9 +13,9 @@ def _rejected(code: str, means: str, do: str, look: str = "", also: str = "") ->
     return Entry(code, Kind.CONTRIBUTION, means, do, look, also=also, exit_code=6)
 
 
-AGAIN = "Nothing: the learner tries again by itself."
-JOINS = "Nothing: the learner joins again by itself."
-EQUAL = "Install equal versions on both sides."
+AGAIN = "Nothing: the learner tries again."
+JOINS = "Nothing: the learner joins again."
+EQUAL = "Install equal versions."
 VERSIONS = "`diloco --version` on both machines"
 
 CALLS = (
@@ -30,7 +30,7 @@ CALLS = (
     ),
     _call(
         "WRONG_SCOPE", "PERMISSION_DENIED", "The caller's scope does not have this call.",
-        "Use a certificate of the right scope: only learners train.", "[who may call](deploy.md#who-may-call)",
+        "Use a certificate of the right scope.", "[who may call](deploy.md#who-may-call)",
     ),
     _call(
         "REVOKED", "UNAUTHENTICATED", "The certificate or token is on the deny-list.",
@@ -78,7 +78,7 @@ CALLS = (
     _call(
         "STALLED", "FAILED_PRECONDITION",
         "The learner sent heartbeats, but took no inner step for `lease.progress_timeout_s`.",
-        "Find what its loop waits for. The learner joins again by itself.",
+        "Find what its loop waits for.",
         "[DilocoWorkerStalled](runbook.md#dilocoworkerstalled)",
     ),
     _call("STALE_GENERATION", "FAILED_PRECONDITION", "The call is of the learner's earlier life.", "Nothing."),
@@ -87,16 +87,16 @@ CALLS = (
         "Another process has joined with the same learner id. This one ends.",
         "Give each worker its own id, or end the one too many.", "`worker.learner_id`", exit_code=4,
     ),
-    _call("DRAINING", "UNAVAILABLE", "The shard is shutting down.", "Nothing: the call is tried again."),
+    _call("DRAINING", "UNAVAILABLE", "The shard is shutting down.", "Nothing: it is tried again."),
     _call(
         "BUSY", "RESOURCE_EXHAUSTED", "Too many pushes, pulls, joins, learners or bytes at once.",
-        "Nothing: the call is tried again. If it stays so, raise the limit in the message.",
+        "Nothing: it is tried again. If it stays so, raise the limit in the message.",
         "[limits](operations.md#limits)",
     ),
     _call(
         "TORN_UPLOAD", "UNAVAILABLE",
         "A push stopped or came too slowly, or a later push took its place.",
-        "Nothing: the push is tried again. If it stays so, the link is too thin.",
+        "Nothing: it is tried again. If it stays so, the link is too thin.",
         "`diloco doctor` on the learner's machine",
     ),
     _call(
@@ -137,7 +137,7 @@ REJECTIONS = (
     _rejected("BAD_SIZE", "Sizes do not fit the fragment, the encoding or the header.", EQUAL, VERSIONS),
     _rejected(
         "BAD_CHECKSUM", "The bytes changed on the way.",
-        "Nothing: the push is repeated. If it stays so, the learner's machine or link damages bytes.",
+        "Nothing: it is repeated. If it stays so, the learner's machine or link damages bytes.",
         "memory and network of the learner's machine",
     ),
     _rejected("BAD_ENCODING", "Not a valid payload: a scale of 0, NaN or inf, for example.", EQUAL, VERSIONS),
@@ -159,7 +159,7 @@ REJECTIONS = (
     ),
     _rejected(
         "QUARANTINED", "The learner's contributions were outliers again and again; the message says for how long.",
-        "Restart it if it has diverged. It is asked again by itself.",
+        "Restart it if it has diverged. Otherwise wait.",
         "its loss, data and memory; [DilocoLearnerQuarantined](runbook.md#dilocolearnerquarantined)",
     ),
     _rejected(

@@ -76,8 +76,8 @@ TROUBLES = (
     _command(
         "SECRET_EXPOSED", 2,
         "A file with a secret belongs to somebody else, or others can read or write it.",
-        "Run the command in the message. The owner must be the process's user, or root, and the mode 0600. A file of "
-        "root's may be readable for a group of that user.",
+        "Run the command in the message. The owner must be the process's user, or root, and the mode 0600. Root's file "
+        "may be readable for a group of that user.",
         "[files](security.md#files)",
     ),
     _command(
@@ -90,7 +90,7 @@ TROUBLES = (
     ),
     _command(
         "MODEL_CHANGED", 2,
-        "Parameters were replaced, added, removed, frozen, unfrozen, or overwritten by `load_state_dict` after `join`.",
+        "Parameters were replaced, added, removed, frozen, unfrozen or overwritten after `join`.",
         "Load and convert the model before `join`. Later: `learner.values(...)`, `learner.restore(...)`. Name what is "
         "frozen and unfrozen: `shared=`.",
         "[own loop](bring-your-loop.md#layers-that-are-frozen-and-unfrozen)",
@@ -108,7 +108,7 @@ TROUBLES = (
     _command(
         "CHILD_OF_LEARNER", 2,
         "A child of a learner called it, or would join in its place.",
-        'Call the learner in its own process. Put what the script runs under `if __name__ == "__main__":`.',
+        'Call the learner in its own process, and put what the script runs under `if __name__ == "__main__":`.',
         "[children](bring-your-loop.md#children-of-a-learner)",
     ),
     _command(
@@ -137,8 +137,8 @@ TROUBLES = (
     ),
     _command(
         "SHARD_AWAY", 7,
-        "In `diloco status`: a shard does not answer. Learners train on, and nothing is lost. The exit code is that of "
-        "`--strict`.",
+        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. The exit code "
+        "is that of `--strict`.",
         "Start it again with its data folder.", "the log of the shard, and the way to it",
     ),
     _command(
@@ -166,7 +166,7 @@ TROUBLES = (
     _data(
         "VERSION_DAMAGED", 3,
         "A file was damaged. The version before is used. In a checkpoint nothing is restored.",
-        "Look after the disk. Take another checkpoint.", "the disk's own log (`dmesg`)", logged=True,
+        "Check the disk. Take another checkpoint.", "the disk's own log (`dmesg`)", logged=True,
     ),
     _data(
         "STORAGE", None,
