@@ -17,7 +17,7 @@ A shard has merged no token for 15 minutes, and the run's budget is not reached.
    learners take no steps (`diloco_shard_learner_inner_step` stands still), or H steps take longer than the alert's
    window. Then make the window longer.
 3. Do rounds close without a new version? The shard's log says `version not durable`
-   ([DilocoVersionNotDurable](#dilocoversionnotdurable)) or `job failed`, which is a bug.""",
+   ([DilocoVersionNotDurable](#dilocoversionnotdurable)) or `job failed` (a bug).""",
     ),
     Entry(
         "DilocoShardDown",
@@ -46,8 +46,8 @@ without a message means a memory limit ([how much it needs](performance.md#memor
         """\
 Prometheus finds fewer shards than the run has: a pod was never scheduled, or a container does not exist.""",
         """\
-Look at what should run it, for example with `kubectl describe statefulset`. The usual cause is a pending
-PersistentVolumeClaim. The alert remembers the expected number for an hour.""",
+Look at what should run it (`kubectl describe statefulset`). The usual cause is a pending PersistentVolumeClaim. The
+alert remembers the expected number for an hour.""",
     ),
     Entry(
         "DilocoVersionNotDurable",
@@ -75,7 +75,7 @@ The log line `versions lost` says how many. Find out which of the three it was b
 rounds is gone from the global model, though most of it lives on in the learners.
 
 `recovered=0`: the files of that fragment are gone, or the shard keeps none (`shard.data_dir`). A learner has brought
-its values as version 0. The outer momentum is gone, and builds up again. If it matters more than the rounds since, end
-the shard, put the last checkpoint back (`diloco restore`), and start it again.""",
+its values as version 0. The outer momentum builds up again. If it matters more than the rounds since, end the shard,
+put the last checkpoint back (`diloco restore`), and start it again.""",
     ),
 )

@@ -16,7 +16,7 @@ LINK = (
     ),
     _finding(
         "PORT_CLOSED", "The machine answers, but nothing listens on that port.",
-        "Correct the port, or start the shard. Its log says `serving` with the right one.", "`shard.listen`",
+        "Correct the port, or start the shard. Its log names the port (`serving`).", "`shard.listen`",
     ),
     _finding(
         "PORT_SILENT", "Nobody answers: a firewall drops the packets, or the address is wrong.",
@@ -53,12 +53,12 @@ LINK = (
     ),
     _finding(
         "LINK_THIN", "The link cannot carry what the settings ask for: this learner would always be late.",
-        "Use what the finding proposes: a larger H, or smaller encodings. Or a faster link.",
+        "Use what the finding proposes, or a faster link.",
         "[WAN](wan.md); `diloco plan`",
     ),
     _finding(
         "LINK_UNMEASURED", "The bandwidth could not be measured.",
-        "Start one learner, so that there is a version to pull, and ask again.",
+        "Start one learner, and ask again.",
     ),
 )  # fmt: skip
 
@@ -70,7 +70,7 @@ MACHINE = (
     ),
     _finding(
         "DISK_SMALL", "The disk has no room for the versions that the shard keeps.",
-        "Free some space, or use a larger volume, before you start the shard.", "`df -h` of `shard.data_dir`",
+        "Free some space, or use a larger volume.", "`df -h` of `shard.data_dir`",
     ),
     _finding(
         "DISK_UNUSABLE", "The data folder cannot be made, or cannot be written to.",
@@ -91,7 +91,7 @@ MACHINE = (
     ),
     _finding(
         "KERNELS_MISSING", "There are no native kernels: merging and encoding take several times as long.",
-        "Do what the finding says: install a C compiler (Debian: `gcc libc6-dev`), or the wheel for this machine.",
+        "Install a C compiler (Debian: `gcc libc6-dev`), or the wheel for this machine.",
         "`python -m pip show decoupled-diloco`",
     ),
     _finding(
@@ -103,7 +103,7 @@ MACHINE = (
 OF_DOCTOR = (
     _finding(
         "CHECK_TIMED_OUT", "A check did not end in its time. The others go on.",
-        "Run the doctor again. If it stays so, look at what this check asks.", "the check's name",
+        "Run the doctor again, or look at what it asks.", "the check's name",
     ),
     _finding("CHECK_FAILED", "A check broke, which is a bug of the doctor.", "Please file an issue."),
     _finding("SKIPPED", "The check needs one that failed.", "Mend that one first, and run the doctor again."),

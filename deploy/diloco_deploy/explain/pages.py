@@ -21,10 +21,7 @@ def with_parts(page: str) -> str:
 
 
 def _calls() -> str:
-    rows = (
-        f"| `{e.code}` | {e.status} | {e.means}{f' Also: {e.also}.' if e.also else ''} | {_deed(e)} |"
-        for e in of_kind(Kind.CALL)
-    )
+    rows = (f"| `{e.code}` | {e.status} | {e.means} | {_deed(e)} |" for e in of_kind(Kind.CALL))
     return _table("code | gRPC status | meaning | what to do", rows)
 
 

@@ -42,7 +42,7 @@ CALLS = (
     ),
     _call(
         "WRONG_RUN", "FAILED_PRECONDITION", "The shard belongs to another run.",
-        "Give the caller the run's id, or its shards' addresses.", "`run.id` on both sides, `worker.shards`",
+        "Correct the run's id, or the addresses.", "`run.id` on both sides, `worker.shards`",
     ),
     _call(
         "PROTOCOL_MISMATCH", "FAILED_PRECONDITION", "Caller and shard speak different versions of the protocol.",
@@ -59,7 +59,7 @@ CALLS = (
     ),
     _call(
         "MANIFEST_MISMATCH", "FAILED_PRECONDITION",
-        "The model differs from that of the run, or is cut differently. Or the shard insists on another model.",
+        "The model differs from the run's, or is cut differently; or the shard insists on another.",
         "Start every worker with the same model and code.",
         "the differences in the message; `run.model`, `sync.fragments`", also="rejected contributions",
     ),
@@ -103,8 +103,8 @@ CALLS = (
         "NOT_SEEDED", "FAILED_PRECONDITION", "The fragment has no version yet.", AGAIN, also="rejected contributions",
     ),
     _call(
-        "UNKNOWN_FRAGMENT", "NOT_FOUND", "Another shard owns the fragment, or there is none of that number.",
-        "Give workers the addresses of all shards of one run.", "`worker.shards`, `shard.count`",
+        "UNKNOWN_FRAGMENT", "NOT_FOUND", "Another shard owns the fragment, or none does.",
+        "Give workers the addresses of all shards.", "`worker.shards`, `shard.count`",
         also="rejected contributions",
     ),
     _call(
@@ -118,7 +118,7 @@ CALLS = (
     ),
     _call(
         "REFUSED", "UNKNOWN", "A newer shard refuses with a code that this build does not know.",
-        "Do what the message says. " + EQUAL, VERSIONS,
+        EQUAL, VERSIONS,
     ),
 )  # fmt: skip
 """A call ends with one of these."""
@@ -147,7 +147,7 @@ REJECTIONS = (
     ),
     _rejected(
         "NOT_FINITE", "NaN, infinite, or so large that squares overflow.",
-        "Restart the learner if it has diverged: it begins with the global weights.", "the learner's loss and memory",
+        "Restart the learner if it has diverged.", "the learner's loss and memory",
         also="ends a learner after five rounds in a row: begin again with a new optimizer",
     ),
     _rejected(
@@ -164,7 +164,7 @@ REJECTIONS = (
     ),
     _rejected(
         "IMPLAUSIBLE", "More tokens or steps than the learner has reported and can have trained.",
-        "Nothing after a long absence: the limit grows with time. Else find out who runs that learner.",
+        "Nothing after a long absence: the limit grows with time. Else find out who runs it.",
         "tokens and steps that the loop gives to `learner.step`",
     ),
 )  # fmt: skip

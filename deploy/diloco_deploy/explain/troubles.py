@@ -28,7 +28,7 @@ TROUBLES = (
     ),
     _connecting(
         "TLS_NEEDED", "The port speaks TLS, and this caller plaintext.",
-        "Set `security.tls` (`tls=` of join) to the folder that `diloco certs issue` made for the caller.",
+        "Set `security.tls` (`tls=` of join) to the caller's folder of `diloco certs issue`.",
         "`security.tls` on both sides",
     ),
     _connecting(
@@ -51,7 +51,7 @@ TROUBLES = (
     ),
     _connecting(
         "WRONG_HOST", "The shard's certificate is not for the name that was dialed.",
-        "Dial it under a name that the certificate has, or issue it again with `--host`.", "the names in the message",
+        "Dial a name that it has, or issue it again with `--host`.", "the names in the message",
     ),
     _connecting(
         "CERTIFICATE_EXPIRED", "A certificate is too old, or this machine's clock is wrong.",
@@ -70,7 +70,7 @@ TROUBLES = (
         "the link, if it happens often", exit_code=1,
     ),
     _command(
-        "BAD_CONFIG", 2, "The command line, a configuration file or an environment variable is wrong.",
+        "BAD_CONFIG", 2, "The command line, a file or the environment is wrong.",
         "Correct what the message names.", "the message",
     ),
     _command(
