@@ -95,17 +95,16 @@ def _worker(model: Model) -> Sequence[str]:
 
 
 def moved() -> str:
-    """What one worker moves."""
-    head = ("model", "encodings", "up, each round of all", "down", "up, a month", "down, a month", f"{WORKERS} workers")
-    pairs = ((SYNC.push, SYNC.pull), ("int4", "int8"))
-    return _table(head, (_bytes(model, push, pull) for model in MODELS for push, pull in pairs))
+    """What one worker moves, with the default encodings."""
+    head = ("model", "up, each round of all", "down", "up, a month", "down, a month", f"{WORKERS} workers")
+    return _table(head, map(_bytes, MODELS))
 
 
-def _bytes(model: Model, push: str, pull: str) -> Sequence[str]:
-    up, down = (num_payload_bytes(encoding, round(model.params)) for encoding in (push, pull))
+def _bytes(model: Model) -> Sequence[str]:
+    up, down = (num_payload_bytes(encoding, round(model.params)) for encoding in (SYNC.push, SYNC.pull))
     rounds = MONTH_S / (SYNC.sync_every * STEP_S)
     sums = (up * rounds, down * rounds, WORKERS * (up + down) * rounds)
-    return (model.name, f"{push}, {pull}", units.size(up), units.size(down), *map(terabytes, sums))
+    return (model.name, units.size(up), units.size(down), *map(terabytes, sums))
 
 
 def terabytes(num_bytes: float) -> str:

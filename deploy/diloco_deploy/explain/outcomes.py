@@ -16,33 +16,29 @@ def _exit(number: int, means: str, do: str) -> Entry:
 
 
 OUTCOMES = (
-    _outcome("OK", "The call was answered, or the check found nothing to mend."),
-    _outcome("ACCEPTED", "The shard holds the contribution until its round closes, and merges it then."),
-    _outcome("DUPLICATE", "The same contribution was accepted before. It counts once; an answer had got lost."),
+    _outcome("OK", "The call was answered, or the check found nothing."),
+    _outcome("ACCEPTED", "The shard merges the contribution when its round closes."),
+    _outcome("DUPLICATE", "The same contribution was accepted before. It counts once."),
     _outcome(
         "LATE",
-        "The contribution came after its round had closed. No work is lost: it is part of the learner's next "
-        "contribution.",
-        "Nothing if it is a little. If one learner is always late, raise `sync.sync_every` or `sync.patience`, or "
-        "choose a smaller encoding.",
+        "The contribution came after its round. No work is lost: it is part of the next contribution.",
+        "Nothing if it is rare. Otherwise raise `sync.sync_every` or `sync.patience`, or choose a smaller encoding.",
         "`diloco doctor` on that learner's machine, [WAN](wan.md)",
     ),
     _outcome(
         "REJECTED",
-        "A guard refused the contribution, with a code that says why. The learner keeps the work and sends it with its "
-        "next contribution.",
+        "A guard refused the contribution, with a code that says why. Its work is in the next one.",
         "`diloco explain` with that code.", "`diloco_shard_contributions_rejected_total`",
     ),
-    _outcome("MERGED", "The work is in a version: every learner has it, or will pull it."),
-    _outcome("CARRIED", "The work was late or refused, stays in the learner, and is in its next contribution."),
+    _outcome("MERGED", "The work is in a version."),
+    _outcome("CARRIED", "The work was late or refused, and is in the learner's next contribution."),
     _outcome(
         "FENCED",
-        "Accepted, but the learner lost its lease before the round closed, so it is not merged. The learner carries it "
-        "on when it joins again.",
-        "Find out why the lease ended, if it happens often.", "LEASE_EXPIRED",
+        "Accepted, but the learner lost its lease before the merge. It carries the work on.",
+        NOTHING, "LEASE_EXPIRED",
     ),
-    _outcome("RECOVERING", "`/readyz` of a shard: it reads and checks its data folder, and serves soon."),
-    _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it; it may join again at any time."),
+    _outcome("RECOVERING", "`/readyz` of a shard: it reads its data folder, and serves soon."),
+    _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it; it may join again."),
 )  # fmt: skip
 
 EXITS = (

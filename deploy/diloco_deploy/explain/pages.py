@@ -12,6 +12,7 @@ from diloco_deploy.explain.catalogue import of_kind
 from diloco_deploy.explain.entry import Entry, Kind
 
 _PART = re.compile(r"(<!-- explain: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_LINK = re.compile(r"\[[^\]]+\]\([^)]+\)")
 
 
 def with_parts(page: str) -> str:
@@ -20,39 +21,36 @@ def with_parts(page: str) -> str:
 
 
 def _calls() -> str:
-    rows = (
-        f"| `{e.code}` | {e.status} | {e.means}{f' Also: {e.also}.' if e.also else ''} | {e.look} | {e.do} |"
-        for e in of_kind(Kind.CALL)
-    )
-    return _table("code | gRPC status | meaning | look at | what to do", rows)
+    rows = (f"| `{e.code}` | {e.status} | {e.means} | {_deed(e)} |" for e in of_kind(Kind.CALL))
+    return _table("code | gRPC status | meaning | what to do", rows)
 
 
 def _rejections() -> str:
     also = [e.code for e in of_kind(Kind.CALL) if "rejected contributions" in e.also]
-    first = f"| {', '.join(f'`{code}`' for code in also)} | as above | | |"
+    first = f"| {', '.join(f'`{code}`' for code in also)} | as above | |"
     rows = (
-        f"| `{e.code}` | {e.means}{f' Also {e.also}.' if e.also else ''} | {e.look} | {e.do} |"
+        f"| `{e.code}` | {e.means}{f' Also {e.also}.' if e.also else ''} | {_deed(e)} |"
         for e in of_kind(Kind.CONTRIBUTION)
     )
-    return _table("code of a rejected contribution | meaning | look at | what to do", [first, *rows])
+    return _table("code of a rejected contribution | meaning | what to do", [first, *rows])
 
 
 def _with_exit_code(*kinds: Kind) -> Callable[[], str]:
     def part() -> str:
-        rows = (f"| `{e.code}` ({_ends(e)}) | {e.means} | {e.look} | {e.do} |" for e in of_kind(*kinds))
-        return _table("code | meaning | look at | what to do", rows)
+        rows = (f"| `{e.code}` ({_ends(e)}) | {e.means} | {_deed(e)} |" for e in of_kind(*kinds))
+        return _table("code | meaning | what to do", rows)
 
     return part
 
 
 def _findings() -> str:
-    rows = (f"| `{e.code}` | {e.means} | {e.look} | {e.do} |" for e in of_kind(Kind.FINDING))
-    return _table("code | meaning | look at | what to do", rows)
+    rows = (f"| `{e.code}` | {e.means} | {_deed(e)} |" for e in of_kind(Kind.FINDING))
+    return _table("code | meaning | what to do", rows)
 
 
 def _outcomes() -> str:
-    rows = (f"| `{e.code}` | {e.means} | {e.look} | {e.do} |" for e in of_kind(Kind.OUTCOME))
-    return _table("outcome | meaning | look at | what to do", rows)
+    rows = (f"| `{e.code}` | {e.means} | {_deed(e)} |" for e in of_kind(Kind.OUTCOME))
+    return _table("outcome | meaning | what to do", rows)
 
 
 def _exits() -> str:
@@ -61,6 +59,12 @@ def _exits() -> str:
 
 def _alerts() -> str:
     return "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT))
+
+
+def _deed(entry: Entry) -> str:
+    """What to do, with the pages to look at; `diloco explain` says the rest of `look`."""
+    pages = [page for page in _LINK.findall(entry.look) if page not in entry.do]
+    return f"{entry.do} See {', '.join(pages)}." if pages else entry.do
 
 
 def _ends(entry: Entry) -> str:

@@ -28,17 +28,17 @@ TROUBLES = (
     ),
     _connecting(
         "TLS_NEEDED", "The port speaks TLS, and this caller plaintext.",
-        "Set `security.tls` (`tls=` of join) to the folder that `diloco certs issue` made for the caller.",
+        "Set `security.tls` (`tls=` of join) to the caller's folder of `diloco certs issue`.",
         "`security.tls` on both sides",
     ),
     _connecting(
-        "NOT_A_SHARD", "Something listens on the port, but it does not speak our protocol.",
-        "Give the address of gRPC (`shard.listen`, usually 50051), not that of HTTP (`shard.http`).",
-        "the last line `serving` in the shard's log",
+        "NOT_A_SHARD", "What listens on the port does not speak our protocol.",
+        "Give the port of gRPC (`shard.listen`, usually 50051), not of HTTP (`shard.http`).",
+        "`serving` in the shard's log",
     ),
     _connecting(
         "TLS_NOT_SPOKEN", "The port speaks plaintext, and this caller TLS.",
-        "Give the shard a certificate (`security.tls`), or leave `security.tls` (`tls=` of join) out at the caller.",
+        "Give the shard a certificate, or leave `security.tls` (`tls=` of join) out at the caller.",
         "`security.tls` on both sides",
     ),
     _connecting(
@@ -51,18 +51,18 @@ TROUBLES = (
     ),
     _connecting(
         "WRONG_HOST", "The shard's certificate is not for the name that was dialed.",
-        "Dial it under a name that the certificate has, or issue it again with `--host`.", "the names in the message",
+        "Dial a name that it has, or issue it again with `--host`.", "the names in the message",
     ),
     _connecting(
-        "CERTIFICATE_EXPIRED", "A certificate is too old, or this machine's clock is wrong; the message says whose.",
-        "Issue another: it is read again without a restart. Or set the clock.", "`date -u` on both machines",
+        "CERTIFICATE_EXPIRED", "A certificate is too old, or this machine's clock is wrong.",
+        "Issue another: no restart is needed. Or set the clock.", "`date -u` on both machines",
     ),
     _connecting(
         "CERTIFICATE_NOT_YET_VALID", "A certificate begins later, so a clock is wrong.", "Set the clock.",
         "`date -u` on both machines",
     ),
     _connecting(
-        "HANDSHAKE_FAILED", "What all failures of TLS have in common; the message has a cause.",
+        "HANDSHAKE_FAILED", "TLS failed; the message has a cause.",
         "Do what the message says.", "`diloco doctor --shards HOST:PORT --tls FOLDER`",
     ),
     _connecting(
@@ -70,18 +70,18 @@ TROUBLES = (
         "the link, if it happens often", exit_code=1,
     ),
     _command(
-        "BAD_CONFIG", 2, "The command line, a configuration file or an environment variable is wrong.",
-        "Correct what the message names: file and line, variable or flag, with the allowed values.", "the message",
+        "BAD_CONFIG", 2, "The command line, a file or the environment is wrong.",
+        "Correct what the message names.", "the message",
     ),
     _command(
         "SECRET_EXPOSED", 2,
-        "A file with a secret (a token, a key) belongs to somebody else, or others can read or write it.",
-        "Run the command in the message. The owner must be the user who runs the process, or root, and the mode 0600. "
-        "A file of root's may be readable for a group of that user, which is how Kubernetes hands over secrets.",
+        "A file with a secret belongs to somebody else, or others can read or write it.",
+        "Run the command in the message. The owner must be the process's user, or root, and the mode 0600. Root's file "
+        "may be readable for a group of that user.",
         "[files](security.md#files)",
     ),
     _command(
-        "WRONG_CALL", 2, "A training script calls `join`, `step` or another function as it cannot be called.",
+        "WRONG_CALL", 2, "A script calls `join`, `step` or another function wrongly.",
         "Call it as the message says.", "[Python](api.md)",
     ),
     _command(
@@ -90,34 +90,31 @@ TROUBLES = (
     ),
     _command(
         "MODEL_CHANGED", 2,
-        "A learner's parameters are others than those that joined: replaced, added, removed, frozen or unfrozen since, "
-        "or overwritten by `load_state_dict`. The message names them.",
-        "Load, move and convert the model before `join`. In the middle of a run: `learner.values(...)`, "
-        "`learner.restore(...)`. What is frozen and unfrozen is named at `join`: `shared=`.",
+        "Parameters were replaced, added, removed, frozen, unfrozen or overwritten after `join`.",
+        "Load and convert the model before `join`. Later: `learner.values(...)`, `learner.restore(...)`. Name what is "
+        "frozen and unfrozen: `shared=`.",
         "[own loop](bring-your-loop.md#layers-that-are-frozen-and-unfrozen)",
     ),
     _command(
         "VERSION_UNDONE", 2,
-        "The optimizer steps on a copy of the weights and writes it over the parameters, so every version was gone "
-        "after a step.",
+        "The optimizer writes its own copy of the weights over the parameters, and so over every version.",
         "Say where the copies are: `join(masters=...)`.",
         "[own loop](bring-your-loop.md#optimizers-with-weights-of-their-own)",
     ),
     _command(
-        "LEARNER_ENDED", 2, "A step, or `finish`, of a learner that has left the run.",
+        "LEARNER_ENDED", 2, "The learner has left the run.",
         "Join again with its `state_dict()`.",
     ),
     _command(
         "CHILD_OF_LEARNER", 2,
-        "A process that a learner forked called the learner, or a process that it started would join in its place.",
-        'Call the learner in its own process. Put what the script runs under `if __name__ == "__main__":`.',
+        "A child of a learner called it, or would join in its place.",
+        'Call the learner in its own process, and put what the script runs under `if __name__ == "__main__":`.',
         "[children](bring-your-loop.md#children-of-a-learner)",
     ),
     _command(
         "FORK_UNSAFE", 2,
-        "gRPC was imported before diloco_worker, or its fork support was asked for: forked children would die of "
-        "segmentation faults.",
-        "Import `diloco_worker` first, or set `GRPC_ENABLE_FORK_SUPPORT=0` before the process starts.",
+        "gRPC was imported before diloco_worker, or its fork support is on: forked children would crash.",
+        "Import `diloco_worker` first, or set `GRPC_ENABLE_FORK_SUPPORT=0` before the start.",
         "[children](bring-your-loop.md#children-of-a-learner)",
     ),
     _command(
@@ -126,23 +123,22 @@ TROUBLES = (
     ),
     _command(
         "IN_USE", 4, "A port, a folder or a learner id belongs to another process.",
-        "End that process, or choose another.", "the message: it names the owner where that is known",
+        "End that process, or choose another.", "the message",
     ),
     _command(
         "ISLAND_BROKEN", 1,
-        "A rank of an [island](islands.md) has ended, or the ranks do not call `step` and `poll` alike. The others "
-        "cannot go on.",
+        "A rank of an [island](islands.md) has ended, or the ranks do not call `step` and `poll` alike.",
         "Start all ranks again: `torchrun --max-restarts` does so.", "the log of the rank that ended first",
     ),
     _command(
         "CHAOS_NOT_READY", 1,
-        "In `diloco chaos`: not every worker trained within two minutes, or a process ended before that.",
+        "In `diloco chaos`: a worker did not train within two minutes, or a process ended.",
         "Correct what its log says.", "the log that the message names",
     ),
     _command(
         "SHARD_AWAY", 7,
-        "In `diloco status`: a shard does not answer, or most learners do not reach it. Its part of the model gets no "
-        "new versions; learners train on, and nothing is lost. The exit code is that of `--strict`.",
+        "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. The exit code "
+        "is that of `--strict`.",
         "Start it again with its data folder.", "the log of the shard, and the way to it",
     ),
     _command(
@@ -151,47 +147,44 @@ TROUBLES = (
     ),
     _command(
         "WORKER_AWAY", 7,
-        "In `diloco status`: a worker that has joined is silent, or its process has ended, and it did not say goodbye. "
-        "The others train on.",
+        "In `diloco status`: a worker is silent, or ended without a goodbye. The others train on.",
         "Start it again, and it goes on.", "the log of the worker",
     ),
     _command(
         "UNEXPECTED", 1, "Something that should not happen.",
-        "If the message does not help, it is a bug: please file an issue with the traceback.", "the message",
+        "If the message does not help, please file an issue with the traceback.", "the message",
     ),
     _data(
-        "WRONG_FOLDER", 3, "The folder belongs to another run, shard or model; the differences are listed.",
+        "WRONG_FOLDER", 3, "The folder belongs to another run, shard or model.",
         "Give the shard its own folder.", "`shard.data_dir`, `shard.index`, `run.id`",
     ),
     _data(
         "NOTHING_INTACT", 3, "A fragment has files, but all are damaged.",
-        "Restore a checkpoint, or remove the files and let learners seed the fragment again.",
+        "Restore a checkpoint, or remove the files: learners seed the fragment again.",
         "the disk; [version file](version-file.md)",
     ),
     _data(
         "VERSION_DAMAGED", 3,
-        "A file was damaged after it was written. It is named, and the version before is used. In a checkpoint nothing "
-        "is restored.",
-        "Look after the disk. Take another checkpoint.", "the disk's own log (`dmesg`)", logged=True,
+        "A file was damaged. The version before is used. In a checkpoint nothing is restored.",
+        "Check the disk. Take another checkpoint.", "the disk's own log (`dmesg`)", logged=True,
     ),
     _data(
         "STORAGE", None,
-        "The disk refuses a version: nothing is announced, `/readyz` says `storage`, and the shard tries again until "
-        "it works.",
+        "The disk refuses a version: nothing is announced until it works. `/readyz` says `storage`.",
         "[DilocoVersionNotDurable](runbook.md#dilocoversionnotdurable)", "the system's own words in the log",
         logged=True,
     ),
     _data(
-        "CHECKPOINT", None, "A shard could not add to its regular checkpoint: the next version tries again.",
+        "CHECKPOINT", None, "A regular checkpoint failed: the next version tries again.",
         "[DilocoCheckpointFailing](runbook.md#dilococheckpointfailing)", "the system's own words in the log",
         logged=True,
     ),
     _checkpoint(
-        "NO_CHECKPOINT", 3, "No such folder, or no manifest (it is written last).", "Name another one.",
+        "NO_CHECKPOINT", 3, "No such folder, or no manifest.", "Name another one.",
         "`diloco checkpoint list`",
     ),
     _checkpoint(
-        "CHECKPOINT_DAMAGED", 3, "The manifest or a file was damaged; each is named.", "Take another checkpoint.",
+        "CHECKPOINT_DAMAGED", 3, "The manifest or a file is damaged.", "Take another checkpoint.",
         "`diloco checkpoint verify`",
     ),
     _checkpoint(
@@ -199,10 +192,10 @@ TROUBLES = (
     ),
     _checkpoint(
         "CHECKPOINT_EXISTS", 3,
-        "The name is taken, or something else is at the URL. A checkpoint is never changed.", "Give another name.",
+        "The name is taken. A checkpoint is never changed.", "Give another name.",
     ),
     _checkpoint(
-        "CHECKPOINTS_DIFFER", 3, "The parts are of different runs, models or times; the differences are listed.",
+        "CHECKPOINTS_DIFFER", 3, "The parts are of different runs, models or times.",
         "Name the parts of one checkpoint.",
     ),
     _checkpoint(
