@@ -111,9 +111,8 @@ async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
             await take(1 + done)
         seconds, moved, *cpu_s = ((now - then) / done for now, then in zip(used(), before, strict=True))
         await asyncio.gather(*(learner.leave() for learner in learners))
-    return Cost(
-        case.learners, len(manifest.fragments), manifest.num_elements, case.shards, seconds, cpu_s, moved
-    )  # fmt: skip
+    fragments, parameters = len(manifest.fragments), manifest.num_elements
+    return Cost(case.learners, fragments, parameters, case.shards, seconds, cpu_s, moved)
 
 
 def law(costs: Sequence[Cost]) -> list[float]:

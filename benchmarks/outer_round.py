@@ -325,7 +325,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 ours_s.append(seconds)
                 gloo_s.append(peer_s)
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
-            say(f"{which}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
+            gloo_too = f", Gloo {peer_s:.2f} s" if peer_s else ""
+            print(f"{which}: {seconds:.2f} s{gloo_too}", file=sys.stderr, flush=True)
         rss = [shard.rss_bytes("VmHWM") for shard in shards]
         ended = learners.usage()
     tls_s = tls_s[-args.rounds :]
@@ -356,10 +357,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -369,36 +366,32 @@ def free_port() -> int:
 def show(r: dict[str, Any]) -> None:
     up, down = r["bytes_up_per_param"], r["bytes_down_per_param"]
     share = 100 * r["share_of_data_parallel_per_step"]
-    line(
+    print(
         f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards,",
         f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}",
     )
-    line(f"a round          {spread(r['seconds'])}")
+    print(f"a round          {spread(r['seconds'])}")
     if r["ratio_of_tls"] is not None:
-        line(f"over mutual TLS  {spread(r['tls_seconds'])}")
-        line(f"ratio            {r['ratio_of_tls']:.2f}  (median of the ratios of neighbouring rounds);")
-        line(f"                 in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")
+        print(f"over mutual TLS  {spread(r['tls_seconds'])}")
+        print(f"ratio            {r['ratio_of_tls']:.2f}  (median of the ratios of neighbouring rounds);")
+        print(f"                 in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")
     if r["ratio_to_gloo"] is not None:
-        line(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
-        line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
-    line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
-    line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
+        print(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
+        print(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
+    print(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
+    print(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
     together = r["learners"] * r["learner_cpu_seconds"] + r["shards"] * r["shard_cpu_seconds"]
-    line(
+    print(
         f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard,",
         f"{together:.2f} together",
     )
     learner_mb, shard_mb = max(r["learner_rss_bytes"]) / 1e6, max(r["shard_rss_bytes"]) / 1e6
-    line(
+    print(
         f"peak RSS         {learner_mb:.0f} MB a learner, {shard_mb:.0f} MB",
         f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
     )
-    line("                 it owns, without open contributions and idle memory;")
-    line(f"                 a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark")
-
-
-def line(*parts: str) -> None:
-    print(*parts)
+    print("                 it owns, without open contributions and idle memory;")
+    print(f"                 a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark")
 
 
 def spread(seconds: Sequence[float]) -> str:
