@@ -217,12 +217,11 @@ sbom: $(WHEELS_INSTALLED) ## Build the wheels; write what they and the images ar
 	done
 	@ls dist
 
-# Minutes, not hours: the runs of docs/quality.md take an hour and are started by hand (benchmarks/quality.py).
-BENCHMARKS := benchmarks/outer_round.py benchmarks/merge_kernel.py benchmarks/step_cost.py benchmarks/shard_memory.py \
-              benchmarks/straggler.py benchmarks/recovery.py benchmarks/disk_rounds.py
+# Minutes, not hours. `make quality` takes hours.
+BENCHMARKS := $(addprefix benchmarks/,outer_round.py step_cost.py shard_memory.py straggler.py recovery.py)
 
 .PHONY: bench
-bench: $(INSTALLED) ## Run the benchmarks of a round, a merge, a step, a shard, a straggler, a disk (docs/performance.md)
+bench: $(INSTALLED) ## Run the benchmarks of a round, a step, a shard, a straggler, a recovery (docs/performance.md)
 	@missed=0; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" || missed=1; done; exit $$missed
 
 .PHONY: quality

@@ -298,7 +298,7 @@ def table(trust: Trust, rows: Iterable[str], results: Mapping[Case, Result]) -> 
         worst = [max(ratios[c] for c in of_row if (c.liars, c.learners) == crowd) for crowd in crowds]
         named_s = max(r.named_s for r in of_row.values())
         counted = sorted(r.counted for r in of_row.values())
-        ends = f"{counted[0]:.2f} to {counted[-1]:.2f}"
+        ends = "–".join(dict.fromkeys((f"{counted[0]:.2f}", f"{counted[-1]:.2f}")))  # noqa: RUF001
         cells = [*(f"{one:.3f}" for one in worst), "never" if math.isinf(named_s) else f"{named_s:.0f} s", ends]
         lines.append(f"| {row} | {' | '.join(cells)} |")
         promised = trust == "strangers" or not ROWS[row].inside
@@ -316,16 +316,11 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], help="only these")
     parser.add_argument("--trust", nargs="+", choices=["members", "strangers"], default=["members", "strangers"])
     parser.add_argument("--page", action="store_true", help="put the tables into docs/quality.md")
-    parser.add_argument("--each", action="store_true", help="print every run")
     args = parser.parse_args()
     wanted = [case for trust in args.trust for case in cases(trust, args.rows)]
     wanted += sorted({Case(c.trust, c.learners - c.liars) for c in wanted}, key=str)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        results = {}
-        for case, result in zip(wanted, pool.map(run, wanted), strict=True):
-            results[case] = result
-            if args.each:
-                print(case, result, flush=True)
+        results = dict(zip(wanted, pool.map(run, wanted), strict=True))
     tables, broken = [], []
     for trust in args.trust:
         lines, wrong = table(trust, args.rows, results)

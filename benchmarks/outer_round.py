@@ -1,4 +1,4 @@
-"""The cost of one outer round of a large model, next to the machine's ceilings and to a Gloo all-reduce.
+"""The cost of one outer round of a large model, next to a Gloo all-reduce.
 
     python benchmarks/outer_round.py                                  # 100 M parameters, 4 learners, 2 shards
     python benchmarks/outer_round.py --push int4 --pull int8
@@ -6,11 +6,9 @@
     python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3 --json out.json
 
 Real shard and learner processes on loopback. In a round, every learner snapshots, encodes and pushes all fragments, the
-shards merge and step, and every learner pulls, decodes and applies. In the same run, in turn with the rounds, four
-yardsticks are measured: torch.distributed with Gloo all-reduces as many float32 parameters among the same learner
-processes; bare gRPC (bare_wire.py) sends the same bytes; a bare round (bare_round.py) does all that with the same
-kernels and nothing else; and ceilings.py measures the machine. The first rounds are not counted, because they fault in
-memory. Needs Linux, and about 50 bytes of memory per parameter and learner.
+shards merge and step, and every learner pulls, decodes and applies. In turn with the rounds, torch.distributed with
+Gloo all-reduces as many float32 parameters among the same learner processes. The first rounds are not counted, because
+they fault in memory. Needs Linux, and about 50 bytes of memory per parameter and learner.
 """
 
 from __future__ import annotations
@@ -19,13 +17,14 @@ import argparse
 import json
 import multiprocessing
 import os
-import re
+import resource
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -34,22 +33,155 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from bare_round import BareRound
-from bare_wire import BareWire, WireSpec
-from ceilings import Memory, loopback_bytes_per_s
+import diloco_worker
 from diloco_common.allocator import tune_allocator
 from diloco_common.identity import subject_of
 from diloco_common.manifest import TensorSpec
 from diloco_deploy.certs.authority import make_authority, open_authority
-from diloco_deploy.polling import IN_PLAINTEXT, Asker
 from light_learners import ShardProcess, running_shard, running_shards, tensors_of
-from merge_kernel import measure_merge
-from outer_round_learner import LearnerSpec, run_learner
 
 JOIN_S = 600.0
 FP32_BYTES = 4
+STEP_TOKENS = 1000
+CHANGE = 1e-3
+ROUND_S = 300.0
+POLL_S = 0.2
+"""`poll` returns sooner where something arrives."""
 WARM_UP = 5
+
+
+# ------------------------------------------------------------ a learner process
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """The settings of a learner process."""
+
+    rank: int
+    learners: int
+    shards: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
+    gloo_address: str
+    """host:port of Gloo's rendezvous; empty: no all-reduce."""
+    tls: Path | None = None
+    """Folder of its certificate; None: plaintext."""
+
+
+class Weights(nn.Module):
+    """Parameters with given names and shapes, and nothing else."""
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for spec in tensors:
+            self.register_parameter(spec.name.replace(".", "_"), nn.Parameter(torch.empty(spec.shape).normal_(0, 0.02)))
+
+
+def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
+    """The process. Its model does not train. It obeys these commands from a pipe, and ends with its parent:
+
+    "round"  change the parameters, say "ready"; at "go" take part until every fragment has its next version; say "done"
+    "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
+    "usage"  also before "go": say CPU seconds, memory, bytes in both directions
+    "end"    leave
+    """
+    tune_allocator()
+    torch.set_num_threads(1)
+    model = Weights(spec.tensors)
+    mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
+    reduced = torch.ones(sum(t.num_elements for t in spec.tensors)) if spec.gloo_address else None
+    if reduced is not None:
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://{spec.gloo_address}", rank=spec.rank, world_size=spec.learners
+        )
+        dist.all_reduce(reduced)  # its buffers are not ours
+    memory = OwnMemory()
+    learner = diloco_worker.join(
+        spec.shards, model, learner_id=f"learner-{spec.rank}", tls=spec.tls, mean_merge=mean_merge, wait_s=ROUND_S,
+        island="alone",  # the process group is for all-reduce, beside which a round is measured
+    )  # fmt: skip
+    with learner:
+        pipe.send("joined")
+        noise = torch.Generator().manual_seed(spec.rank)
+        while (command := pipe.recv()) != "end":
+            if command == "usage":
+                pipe.send(usage(learner) | {"own_bytes": memory.most})
+                continue
+            if command == "round":
+                change(model, noise)
+            pipe.send("ready")
+            while pipe.recv() != "go":
+                pipe.send(usage(learner))
+            memory.begin()
+            if command == "round":
+                take_round(learner)
+                memory.end()
+            elif reduced is not None:
+                dist.all_reduce(reduced)
+                reduced.div_(spec.learners)
+            pipe.send("done")
+
+
+class OwnMemory:
+    """The most that the process holds in some spans of time, beyond what it held before: model, benchmark, all else."""
+
+    def __init__(self) -> None:
+        self._before = self._rss("VmRSS")
+        self.most = 0
+
+    def begin(self) -> None:
+        """From here on."""
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+
+    def end(self) -> None:
+        """Up to here."""
+        self.most = max(self.most, self._rss("VmHWM") - self._before)
+
+    @staticmethod
+    def _rss(field: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(field + ":")[1].split()[0]) * 1024
+
+
+@torch.no_grad()
+def change(model: Weights, noise: torch.Generator) -> None:
+    """Stand in for training: move every parameter a little, differently for each learner."""
+    for parameter in model.parameters():
+        flat = parameter.view(-1)
+        pattern = torch.randn(min(flat.numel(), 1 << 16), generator=noise).mul_(CHANGE)
+        for start in range(0, flat.numel(), pattern.numel()):
+            part = flat[start : start + pattern.numel()]
+            part.add_(pattern[: part.numel()])
+
+
+def take_round(learner: diloco_worker.Learner) -> None:
+    """Take the one inner step of a round, then take part until every fragment has its next version."""
+    assert learner.core is not None
+    fragments = learner.core.fragments.values()
+    target = 1 + min(f.version for f in fragments)
+    learner.step(STEP_TOKENS)
+    deadline = time.monotonic() + ROUND_S
+    while any(f.version < target for f in fragments):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no version {target} of every fragment within {ROUND_S:.0f} s")
+        learner.poll(POLL_S)
+
+
+def usage(learner: diloco_worker.Learner) -> dict[str, Any]:
+    """CPU, memory and bytes since the process began."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "cpu_s": own.ru_utime + own.ru_stime,
+        "rss_bytes": own.ru_maxrss * 1024,
+        "bytes_up": learner.telemetry.bytes_pushed,
+        "bytes_down": learner.telemetry.bytes_pulled,
+    }
+
+
+# ------------------------------------------------------------ all processes
 
 
 class Learners:
@@ -107,13 +239,10 @@ class Learners:
 class Usage:
     """CPU seconds and bytes of all processes, summed over the rounds of `during_round`."""
 
-    def __init__(self, learners: Learners, shards: Sequence[ShardProcess], asker: Asker = IN_PLAINTEXT) -> None:
-        """`asker`: whom shards show their metrics."""
-        self.learners, self._shards, self._asker = learners, shards, asker
-        self.rounds = 0
+    def __init__(self, learners: Learners, shards: Sequence[ShardProcess]) -> None:
+        self.learners, self._shards = learners, shards
         self.learner_cpu_s = self.shard_cpu_s = 0.0
         self.bytes_up = self.bytes_down = 0
-        self.phases: dict[str, float] = {}
 
     @property
     def cpu_s(self) -> float:
@@ -123,31 +252,19 @@ class Usage:
     def during_round(self) -> float:
         """Take a round, and return its seconds."""
         before: list[dict[str, Any]] = []
-        shards_before: list[tuple[float, dict[str, float]]] = []
+        shards_before: list[float] = []
 
         def look() -> None:
-            shards_before.extend((compute_seconds(s, self._asker), s.cpu_s())[::-1] for s in self._shards)
+            shards_before.extend(shard.cpu_s() for shard in self._shards)
             before.extend(self.learners.usage())
 
         seconds = self.learners.timed("round", look)
-        after, shards_after = (
-            self.learners.usage(),
-            [(s.cpu_s(), compute_seconds(s, self._asker)) for s in self._shards],
-        )
-        self.rounds += 1
-        for a, b in zip(after, before, strict=True):
-            self.learner_cpu_s += a["cpu_s"] - b["cpu_s"]
-            self.bytes_up += a["bytes_up"] - b["bytes_up"]
-            self.bytes_down += a["bytes_down"] - b["bytes_down"]
-            self._add(a["phases_cpu_s"], b["phases_cpu_s"])
-        for (cpu, phases), (cpu_before, phases_before) in zip(shards_after, shards_before, strict=True):
-            self.shard_cpu_s += cpu - cpu_before
-            self._add(phases, phases_before)
+        for now, then in zip(self.learners.usage(), before, strict=True):
+            self.learner_cpu_s += now["cpu_s"] - then["cpu_s"]
+            self.bytes_up += now["bytes_up"] - then["bytes_up"]
+            self.bytes_down += now["bytes_down"] - then["bytes_down"]
+        self.shard_cpu_s += sum(shard.cpu_s() for shard in self._shards) - sum(shards_before)
         return seconds
-
-    def _add(self, after: dict[str, float], before: dict[str, float]) -> None:
-        for phase, seconds in after.items():
-            self.phases[phase] = self.phases.get(phase, 0.0) + seconds - before.get(phase, 0.0)
 
 
 def usage_over_tls(
@@ -170,15 +287,7 @@ def usage_over_tls(
         LearnerSpec(i, args.learners, addresses, tuple(tensors), "", issued(f"learner/learner-{i}"))
         for i in range(args.learners)
     ]
-    return Usage(Learners(specs, stack), shards, Asker(issued("observer/benchmark")))
-
-
-def compute_seconds(shard: ShardProcess, asker: Asker) -> dict[str, float]:
-    """CPU seconds of the shard's compute thread by phase, from its metrics."""
-    _, body = asker.get(shard.http, 60.0, "/metrics")
-    lines = r'^diloco_shard_compute_seconds_total\{phase="(\w+)"\} (\S+)$'
-    found = re.findall(lines, body.decode(), re.MULTILINE)
-    return {phase: float(value) for phase, value in found}
+    return Usage(Learners(specs, stack), shards)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -203,15 +312,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             stack,
         )
         usage = Usage(learners, shards)
-        memory = Memory()
-        ours_s, gloo_s, memory_bps, loopback_bps = [], [], [], []
-        bare_s: list[tuple[float, float]] = []  # seconds, and CPU seconds
-        least_s: list[tuple[float, float]] = []
+        ours_s, gloo_s = [], []
         learners.timed("round")
         encrypted = usage_over_tls(args, settings, tensors, stack) if args.tls else None
         tls_s: list[float] = []
-        spec = WireSpec(args.learners, args.shards, args.fragments, parameters, args.push, args.pull)
-        bare, least = BareWire(spec, stack), BareRound(spec, stack)
         for i in range(1 - WARM_UP, args.rounds):
             seconds = usage.during_round() if i >= 0 else learners.timed("round")
             if encrypted is not None:
@@ -220,19 +324,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if i >= 0:
                 ours_s.append(seconds)
                 gloo_s.append(peer_s)
-                bare_s.append(bare.round())
-                least_s.append(least.round())
-                memory_bps.append(memory.bytes_per_s())
-                loopback_bps.append(loopback_bytes_per_s())
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"
-            say(f"{which}: {seconds:.2f} s" + (f", Gloo {peer_s:.2f} s" if peer_s else ""))
+            gloo_too = f", Gloo {peer_s:.2f} s" if peer_s else ""
+            print(f"{which}: {seconds:.2f} s{gloo_too}", file=sys.stderr, flush=True)
         rss = [shard.rss_bytes("VmHWM") for shard in shards]
         ended = learners.usage()
     tls_s = tls_s[-args.rounds :]
-    merge = measure_merge(args.learners, args.push, args.pull)
     per = parameters * args.learners * args.rounds
-    phases = {phase: seconds / args.rounds for phase, seconds in usage.phases.items()}
-    phases["wire"] = (usage.learner_cpu_s + usage.shard_cpu_s) / args.rounds - sum(phases.values())
     bytes_up, bytes_down = usage.bytes_up / per, usage.bytes_down / per
     contributions = [round(bytes_up * parameters * args.learners / args.shards)] * args.shards
     return {
@@ -244,7 +342,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tls_seconds": tls_s,
         "ratio_of_tls": median(t / o for t, o in zip(tls_s, ours_s, strict=True)) if tls_s else None,
         "cpu_ratio_of_tls": encrypted.cpu_s / usage.cpu_s if encrypted is not None else None,
-        **against("bare_grpc", ours_s, bare_s), **against("bare_round", ours_s, least_s),
         "bytes_up_per_param": bytes_up, "bytes_down_per_param": bytes_down,
         "share_of_data_parallel_per_step": (bytes_up + bytes_down) / args.fragments / (2 * FP32_BYTES),
         "learner_cpu_seconds": usage.learner_cpu_s / args.rounds / args.learners,
@@ -257,24 +354,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             (peak - rest - held) * args.shards / parameters
             for peak, rest, held in zip(rss, idle, contributions, strict=True)
         ),
-        "phases_cpu_seconds": phases,
-        "memcpy_bytes_per_s": median(memory_bps), "loopback_bytes_per_s": median(loopback_bps),
-        **merge,
     }  # fmt: skip
-
-
-def against(name: str, ours_s: Sequence[float], theirs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """What took seconds and CPU seconds in turn with our rounds."""
-    seconds = [s for s, _ in theirs]
-    return {
-        f"{name}_seconds": seconds, f"{name}_seconds_median": median(seconds),
-        f"{name}_cpu_seconds": median(cpu_s for _, cpu_s in theirs),
-        f"ratio_to_{name}": median(o / s for o, s in zip(ours_s, seconds, strict=True)),
-    }  # fmt: skip
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def free_port() -> int:
@@ -283,76 +363,35 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-WHAT = {
-    "snapshot": "learner: snapshot, beside the training",
-    "encode": "learner: pseudo-gradient, error feedback, encode",
-    "inspect": "shard:   norms of contributions",
-    "merge": "shard:   merge, outer step, encode the version",
-    "decode": "learner: decode",
-    "apply": "learner: apply, in learner.step",
-    "wire": "both:    send, receive, checksums, the rest",
-}
-
-
 def show(r: dict[str, Any]) -> None:
     up, down = r["bytes_up_per_param"], r["bytes_down_per_param"]
     share = 100 * r["share_of_data_parallel_per_step"]
-    line(
+    print(
         f"{r['parameters'] / 1e6:.1f} M parameters, {r['learners']} learners, {r['shards']} shards,",
         f"{r['fragments']} fragments, push {r['push']}, pull {r['pull']}",
     )
-    line(f"a round          {spread(r['seconds'])}")
+    print(f"a round          {spread(r['seconds'])}")
     if r["ratio_of_tls"] is not None:
-        line(f"over mutual TLS  {spread(r['tls_seconds'])}")
-        line(f"ratio            {r['ratio_of_tls']:.2f}  (median of the ratios of neighbouring rounds);")
-        line(f"                 in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")
+        print(f"over mutual TLS  {spread(r['tls_seconds'])}")
+        print(f"ratio            {r['ratio_of_tls']:.2f}  (median of the ratios of neighbouring rounds);")
+        print(f"                 in CPU seconds of all processes {r['cpu_ratio_of_tls']:.2f}")
     if r["ratio_to_gloo"] is not None:
-        line(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
-        line(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
-    line(f"bare gRPC        {spread(r['bare_grpc_seconds'])}: the same bytes and nothing else;")
-    line(f"                 a round takes {r['ratio_to_bare_grpc']:.2f} times that")
-    line(f"a bare round     {spread(r['bare_round_seconds'])}: the same kernels, too;")
-    line(f"                 a round takes {r['ratio_to_bare_round']:.2f} times that")
-    line(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
-    line(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
-    line(f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard")
+        print(f"Gloo all-reduce  {spread(r['gloo_seconds'])}")
+        print(f"ratio            {r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)")
+    print(f"bytes            {up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;")
+    print(f"                 per step at H = {r['fragments']} {share:.1f} % of float32 data-parallel")
+    together = r["learners"] * r["learner_cpu_seconds"] + r["shards"] * r["shard_cpu_seconds"]
+    print(
+        f"CPU seconds      {r['learner_cpu_seconds']:.2f} a learner, {r['shard_cpu_seconds']:.2f} a shard,",
+        f"{together:.2f} together",
+    )
     learner_mb, shard_mb = max(r["learner_rss_bytes"]) / 1e6, max(r["shard_rss_bytes"]) / 1e6
-    line(
+    print(
         f"peak RSS         {learner_mb:.0f} MB a learner, {shard_mb:.0f} MB",
         f"a shard: {r['shard_bytes_per_param']:.1f} bytes per parameter that",
     )
-    line("                 it owns, without open contributions and idle memory;")
-    line(f"                 a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark")
-    line(
-        f"ceilings         copying memory {r['memcpy_bytes_per_s'] / 1e9:.0f} GB/s (read + written),",
-        f"loopback socket {r['loopback_bytes_per_s'] / 1e9:.1f} GB/s",
-    )
-    copying = r["merge_copying_bytes_per_s"] / 1e9
-    line(
-        f"merge            of {r['learners']} contributions, on one thread alone,",
-        f"against copying memory at {copying:.0f} GB/s:",
-    )
-    line(
-        f"                 {r['merge_step_fraction_of_memory_bandwidth']:.2f} of that with the outer step",
-        f"({r['merge_step_bytes_per_param']:.1f} bytes per parameter must be touched),",
-    )
-    line(
-        f"                 {r['merge_fraction_of_memory_bandwidth']:.2f} with encoding the version, too",
-        f"({r['merge_bytes_per_param']:.1f} bytes)",
-    )
-    line("CPU seconds of a round, all processes together:")
-    total = sum(r["phases_cpu_seconds"].values())
-    for phase, what in WHAT.items():
-        seconds = r["phases_cpu_seconds"].get(phase, 0.0)
-        line(f"  {what:<50} {seconds:6.2f} s  {100 * seconds / total:3.0f} %")
-    line(f"    of which bare gRPC takes                         {r['bare_grpc_cpu_seconds']:7.2f} s")
-    cores = os.cpu_count() or 1
-    line(f"    bare gRPC and the same arithmetic, all at once   {r['bare_round_cpu_seconds']:7.2f} s")
-    line(f"  {'together':<50} {total:6.2f} s, so on {cores} cores at least {total / cores:.2f} s")
-
-
-def line(*parts: str) -> None:
-    print(*parts)
+    print("                 it owns, without open contributions and idle memory;")
+    print(f"                 a learner has {r['learner_bytes_per_param']:.1f} beyond model, idle process and benchmark")
 
 
 def spread(seconds: Sequence[float]) -> str:

@@ -9,7 +9,6 @@ fragments. Then starts `diloco-server` on the folder and waits until it serves.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -40,7 +39,6 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder's")
     parser.add_argument("--pull", default="bfloat16", help="sync.pull; where it sends changes, the anchor is kept too")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     tune_allocator()
     torch.set_num_threads(1)
@@ -52,8 +50,6 @@ def main() -> None:
         shutil.rmtree(folder)
     for name, value in figures.items():
         print(f"{name:32} {value:,.4g}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]:
@@ -78,7 +74,6 @@ def write(folder: Path, settings: Settings, parameters: int) -> dict[str, float]
         "bytes_per_parameter": num_bytes / 2 / parameters,
         "version_mb": num_bytes / len(seconds) / 1e6,
         "save_s_median": seconds[len(seconds) // 2],
-        "save_s_max": seconds[-1],
         "write_mb_per_s": num_bytes / sum(seconds) / 1e6,
     }
 

@@ -13,14 +13,12 @@ Measured are the seconds inside `learner.step`, and the seconds of a step of the
 yardstick, the loop also adds one tensor of a fragment's size to another: applying a version cannot cost less. It does
 so in both kinds of blocks: with `learner.step`, the background uses the same memory, caches and cores meanwhile.
 
-Two parts are stated apart. Snapshots, which are whole when `step` returns, beside copies of the values of another
-fragment just before, from the parameters into one float32 tensor. And the checks whether the model is still the one
-that joined: at the end the learner takes steps without tokens, so that nothing is contributed or applied, every other
-one without these checks.
+Snapshots, which are whole when `step` returns, are stated apart, beside copies of the values of another fragment just
+before, from the parameters into one float32 tensor.
 
 Exits with 1 if `learner.step` without its snapshots took more than 1 % of a 100 ms step in the median or more than
-10 ms at the 99th percentile, if a snapshot took longer than a copy or the checks longer than 0.1 ms (medians), or if
-fewer than half a contribution was merged or half a version applied per step.
+10 ms at the 99th percentile, if a snapshot took longer than a copy (medians), or if fewer than half a contribution was
+merged or half a version applied per step.
 """
 
 from __future__ import annotations
@@ -46,9 +44,8 @@ from diloco_common.allocator import tune_allocator
 from diloco_common.manifest import TensorSpec
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
-from diloco_worker.core.undone import Laid
 from light_learners import running_shards, tensors_of
-from outer_round_learner import OwnMemory, Weights, usage
+from outer_round import OwnMemory, Weights
 
 STEP_S = 0.1
 SLEEP_S = 0.095
@@ -64,9 +61,6 @@ WITH_STEPS, WITHOUT_STEPS = 50, 20
 """Measured steps of a block that calls `learner.step`, and of one that does not."""
 SETTLE_STEPS = 5
 """First steps of a block, which are left out."""
-CHECK_STEPS, QUIET_STEPS = 400, 100
-"""Steps without tokens, half of them without checks; and such steps before them, until nothing is under way."""
-CHECKS_MAX_S = 1e-4
 MEDIAN_MAX_S = 0.01 * STEP_S
 P99_MAX_S = 0.01
 FLYING_MIN = 0.5
@@ -77,7 +71,6 @@ WAIT_S = 120.0
 class LoopSpec:
     """The settings of a learner process."""
 
-    rank: int
     shards: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     blocks: int
@@ -102,9 +95,6 @@ class Measured:
     """The values of another fragment copied, at the same place."""
     snapshot_s: list[float] = field(default_factory=list)
     """Seconds inside `learner.step` for the snapshots of that step."""
-    checked_s: list[float] = field(default_factory=list)
-    """Seconds inside `learner.step` where it has nothing to do; and the same without checks."""
-    unchecked_s: list[float] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     """Totals over the steps with `learner.step`."""
 
@@ -115,9 +105,9 @@ class Measured:
 class Loop:
     """A training loop without data, loss or gradients."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], rank: int) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         self.model = Weights(tensors)
-        self._noise = torch.randn(1 << 16, generator=torch.Generator().manual_seed(rank)).mul_(CHANGE)
+        self._noise = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).mul_(CHANGE)
         self._flat = [parameter.detach().view(-1) for parameter in self.model.parameters()]
         self._number = 0
         size = sum(flat.numel() for flat in self._flat) // FRAGMENTS
@@ -127,10 +117,6 @@ class Loop:
     def step(self) -> None:
         """A step without `learner.step`."""
         time.sleep(SLEEP_S)
-        self.work()
-
-    def work(self) -> None:
-        """What a step does to the parameters."""
         self._number += 1
         for flat in self._flat:
             size = -(-flat.numel() // PARTS)
@@ -158,18 +144,14 @@ def run_loop(spec: LoopSpec, pipe: Connection) -> None:
     """The learner process: measures, sends the results, and ends."""
     tune_allocator()  # as diloco-worker does
     torch.set_num_threads(1)
-    loop = Loop(spec.tensors, spec.rank)
+    loop = Loop(spec.tensors)
     memory = OwnMemory()
     mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
-    learner = diloco_worker.join(
-        spec.shards, loop.model, learner_id=f"learner-{spec.rank}", mean_merge=mean_merge, wait_s=WAIT_S
-    )
-    with learner:
+    with diloco_worker.join(spec.shards, loop.model, mean_merge=mean_merge, wait_s=WAIT_S) as learner:
         reach_second_versions(loop, learner)
         memory.begin()
         measured = measure_blocks(loop, learner, spec.blocks)
         memory.end()
-        measured |= measure_checks(loop, learner)
     measured["own_bytes"] = memory.most
     pipe.send(measured)
 
@@ -236,41 +218,11 @@ def time_snapshots() -> list[float]:
     return seconds
 
 
-def measure_checks(loop: Loop, learner: diloco_worker.Learner) -> dict[str, list[float]]:
-    """Steps that have nothing to do but to look at a version, with and without checks in turn."""
-    watch, replica = learner._watch, learner._boundary.replica
-    laid, nothing = replica.laid, Laid(replica._theta, lambda name: 0)
-    assert learner.core is not None
-    fragments = [f.tensors.fragment for f in learner.core.fragments.values()]
-    found: dict[str, list[float]] = {"checked_s": [], "unchecked_s": []}
-    for number in range(QUIET_STEPS + CHECK_STEPS):
-        loop.work()  # and with it, caches that hold other things
-        learner._watch = watch if number % 2 else None
-        replica.laid = laid if number % 2 else nothing
-        if laid._watched is None:  # as if a version had been applied just now
-            laid._rest = 0
-            with laid.under(fragments[number % len(fragments)]):
-                pass
-        began = time.perf_counter()
-        learner.step(0, 1.0)
-        if number >= QUIET_STEPS:
-            found["checked_s" if number % 2 else "unchecked_s"].append(time.perf_counter() - began)
-    learner._watch, replica.laid = watch, laid
-    return found
-
-
 def counts(learner: diloco_worker.Learner) -> dict[str, float]:
-    """Counts since the process began: CPU seconds by phase and in total, versions applied, contributions merged."""
+    """Counts since the process began: CPU seconds, versions applied, contributions merged."""
     assert learner.core is not None
-    used = usage(learner)
-    phases: dict[str, float] = used["phases_cpu_s"]
-    merged = learner.core.contributions["merged"]
-    return phases | {"cpu": used["cpu_s"], "applied": applied(learner), "merged": merged}
-
-
-def applied(learner: diloco_worker.Learner) -> int:
-    """Versions applied so far."""
-    return int(learner.telemetry.metrics.registry.get_sample_value("diloco_worker_apply_seconds_count") or 0)
+    applied = learner.telemetry.metrics.registry.get_sample_value("diloco_worker_apply_seconds_count") or 0.0
+    return {"cpu": time.process_time(), "applied": applied, "merged": learner.core.contributions["merged"]}
 
 
 # ------------------------------------------------------------ the run
@@ -295,58 +247,41 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     tensors = in_rows(tensors_of(int(args.params)), TENSORS)
     parameters = sum(t.num_elements for t in tensors)
-    settings = [f"sync.push={args.push}", f"sync.pull={args.pull}"]
     with ExitStack() as stack:
-        shards = stack.enter_context(running_shards(args.shards, *settings))
-        addresses = tuple(shard.address for shard in shards)
+        shards = stack.enter_context(running_shards(args.shards, f"sync.push={args.push}", f"sync.pull={args.pull}"))
+        spec = LoopSpec(tuple(shard.address for shard in shards), tensors, args.blocks)
         spawn = multiprocessing.get_context("spawn")
-        pipes = []
-        for rank in range(args.learners):
-            pipe, theirs = spawn.Pipe()
-            process = spawn.Process(
-                target=run_loop, args=(LoopSpec(rank, addresses, tensors, args.blocks), theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            stack.callback(process.kill)
-            pipes.append(pipe)
+        pipe, theirs = spawn.Pipe()
+        process = spawn.Process(target=run_loop, args=(spec, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        stack.callback(process.kill)
         try:
-            found = [pipe.recv() for pipe in pipes]
+            found = pipe.recv()
         except EOFError:
-            sys.exit("a learner ended before it had measured anything")
-    inside, inside_cpu = (sorted(s for f in found for s in f[w]) for w in ("inside_s", "inside_cpu_s"))
-    totals = {name: sum(f["counts"][name] for f in found) / len(inside) for name in found[0]["counts"]}
-    with_s, without_s, addition_s, beside_s, copy_s, snapshot_s, checked_s, unchecked_s = (
-        [s for f in found for s in f[w]]
-        for w in (
-            "with_s", "without_s", "addition_s", "addition_beside_s", "copy_beside_s", "snapshot_s", "checked_s",
-            "unchecked_s",
-        )
-    )  # fmt: skip
-    rest = sorted(s - t for f in found for s, t in zip(f["inside_s"], f["snapshot_s"], strict=True))
-    snapshot_s = [s for s in snapshot_s if s]
-    cost = {
-        "median": median(inside), "mean": fmean(inside), "p90": percentile(inside, 90),
-        "p99": percentile(inside, 99), "max": inside[-1],
-    }  # fmt: skip
+            sys.exit("the learner ended before it had measured anything")
+    per_step = {name: total / len(found["inside_s"]) for name, total in found["counts"].items()}
+    rest = [s - t for s, t in zip(found["inside_s"], found["snapshot_s"], strict=True)]
     return {
-        "parameters": parameters, "learners": args.learners, "shards": args.shards,
-        "push": args.push, "pull": args.pull, "steps": len(inside), "step_seconds": STEP_S,
-        "step_cost_seconds": cost, "step_cost_percent": {name: 100 * s / STEP_S for name, s in cost.items()},
-        "step_cost_cpu_seconds": {"median": median(inside_cpu), "p99": percentile(inside_cpu, 99)},
-        "without_snapshot_seconds": {"median": median(rest), "p99": percentile(rest, 99)},
-        "snapshot_seconds_median": median(snapshot_s), "copy_seconds_median": median(copy_s),
-        "checks_seconds_median": median(checked_s) - median(unchecked_s),
-        "bare_step_seconds_median": median(unchecked_s), "tensors": len(tensors),
-        "addition_seconds_median": median(addition_s),
-        "addition_beside_traffic_seconds": {"median": median(beside_s), "p99": percentile(sorted(beside_s), 99)},
-        "loop_seconds_with": {"median": median(with_s), "mean": fmean(with_s)},
-        "loop_seconds_without": {"median": median(without_s), "mean": fmean(without_s)},
-        "versions_applied_per_step": totals.pop("applied"), "contributions_merged_per_step": totals.pop("merged"),
-        "learner_cpu_seconds_per_step": totals.pop("cpu"), "phases_cpu_seconds_per_step": totals,
-        "learner_bytes_per_param": max(f["own_bytes"] for f in found) / parameters,
+        "parameters": parameters, "tensors": len(tensors), "shards": args.shards, "push": args.push,
+        "pull": args.pull, "steps": len(rest), "step_seconds": STEP_S,
+        "step_cost_seconds": spread(found["inside_s"]), "step_cost_cpu_seconds": spread(found["inside_cpu_s"]),
+        "without_snapshot_seconds": spread(rest),
+        "snapshot_seconds_median": median(s for s in found["snapshot_s"] if s),
+        "copy_seconds_median": median(found["copy_beside_s"]),
+        "addition_seconds_median": median(found["addition_s"]),
+        "addition_beside_traffic_seconds": spread(found["addition_beside_s"]),
+        "loop_seconds_with": spread(found["with_s"]), "loop_seconds_without": spread(found["without_s"]),
+        "versions_applied_per_step": per_step["applied"], "contributions_merged_per_step": per_step["merged"],
+        "learner_cpu_seconds_per_step": per_step["cpu"], "learner_bytes_per_param": found["own_bytes"] / parameters,
         "load_before": load_before, "load_after": os.getloadavg()[0],
     }  # fmt: skip
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    p99 = ordered[max(0, -(-len(ordered) * 99 // 100) - 1)]
+    return {"median": median(ordered), "mean": fmean(ordered), "p99": p99, "max": ordered[-1]}
 
 
 def good_enough(r: dict[str, Any]) -> bool:
@@ -355,59 +290,43 @@ def good_enough(r: dict[str, Any]) -> bool:
     flying = min(r["versions_applied_per_step"], r["contributions_merged_per_step"])
     return bool(
         cost["median"] <= MEDIAN_MAX_S and cost["p99"] <= P99_MAX_S and flying >= FLYING_MIN
-        and r["snapshot_seconds_median"] <= r["copy_seconds_median"] and r["checks_seconds_median"] <= CHECKS_MAX_S
+        and r["snapshot_seconds_median"] <= r["copy_seconds_median"]
     )  # fmt: skip
 
 
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The smallest value that at least `percent` of the values do not exceed."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
-
-
 def show(r: dict[str, Any]) -> None:
-    cost, phases = r["step_cost_seconds"], r["phases_cpu_seconds_per_step"]
+    def ms(seconds: dict[str, float]) -> str:
+        return ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in seconds.items())
+
+    snapshot_s, copy_s = r["snapshot_seconds_median"], r["copy_seconds_median"]
     with_s, without_s = r["loop_seconds_with"], r["loop_seconds_without"]
-    print(
-        f"{r['parameters'] / 1e6:.1f} M parameters in {r['tensors']} tensors, {r['learners']} learner(s), "
-        f"{r['shards']} shards, push {r['push']}, pull {r['pull']}, {r['steps']} steps of {1000 * STEP_S:.0f} ms"
-    )
-    print("inside learner.step   " + ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in cost.items()))
-    print("  of a step           " + ", ".join(f"{name} {s:.2f} %" for name, s in r["step_cost_percent"].items()))
-    rest, snapshot_s, copy_s = r["without_snapshot_seconds"], r["snapshot_seconds_median"], r["copy_seconds_median"]
-    print(f"  without snapshots   median {1000 * rest['median']:.2f} ms, p99 {1000 * rest['p99']:.2f} ms"
-          "  (wanted: 1 ms, 10 ms)")  # fmt: skip
-    print(f"  snapshots           median {1000 * snapshot_s:.2f} ms; a bare copy of a fragment just before "
-          f"{1000 * copy_s:.2f} ms: ratio {snapshot_s / copy_s:.2f}  (wanted: 1)")  # fmt: skip
-    print(f"  checks              {1e6 * r['checks_seconds_median']:.0f} us of a step that has nothing to do, without "
-          f"them {1e6 * r['bare_step_seconds_median']:.0f} us  (wanted: 100 us)")  # fmt: skip
-    print("  CPU time            "
-          + ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in r["step_cost_cpu_seconds"].items()))  # fmt: skip
-    beside = r["addition_beside_traffic_seconds"]
-    print(
-        f"one bare addition     median {1000 * r['addition_seconds_median']:.2f} ms, of a fragment's size; beside the "
-        f"traffic {1000 * beside['median']:.2f} ms, p99 {1000 * beside['p99']:.2f} ms"
-    )
-    for name in ("median", "mean"):
-        print(
-            f"a step of the loop    {name} {1000 * with_s[name]:.2f} ms, without learner.step "
-            f"{1000 * without_s[name]:.2f} ms: {100 * (with_s[name] / without_s[name] - 1):+.1f} %"
-        )
-    print(
-        f"per step              {r['versions_applied_per_step']:.2f} versions applied, "
-        f"{r['contributions_merged_per_step']:.2f} contributions merged"
-    )
-    print("CPU time per step     " + ", ".join(f"{p} {1000 * s:.1f} ms" for p, s in phases.items())
-          + f"; all of the process {1000 * r['learner_cpu_seconds_per_step']:.1f} ms")  # fmt: skip
-    print(f"memory                {r['learner_bytes_per_param']:.1f} bytes per parameter at most, "
-          "beyond model, idle process and benchmark")  # fmt: skip
-    print(f"load of the machine   {r['load_before']:.1f} before, {r['load_after']:.1f} after, "
-          f"on {os.cpu_count()} cores")  # fmt: skip
+    for name, said in {
+        f"{r['parameters'] / 1e6:.1f} M parameters": f"in {r['tensors']} tensors, {r['shards']} shards, push "
+        f"{r['push']}, pull {r['pull']}, {r['steps']} steps of {1000 * STEP_S:.0f} ms",
+        "inside learner.step": ms(r["step_cost_seconds"]),
+        "  CPU time": ms(r["step_cost_cpu_seconds"]),
+        "  without snapshots": f"{ms(r['without_snapshot_seconds'])}  (wanted: median 1 ms, p99 10 ms)",
+        "  snapshots": f"median {1000 * snapshot_s:.2f} ms; a bare copy of a fragment just before "
+        f"{1000 * copy_s:.2f} ms: ratio {snapshot_s / copy_s:.2f}  (wanted: 1)",
+        "one bare addition": f"median {1000 * r['addition_seconds_median']:.2f} ms, of a fragment's size; beside the "
+        f"traffic {ms(r['addition_beside_traffic_seconds'])}",
+        "a step of the loop": ", ".join(
+            f"{name} {1000 * with_s[name]:.2f} ms, without learner.step {1000 * without_s[name]:.2f} ms: "
+            f"{100 * (with_s[name] / without_s[name] - 1):+.1f} %" for name in ("median", "mean")
+        ),
+        "per step": f"{r['versions_applied_per_step']:.2f} versions applied, "
+        f"{r['contributions_merged_per_step']:.2f} contributions merged, "
+        f"{1000 * r['learner_cpu_seconds_per_step']:.1f} ms of CPU time of the process",
+        "memory": f"{r['learner_bytes_per_param']:.1f} bytes per parameter at most, beyond model, idle process and "
+        "benchmark",
+        "load of the machine": f"{r['load_before']:.1f} before, {r['load_after']:.1f} after, on {os.cpu_count()} cores",
+    }.items():  # fmt: skip
+        print(f"{name:<22}{said}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=float, default=100e6, metavar="N", help="parameters (default: 100e6)")
-    parser.add_argument("--learners", type=int, default=1)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
     parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")

@@ -1,7 +1,6 @@
 """The cost of one slow worker for the others when K = 1: real processes, with and without a slow worker.
 
     python benchmarks/straggler.py                  # two runs of 4 workers: about 75 s
-    python benchmarks/straggler.py --json
 
 Every inner step of the tiny model sleeps for most of its time. So workers on the same few cores do not slow each other
 down, and only synchronisation could. In the first run, all steps sleep for 50 ms. In the second, the steps of one
@@ -15,7 +14,6 @@ Exits with 1 if the others lose 5 % or more, or if nothing of the slow worker is
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -118,7 +116,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="measured in each run")
     parser.add_argument("--step-ms", type=float, default=50.0, help="sleep in every inner step")
     parser.add_argument("--factor", type=float, default=5.0, help="how much longer the slow one sleeps")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     step_s = args.step_ms / 1000
@@ -127,23 +124,16 @@ def main() -> int:
     before, after = (sum(found["steps_per_s"][name] for name in FAST) for found in (alike, one_slow))
     lost = 1 - after / before
     arrived = one_slow["tokens_merged"][SLOW] / one_slow["tokens"][SLOW]
-    result = {
-        "step_s": step_s, "factor": args.factor, "seconds": args.seconds, "alike": alike, "one_slow": one_slow,
-        "others_lost": lost, "others_lost_max": LOSS_MAX, "slow_tokens_merged_share": arrived,
-    }  # fmt: skip
-    if args.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(f"steps per second      {'all alike':>10}  {f'one {args.factor:g}x slower':>14}")
-        for name in (*FAST, SLOW):
-            print(f"{name:<20}  {alike['steps_per_s'][name]:10.2f}  {one_slow['steps_per_s'][name]:14.2f}")
-        for name in (*FAST, SLOW):
-            shares = [f"{found['merged_of_asked'][name]:.1%}" for found in (alike, one_slow)]
-            print(f"merged, of rounds asked: {name:<8} {shares[0]:>7}  {shares[1]:>14}")
-        print(f"the others lose       {lost:.1%} (must be below {LOSS_MAX:.0%})")
-        print(f"held by learner.step  {max(one_slow['stall_share'].values()):.1%} of the time, at most")
-        merged, trained = one_slow["tokens_merged"][SLOW], one_slow["tokens"][SLOW]
-        print(f"tokens of {SLOW}        {merged:.0f} merged of {trained} trained ({arrived:.0%})")
+    print(f"steps per second      {'all alike':>10}  {f'one {args.factor:g}x slower':>14}")
+    for name in (*FAST, SLOW):
+        print(f"{name:<20}  {alike['steps_per_s'][name]:10.2f}  {one_slow['steps_per_s'][name]:14.2f}")
+    for name in (*FAST, SLOW):
+        shares = [f"{found['merged_of_asked'][name]:.1%}" for found in (alike, one_slow)]
+        print(f"merged, of rounds asked: {name:<8} {shares[0]:>7}  {shares[1]:>14}")
+    print(f"the others lose       {lost:.1%} (must be below {LOSS_MAX:.0%})")
+    print(f"held by learner.step  {max(one_slow['stall_share'].values()):.1%} of the time, at most")
+    merged, trained = one_slow["tokens_merged"][SLOW], one_slow["tokens"][SLOW]
+    print(f"tokens of {SLOW}        {merged:.0f} merged of {trained} trained ({arrived:.0%})")
     return 0 if lost < LOSS_MAX and arrived > 0 else 1
 
 

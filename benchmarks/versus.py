@@ -21,33 +21,295 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import versus_page
-from versus_cell import CASES, SYSTEMS, Cell, Times, run_cell
-from versus_machines import LINKS, NotPossible
+from versus_task import Task
 
-RESULTS = Path(__file__).resolve().parent / "results" / "versus.jsonl"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
+from networks import LongLink, NotPossible
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "versus.jsonl"
 LONGER = RESULTS.with_name("versus_longer.jsonl")
 LONGER_S = 200.0
-MODULES = {
-    "ours": "diloco_worker",
-    "ddp": "torch",
-    "torchft": "torchft",
-    "hivemind": "hivemind",
-    "alone": "torch",
-    "mean": "diloco_worker",
-}
+MODULES = {"ours": "diloco_worker", "mean": "diloco_worker", "torchft": "torchft", "hivemind": "hivemind"}
+"""What a system needs, beside torch."""
 CORES = 2
 """All processes of a run share this many cores."""
+WORKERS = 4
+VICTIM = 3
+"""The worker that is slow, or is killed. No service runs beside it."""
+START_S = 300.0
+LOOK_S = 0.05
+TRIES = 8
+"""A worker that ends by itself is started again this often, as any cluster manager would."""
+SYSTEMS = {"ours": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "alone": (), "mean": (0, 1)}
+"""Name -> workers beside whose machine a service of the system runs (shards, lighthouse, first DHT node)."""
+CASES = ("plain", "slow", "killed")
+TORCHRUN = [
+    "--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=versus",
+    "--monitor-interval=0.2",
+    "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120,is_host={is_host}",
+]  # fmt: skip
+"""Quicker than the defaults (30 s of last call, 15 s until a dead agent is forgotten), so that DDP is back sooner."""
+
+
+# ------------------------------------------------------------ machines
+
+INSIDE = "eth0"
+"""Name of its link's device on each machine."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of each machine to the hub, both ways."""
+
+    rate: str
+    burst: str
+    delay_s: float = 0.0
+    """Of the link, one way. Two machines are two links apart, so there and back takes four times that."""
+
+
+LINKS = {"1gbit": Link("1gbit", "1mb"), "100mbit": Link("100mbit", "256kb"), "20mbit": Link("20mbit", "64kb", 0.01)}
+
+
+class Machines:
+    """`count` machines, network namespaces around a hub, with the same link each. Needs root.
+
+    A link is a veth pair or, where packets should take time, two TUN devices with a forwarder between them (`LongLink`
+    of the fault tests). Both of its ends are shaped by `tc tbf`. A process on a machine has a process namespace of its
+    own, and whatever it starts dies with it. All that was made is taken away at the end, also after a failure.
+    """
+
+    def __init__(self, count: int, link: Link, stack: ExitStack) -> None:
+        self._link, self._stack = link, stack
+        self._names = [f"versus-{os.getpid()}-{i}" for i in range(count)]
+        self._hub = f"versus-{os.getpid()}-hub"
+        self.hosts = tuple(f"10.77.{i + 1}.2" for i in range(count))
+        self._hosts_file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "hosts")
+        known = [("127.0.0.1", "localhost"), *((host, f"machine-{i}") for i, host in enumerate(self.hosts))]
+        self._hosts_file.write_text("".join(f"{address} {name}\n" for address, name in known))
+        for name in (self._hub, *self._names):
+            _command("ip", "netns", "add", name)
+            stack.callback(_command, "ip", "netns", "del", name)
+            _command("ip", "-n", name, "link", "set", "lo", "up")
+        _command("nsenter", f"--net=/run/netns/{self._hub}", "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        for i in range(count):
+            self._plug_in(i)
+
+    def command(self, machine: int, command: list[str]) -> list[str]:
+        """What runs `command` on a machine. Killing it kills all that it has started there."""
+        return [
+            "nsenter", f"--net=/run/netns/{self._names[machine]}",
+            "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
+            "bash", "-ec", 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"',
+            f"machine-{machine}", str(self._hosts_file), *command,
+        ]  # fmt: skip
+
+    def sent_bytes(self) -> int:
+        """By all machines together onto their links so far."""
+        shown = (json.loads(_command("ip", "-s", "-j", "-n", name, "link", "show", INSIDE)) for name in self._names)
+        return sum(int(found[0]["stats64"]["tx"]["bytes"]) for found in shown)
+
+    def _plug_in(self, i: int) -> None:
+        name, hub_end, machine_end = self._names[i], f"vh{i}", f"v{os.getpid()}m{i}"
+        if self._link.delay_s:
+            outside = f"v{os.getpid()}h{i}"
+            line = LongLink(outside, machine_end, self._link.delay_s, 0.0, 0.0, seed=0)
+            self._stack.callback(line.close)
+            _command("ip", "link", "set", outside, "netns", self._hub, "name", hub_end)
+            _command("ip", "link", "set", machine_end, "netns", name, "name", INSIDE)
+        else:
+            _command(
+                "ip", "-n", self._hub, "link", "add", hub_end, "type", "veth", "peer", "name", INSIDE, "netns", name
+            )  # fmt: skip
+        near, far = f"10.77.{i + 1}.1", f"10.77.{i + 1}.2"
+        for where, device, address in ((self._hub, hub_end, near), (name, INSIDE, far)):
+            _command("ip", "-n", where, "addr", "add", f"{address}/24", "dev", device)
+            _command("ip", "-n", where, "link", "set", device, "up")
+            shape = ("root", "tbf", "rate", self._link.rate, "burst", self._link.burst, "latency", "50ms")
+            _command("tc", "-n", where, "qdisc", "add", "dev", device, *shape)
+        via = () if self._link.delay_s else ("via", near)
+        _command("ip", "-n", name, "route", "add", "default", "dev", INSIDE, *via)
+
+
+def _command(*command: str) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise NotPossible(f"{' '.join(command)}: {ended.stderr.strip()}")
+    return ended.stdout
+
+
+# ------------------------------------------------------------ one run
+
+
+@dataclass(frozen=True)
+class Cell:
+    system: str
+    link: str
+    case: str
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}/{self.link}/{self.case}" + (f"/seed {self.seed}" if self.seed else "")
+
+
+@dataclass(frozen=True)
+class Times:
+    """In seconds, of one run."""
+
+    warm: float = 8.0
+    """From the first step; not measured."""
+    measured: float = 32.0
+    kill_after: float = 10.0
+    """From the beginning of what is measured."""
+    away: float = 30.0
+    """Until the killed worker is started again. Such a run is measured for so much longer."""
+
+
+class Cluster:
+    """The processes of one run, each on its machine."""
+
+    def __init__(self, cell: Cell, task: Task, python: str, machines: Machines) -> None:
+        self._cell, self._task, self._python, self._machines = cell, task, python, machines
+        self._path = task.save()
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._services: list[subprocess.Popen[bytes]] = []
+        self.ended_by_themselves: list[str] = []
+
+    def start(self) -> None:
+        self._services = [self._start("service", i) for i in SYSTEMS[self._cell.system]]
+        for rank in range(WORKERS):
+            self.start_worker(rank)
+
+    def start_worker(self, rank: int) -> None:
+        self._workers[rank] = self._start("worker", rank)
+
+    def kill(self, rank: int) -> None:
+        """The worker and all that belongs to it."""
+        _end(self._workers.pop(rank))
+
+    def tend(self) -> None:
+        """Start again what has ended by itself."""
+        for rank, process in list(self._workers.items()):
+            if process.poll() is not None:
+                why = f"worker {rank} ended with {process.returncode}: {self.last_words(f'worker-{rank}')}"
+                if len(self.ended_by_themselves) >= TRIES:
+                    raise RuntimeError(f"too many deaths; the last: {why}")
+                self.ended_by_themselves.append(why)
+                self.start_worker(rank)
+        for process in self._services:
+            if process.poll() is not None:
+                raise RuntimeError(f"a service ended with {process.returncode}: {self.last_words('service')}")
+
+    def last_words(self, prefix: str) -> str:
+        """The last line of a log that looks like an error."""
+        lines = [
+            line.strip()
+            for path in sorted(Path(self._task.folder).glob(f"{prefix}*.log"))
+            for line in path.read_text(errors="replace").splitlines()
+        ]
+        errors = [line for line in lines if "Error" in line or "error" in line]
+        return (errors or lines or ["it said nothing"])[-1][:300]
+
+    def end(self) -> None:
+        for process in (*self._workers.values(), *self._services):
+            _end(process)
+
+    def _start(self, role: str, number: int) -> subprocess.Popen[bytes]:
+        script = [str(HERE / "versus_systems.py"), self._cell.system, role, str(number), str(self._path)]
+        host = self._task.hosts[number]
+        command = [self._python, *script]
+        if self._cell.system == "ddp":
+            options = [option.format(is_host=int(number == 0)) for option in TORCHRUN]
+            options += [f"--rdzv-endpoint={self._task.hosts[0]}:29400", f"--local-addr={host}"]
+            command = [self._python, "-m", "torch.distributed.run", *options, *script]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": self._task.folder,
+            "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", ""))), "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        with Path(self._task.folder, f"{role}-{number}.log").open("ab") as log:
+            return subprocess.Popen(
+                self._machines.command(number, command), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment, cwd=self._task.folder,
+            )  # fmt: skip
+
+
+def run_cell(cell: Cell, python: str, times: Times, text: tuple[bytes, bytes]) -> dict[str, Any]:
+    """The figures of one run; if it fails, what happened. `text`: to train on, and held out."""
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="versus-", dir=base)))
+        machines = Machines(WORKERS, LINKS[cell.link], stack)
+        for name, content in zip(("train.bin", "held.bin"), text, strict=True):
+            Path(folder, name).write_bytes(content)
+        task = Task(
+            str(folder), machines.hosts, cell.link, step_s=0.25, slow_rank=VICTIM if cell.case == "slow" else -1,
+            seed=cell.seed,
+        )  # fmt: skip
+        cluster = Cluster(cell, task, python, machines)
+        stack.callback(cluster.end)
+        found: dict[str, Any] = {"system": cell.system, "link": cell.link, "case": cell.case, "seed": cell.seed}
+        try:
+            window = _run(cell, cluster, task, machines, times)
+        except RuntimeError as error:
+            return found | {"failed": str(error)}
+        cluster.end()
+        figures = versus_page.of_run(task, cell.case, window, cell.system)
+        return found | figures | {"deaths": cluster.ended_by_themselves}
+
+
+def _run(cell: Cell, cluster: Cluster, task: Task, machines: Machines, times: Times) -> versus_page.Window:
+    cluster.start()
+    folder, deadline = Path(task.folder), time.monotonic() + START_S
+    while len(list(folder.glob("ready-*"))) < WORKERS:
+        cluster.tend()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all workers are ready after {START_S:g} s: {cluster.last_words('worker')}")
+        time.sleep(0.1)
+    go = time.monotonic() + 0.5
+    Path(folder, "go.tmp").write_text(str(go))
+    Path(folder, "go.tmp").rename(folder / "go")
+    began = go + times.warm
+    ended = began + times.measured + (times.away if cell.case == "killed" else 0.0)
+    due: list[tuple[float, Callable[[], None]]] = []
+    if cell.case == "killed":
+        killed = began + times.kill_after
+        due = [(killed, lambda: cluster.kill(VICTIM)), (killed + times.away, lambda: cluster.start_worker(VICTIM))]
+    _tend_until(began, cluster, [])
+    sent = machines.sent_bytes()
+    _tend_until(ended, cluster, due)
+    return versus_page.Window(began, ended, machines.sent_bytes() - sent)
+
+
+def _tend_until(ended: float, cluster: Cluster, due: list[tuple[float, Callable[[], None]]]) -> None:
+    """Do what is due when it is due."""
+    while (now := time.monotonic()) < ended:
+        while due and now >= due[0][0]:
+            due.pop(0)[1]()
+        cluster.tend()
+        time.sleep(LOOK_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+# ------------------------------------------------------------ all runs
 
 
 def main() -> int:
@@ -58,8 +320,8 @@ def main() -> int:
             return 2
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that machines and links are taken away
         try:
-            with _own_share(beside=args.beside):
-                _run_missing(args)
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+            _run_missing(args)
         except NotPossible as error:
             print(f"this machine does not let us make machines and links: {error}", file=sys.stderr)
             return 2
@@ -77,7 +339,7 @@ def _run_missing(args: argparse.Namespace) -> None:
         if cell in done or python is None:
             print(f"{cell.name}: {'done before' if cell in done else 'not installed, see --help'}", flush=True)
             continue
-        result = run_cell(cell, python, args.times, text, args.keep and args.keep / cell.name.replace("/", "-"))
+        result = run_cell(cell, python, args.times, text)
         result |= {"when": datetime.now(UTC).isoformat(timespec="seconds"), "times": asdict(args.times)}
         with args.results.open("a") as out:
             out.write(json.dumps(result) + "\n")
@@ -93,34 +355,22 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _arguments() -> argparse.Namespace:
-    def several(known: Any) -> Any:
-        def parse(text: str) -> list[str]:
-            names = text.split(",")
-            if unknown := set(names) - set(known):
-                raise argparse.ArgumentTypeError(f"no such thing: {', '.join(unknown)}; there are {', '.join(known)}")
-            return names
-
-        return parse
-
     parser = argparse.ArgumentParser(description="Compare ours with its peers over real links.")
-    parser.add_argument("--only", type=several(SYSTEMS), default=list(SYSTEMS), help=",".join(SYSTEMS))
-    parser.add_argument("--links", type=several(LINKS), default=list(LINKS), help=",".join(LINKS))
-    parser.add_argument("--cases", type=several(CASES), default=list(CASES), help=",".join(CASES))
+    parser.add_argument("--only", type=lambda t: t.split(","), default=[*SYSTEMS], help=",".join(SYSTEMS))
+    parser.add_argument("--links", type=lambda t: t.split(","), default=[*LINKS], help=",".join(LINKS))
+    parser.add_argument("--cases", type=lambda t: t.split(","), default=[*CASES], help=",".join(CASES))
     parser.add_argument("--venvs", type=Path, help="folder with an environment for each peer, VENVS/torchft ...")
     parser.add_argument("--again", action="store_true", help="run also what has a result")
-    parser.add_argument(
-        "--seconds", type=float, help=f"measured in each run; {Times.measured:g}, or {LONGER_S:g} longer"
-    )
+    parser.add_argument("--seconds", type=float, help=f"measured in a run; {Times.measured:g}, longer {LONGER_S:g}")
     parser.add_argument("--seed", type=int, default=0, help="of the initial values and the text")
     parser.add_argument("--longer", action="store_true", help="longer runs, with results of their own")
-    parser.add_argument("--away", type=float, default=Times.away, help="seconds until the killed worker comes back")
     parser.add_argument("--results", type=Path, help="file with a line for each run")
-    parser.add_argument("--keep", type=Path, help="copy logs and step times of each run into this folder")
     parser.add_argument("--page", action="store_true", help="run nothing, write page and picture")
     parser.add_argument("--no-page", action="store_true", help="write neither page nor picture")
-    parser.add_argument("--beside", action="store_true", help="leave other work on this machine its share: to try it")
     args = parser.parse_args()
-    args.times = Times(measured=args.seconds or (LONGER_S if args.longer else Times.measured), away=args.away)
+    if unknown := {*args.only, *args.links, *args.cases} - {*SYSTEMS, *LINKS, *CASES}:
+        parser.error(f"no such thing: {', '.join(unknown)}")
+    args.times = Times(measured=args.seconds or (LONGER_S if args.longer else Times.measured))
     args.results = args.results or (LONGER if args.longer else RESULTS)
     return args
 
@@ -128,44 +378,14 @@ def _arguments() -> argparse.Namespace:
 def _problem() -> str:
     if os.geteuid() != 0:
         return "versus.py makes network namespaces and shapes links, which only root may: run it with sudo"
-    missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if not _which(tool)]
+    missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if not shutil.which(tool)]
     return f"{', '.join(missing)} not found: install iproute2 and util-linux" if missing else ""
-
-
-def _which(tool: str) -> bool:
-    return any(os.access(Path(folder, tool), os.X_OK) for folder in os.get_exec_path())
-
-
-@contextmanager
-def _own_share(*, beside: bool) -> Iterator[None]:
-    """All systems have the same two cores, on any machine. Other work on them has to wait, where cgroups allow it; not
-    `beside` work that matters as much."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    shares, weights = ("2048", "200") if beside else ("100000", "10000")
-    for root, weight in (("/sys/fs/cgroup/cpu", ("cpu.shares", shares)), ("/sys/fs/cgroup", ("cpu.weight", weights))):
-        group = Path(root, f"versus-{os.getpid()}")
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            Path(group, weight[0]).write_text(weight[1])
-            Path(group, "cgroup.procs").write_text(str(os.getpid()))
-            yield
-        except OSError as error:
-            print(f"no share of our own ({error}): other work on this machine will show", file=sys.stderr)
-            yield
-        finally:
-            Path(root, "cgroup.procs").write_text(str(os.getpid()))
-            group.rmdir()
-        return
-    yield
 
 
 def _python(system: str, venvs: Path | None) -> str | None:
     own = venvs and venvs / system / "bin" / "python"
     python = str(own.absolute()) if own and own.exists() else sys.executable
-    found = subprocess.run([python, "-c", f"import {MODULES[system]}"], capture_output=True, check=False)
+    found = subprocess.run([python, "-c", f"import {MODULES.get(system, 'torch')}"], capture_output=True, check=False)
     return python if found.returncode == 0 else None
 
 

@@ -1,43 +1,163 @@
-"""The tables and the picture of docs/comparison.md, from the results of versus.py. The words around them stay.
+"""From what the workers of versus.py wrote down to figures, and from those to docs/comparison.md and its picture.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+The words of the page stay. A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from versus_machines import LINKS
+import torch
+
+from versus_task import SmallGpt, Task, loss_of, make_model, read_bytes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PICTURE = DOCS / "comparison.md", DOCS / "comparison.png"
 NAMES = {
-    "ours": "ours",
-    "ddp": "torch DDP",
-    "torchft": "torchft",
-    "hivemind": "hivemind",
-    "alone": "no system",
+    "ours": "ours", "ddp": "torch DDP", "torchft": "torchft", "hivemind": "hivemind", "alone": "no system",
     "mean": "ours, sync.merge=mean",
-}
-PEERS = ("ddp", "torchft", "hivemind")
+}  # fmt: skip
+LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "20mbit": "20 Mbit/s"}
 CASES = {"plain": "all alike", "slow": "one worker 3 x slower", "killed": "one worker killed, then back"}
 COLOURS = {
-    "ours": "#c8372d",
-    "ddp": "#777777",
-    "torchft": "#1f6fb4",
-    "hivemind": "#2c9150",
-    "alone": "#c9c2b0",
+    "ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150", "alone": "#c9c2b0",
     "mean": "#e09a3a",
-}
-STALL_MAX_S = 0.05
+}  # fmt: skip
 END_S = 5.0
 LOSS_TOP = 3.7
 """The picture begins here: everybody comes down to it within 5 s."""
 Result = dict[str, Any]
+HELD_OUT_BYTES = 4096
+COUNTS_OWN = {"hivemind"}
+"""Each worker counts its own merged tokens. In the other systems, each knows those of all."""
+
+# ---------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True)
+class Window:
+    """What of a run is measured, in seconds of the monotonic clock."""
+
+    began: float
+    ended: float
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of one process of one worker, at the ends of its inner steps."""
+
+    at: list[float]
+    tokens: list[float]
+    merged: list[float]
+
+
+def of_run(task: Task, case: str, window: Window, system: str) -> dict[str, Any]:
+    """All figures of a run as JSON."""
+    workers = {rank: read_steps(Path(task.folder), rank) for rank in range(task.workers)}
+    seconds = window.ended - window.began
+    trained = sum(
+        tokens
+        for processes in workers.values()
+        for steps in processes
+        for at, tokens in zip(steps.at, steps.tokens, strict=True)
+        if window.began < at <= window.ended
+    )
+    own = system in COUNTS_OWN
+    merged = merged_at(workers, window.ended, own) - merged_at(workers, window.began, own)
+    honest = [rank for rank in workers if case == "plain" or rank != task.workers - 1]
+    stalls = sorted(s for rank in honest for s in stalls_of(workers[rank], task.step_s, window))
+    return {
+        "seconds": round(seconds, 1),
+        "trained_per_s": round(trained / seconds, 1),
+        "merged_per_s": round(merged / seconds, 1),
+        "stall_median_s": round(median(stalls), 4),
+        "stall_p99_s": round(stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))], 4),
+        "stall_max_s": round(stalls[-1], 4),
+        "bytes_per_token": round(window.sent_bytes / trained, 1) if trained else None,
+        "losses": losses(task),
+    }
+
+
+def read_steps(folder: Path, rank: int) -> list[Steps]:
+    """Of each process of this worker, the oldest first."""
+    paths = sorted(folder.glob(f"steps-{rank}-*.txt"), key=lambda p: float(p.stem.split("-")[2]))
+    found = []
+    for path in paths:
+        lines = [line.split() for line in path.read_text().splitlines()]
+        rows = [[float(word) for word in words] for words in lines if len(words) == 3]
+        found.append(Steps(*([row[i] for row in rows] for i in range(3))))
+    return found
+
+
+def merged_at(workers: dict[int, list[Steps]], at: float, own: bool) -> float:
+    """Tokens that were merged by then: a straight line between two moments at which a worker saw the count grow.
+
+    Systems merge in lumps of H steps. The line keeps the lumps at the ends of a window from making a difference.
+    """
+    if own:
+        return sum(_merged_by(steps, at) for processes in workers.values() for steps in processes)
+    return max((_merged_by(steps, at) for processes in workers.values() for steps in processes), default=0.0)
+
+
+def _merged_by(steps: Steps, at: float) -> float:
+    if not steps.at:
+        return 0.0
+    grown = [(steps.at[0], steps.merged[0])]
+    for t, merged in zip(steps.at, steps.merged, strict=True):
+        if merged > grown[-1][1]:
+            grown.append((t, merged))
+    for (t0, m0), (t1, m1) in pairwise(grown):
+        if t0 <= at < t1:
+            return m0 + (m1 - m0) * (at - t0) / (t1 - t0)
+    return grown[-1][1] if at >= grown[-1][0] else 0.0
+
+
+def stalls_of(processes: Sequence[Steps], step_s: float, window: Window) -> list[float]:
+    """Seconds beyond the time of computing, of each step in the window. The time between two processes counts, and the
+    time from the last step to the end, if that is more than a step."""
+    ends = [t for steps in processes for t in steps.at if t <= window.ended]
+    found = [b - a - step_s for a, b in pairwise(ends) if b > window.began]
+    rest = window.ended - (ends[-1] if ends else window.began) - step_s
+    return [*found, rest] if rest > 0 else found
+
+
+def losses(task: Task) -> list[tuple[float, float]]:
+    """Seconds since the beginning -> held-out loss of the mean of the models of all workers, in nats per byte.
+
+    The mean stands for the model that a system would hand out. With DDP all models are equal.
+    """
+    by_number: dict[int, list[Path]] = defaultdict(list)
+    for path in Path(task.folder).glob("model-*.pt"):
+        match = re.fullmatch(r"model-(\d+)-(\d+)", path.stem)
+        assert match is not None
+        by_number[int(match[1])].append(path)
+    text = read_bytes(Path(task.folder, "held.bin"))[: HELD_OUT_BYTES + 1].long()
+    model = make_model(task)
+    return [
+        (round(number * task.snapshot_s, 1), round(_loss(model, text, task, paths), 4))
+        for number, paths in sorted(by_number.items())
+    ]
+
+
+def _loss(model: SmallGpt, text: torch.Tensor, task: Task, paths: list[Path]) -> float:
+    states = [torch.load(path) for path in paths]
+    model.load_state_dict({name: sum(s[name].float() for s in states) / len(states) for name in states[0]})
+    windows = len(text) // task.context
+    inputs = text[: windows * task.context].view(windows, task.context)
+    targets = text[1 : windows * task.context + 1].view(windows, task.context)
+    with torch.no_grad():
+        return float(loss_of(model(inputs), targets))
+
+
+# ---------------------------------------------------------------- the page
 
 
 def line(r: Result) -> str:
@@ -47,8 +167,7 @@ def line(r: Result) -> str:
         return f"{name} failed: {r['failed']}"
     return (
         f"{name} {r['trained_per_s']:6.0f} trained/s {r['merged_per_s']:6.0f} merged/s  stall {_stalls(r)} ms  "
-        f"{r['bytes_per_token']} B/token  loss {loss_at_end(r):.3f}  load {r['load']}  {len(r['deaths'])} deaths"
-        f"  machine stood still {1000 * r.get('stood_still_s', 0):.0f} ms"
+        f"{r['bytes_per_token']} B/token  loss {loss_at_end(r):.3f}  {len(r['deaths'])} deaths"
     )
 
 
@@ -65,7 +184,7 @@ def loss_at(r: Result, seconds: float) -> float:
 def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
     """Put tables of what is there into the page, and draw the picture anew."""
     page = PAGE.read_text()
-    for name, table in (tables(results) | {"longer": _longer(longer)}).items():
+    for name, table in (tables(results) | {"longer": longer_table(longer)}).items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = found.sub(lambda match, table=table: f"{match[1]}\n{table}\n\n{match[2]}", page)
     PAGE.write_text(page)
@@ -74,9 +193,7 @@ def write(results: Sequence[Result], longer: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> dict[str, str]:
     """Name -> table."""
-    by_case = {case: _case([r for r in results if r["case"] == case]) for case in CASES}
-    notes = {"deaths": _deaths(results)}
-    return by_case | {"goals": _goals(results)} | notes
+    return {case: _case([r for r in results if r["case"] == case]) for case in CASES}
 
 
 def draw(results: Sequence[Result], picture: Path) -> None:
@@ -95,7 +212,7 @@ def draw(results: Sequence[Result], picture: Path) -> None:
             for r in here:
                 at, losses = zip(*r["losses"], strict=True)
                 panel.plot(at, losses, color=COLOURS[r["system"]], linewidth=1.8)
-            panel.set_title(f"{shape.words}: {words}", loc="left", fontsize=9, color="#222222")
+            panel.set_title(f"{shape}: {words}", loc="left", fontsize=9, color="#222222")
             panel.spines[["top", "right"]].set_visible(False)
             panel.grid(axis="y", color="#dddddd", linewidth=0.6)
             panel.set_ylim(top=LOSS_TOP)
@@ -112,104 +229,36 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     plt.close(figure)
 
 
-# ---------------------------------------------------------------- tables
-
-
 def _case(results: Sequence[Result]) -> str:
-    rows = [
-        "| link | system | trained tokens/s | merged tokens/s | stall: median / p99 / max | bytes per token | loss |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = ["| link | system | merged tokens/s | longest stall | bytes per token | loss |"]
+    rows.append("| --- | --- | ---: | ---: | ---: | ---: |")
     for r in results:
-        head = f"| {LINKS[r['link']].words} | {NAMES[r['system']]} "
+        head = f"| {LINKS[r['link']]} | {NAMES[r['system']]} "
         if "failed" in r:
-            rows.append(f"{head}| could not: {_cell(r['failed'])} | | | | |")
+            rows.append(f"{head}| could not: {_cell(r['failed'])} | | | |")
             continue
-        starred = " *" if r["deaths"] else ""
+        died = f"; {len(r['deaths'])} processes ended by themselves" if r["deaths"] else ""
         rows.append(
-            f"{head}| {r['trained_per_s']:.0f}{starred} | {r['merged_per_s']:.0f} | {_stalls(r)} ms "
+            f"{head}| {r['merged_per_s']:.0f}{died} | {1000 * r['stall_max_s']:,.0f} ms "
             f"| {r['bytes_per_token']:,.0f} | {loss_at_end(r):.2f} |"
         )
     return "\n".join(rows)
 
 
-def _longer(results: Sequence[Result]) -> str:
+def longer_table(results: Sequence[Result]) -> str:
     """The same runs, longer, with more than one seed."""
     rows = [
-        "| link | system | merged tokens/s | loss after 105 s, of each seed | after 200 s | mean after 200 s |",
-        "| --- | --- | ---: | --- | --- | ---: |",
+        "| link | system | merged tokens/s | loss after 200 s, of each seed | mean |",
+        "| --- | --- | ---: | --- | ---: |",
     ]
     for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if "failed" not in r):
         found = [r for r in results if (r["link"], r["system"]) == (link, system) and "failed" not in r]
-        half, whole = ([loss_at(r, seconds) for r in found] for seconds in (105.0, 200.0))
+        losses = [loss_at(r, 200.0) for r in found]
         rows.append(
-            f"| {LINKS[link].words} | {NAMES[system]} | {fmean(r['merged_per_s'] for r in found):.0f} "
-            f"| {', '.join(f'{x:.3f}' for x in half)} | {', '.join(f'{x:.3f}' for x in whole)} | {fmean(whole):.3f} |"
+            f"| {LINKS[link]} | {NAMES[system]} | {fmean(r['merged_per_s'] for r in found):.0f} "
+            f"| {', '.join(f'{x:.3f}' for x in losses)} | {fmean(losses):.3f} |"
         )
     return "\n".join(rows)
-
-
-def _deaths(results: Sequence[Result]) -> str:
-    rows = ["| run | processes that ended by themselves | the first one's last words |", "| --- | ---: | --- |"]
-    for r in results:
-        if r.get("deaths"):
-            words = f"{NAMES[r['system']]}, {LINKS[r['link']].words}, {CASES[r['case']]}"
-            rows.append(f"| {words} | {len(r['deaths'])} | {_cell(r['deaths'][0])} |")
-    return "\n".join(rows) if len(rows) > 2 else "No process ended by itself in any run."
-
-
-def _goals(results: Sequence[Result]) -> str:
-    at = {(r["system"], r["link"], r["case"]): r for r in results if "failed" not in r}
-    rows = ["| goal | result | |", "| --- | --- | --- |"]
-    rows += _speed(at, "100mbit", "plain", 10.0, ["ddp"], "torch DDP")
-    rows += _speed(at, "100mbit", "plain", 1.5, ["torchft", "hivemind"], "the best peer")
-    rows += _speed(at, "20mbit", "plain", 2.5, PEERS, "the best peer")
-    for link in ("100mbit", "20mbit"):
-        rows += _no_worse(at, link)
-    for case in ("slow", "killed"):
-        for link in LINKS:
-            rows += _steady(at, link, case)
-            rows += _speed(at, link, case, 3.0, PEERS, "the best peer")
-    return "\n".join(rows)
-
-
-def _speed(
-    at: dict[tuple[str, str, str], Result], link: str, case: str, goal: float, peers: Sequence[str], whom: str
-) -> list[str]:
-    ours = at.get(("ours", link, case))
-    there = {p: at[p, link, case]["merged_per_s"] for p in peers if (p, link, case) in at}
-    if ours is None or not there:
-        return []
-    best = max(there, key=lambda p: there[p])
-    name = f"{LINKS[link].words}, {CASES[case]}: merged tokens/s >= {goal:g} x {whom}"
-    if there[best] <= 0:
-        return [f"| {name} | no peer merged anything | won |"]
-    ratio = ours["merged_per_s"] / there[best]
-    return [f"| {name} | {ratio:.1f} x {NAMES[best]} | {_verdict(ratio >= goal)} |"]
-
-
-def _no_worse(at: dict[tuple[str, str, str], Result], link: str) -> list[str]:
-    ours = at.get(("ours", link, "plain"))
-    peers = {p: at[p, link, "plain"] for p in PEERS if (p, link, "plain") in at}
-    if ours is None or not peers:
-        return []
-    best = min(peers, key=lambda p: loss_at_end(peers[p]))
-    mine, theirs = loss_at_end(ours), loss_at_end(peers[best])
-    name = f"{LINKS[link].words}, {CASES['plain']}: loss not worse at equal wall-clock"
-    return [f"| {name} | {mine:.2f}, the best peer ({NAMES[best]}) {theirs:.2f} | {_verdict(mine <= theirs)} |"]
-
-
-def _steady(at: dict[tuple[str, str, str], Result], link: str, case: str) -> list[str]:
-    ours = at.get(("ours", link, case))
-    if ours is None:
-        return []
-    name = f"{LINKS[link].words}, {CASES[case]}: no stall of an honest worker over {1000 * STALL_MAX_S:g} ms"
-    longest = ours["stall_max_s"]
-    return [f"| {name} | longest {1000 * longest:.0f} ms | {_verdict(longest <= STALL_MAX_S)} |"]
-
-
-def _verdict(won: bool) -> str:
-    return "won" if won else "**lost**"
 
 
 def _stalls(r: Result) -> str:

@@ -115,18 +115,9 @@ class SmallGpt(nn.Module):
         width = task.width
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(task.context, width)
+        shape = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width,
-                task.heads,
-                4 * width,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-                bias=False,
-            )
-            for _ in range(task.layers)
+            nn.TransformerEncoderLayer(width, task.heads, 4 * width, **shape) for _ in range(task.layers)
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
@@ -203,11 +194,9 @@ class Training:
         self,
         *,
         forward: Callable[[Tensor], Tensor] | None = None,
-        clip: bool = True,
         after_step: Callable[[int, Tensor], None] = lambda tokens, loss: None,
         merged: Callable[[], float] = lambda: 0.0,
         first_step: int = 0,
-        before_training: Callable[[], None] = lambda: None,
     ) -> None:
         """Train until killed.
 
@@ -218,7 +207,6 @@ class Training:
         """
         forward = forward or self.model
         self._await_start()
-        before_training()
         began_all = float(Path(self._folder, "go").read_text())
         snapshots, step = 0, first_step
         with Path(self._folder, f"steps-{self.rank}-{time.monotonic():.3f}.txt").open("w", buffering=1) as steps:
@@ -231,8 +219,7 @@ class Training:
                 inputs, targets = self._text.batch(step)
                 loss = loss_of(forward(inputs), targets)
                 loss.backward()  # type: ignore[no-untyped-call]
-                if clip:
-                    nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 after_step(self.task.tokens, loss.detach())

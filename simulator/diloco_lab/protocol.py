@@ -140,24 +140,6 @@ def carried_out(protocol: Protocol, lines: Mapping[str, Line]) -> tuple[list[Cel
     return found
 
 
-def trials_there(protocol: Protocol, lines: Mapping[str, Line]) -> list[Line]:
-    """The trials of the search of each arm that are in these results, also where it is not at its end."""
-    found: dict[str, Line] = {}
-
-    def there(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Line]:
-        some = _recorded(lines, arms, seeds)
-        found.update(some)
-        return some
-
-    for learners, horizons in protocol.versions.items():
-        for versions in horizons:
-            for name, arm in protocol.arms.items():
-                alone = protocol.model_copy(update={"arms": {name: arm}})
-                with suppress(_NotRunError):
-                    _tune(alone, learners, protocol.tune_versions or versions, there)
-    return list(found.values())
-
-
 class _NotRunError(Exception):
     """A trial is not on record, so what would be tried after it is not known."""
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
 
-from diloco_lab.protocol import Cell, Protocol, trials_there
+from diloco_lab.protocol import Cell
 from diloco_lab.report import gap
 from diloco_lab.runner import Line
 from diloco_lab.statistics import Gap
@@ -18,29 +17,8 @@ Lines = Mapping[str, Line]
 
 def page(cells: Sequence[Cell], lines: Lines) -> str:
     """All tables."""
-    parts = [_gaps(cells, lines), "What was tuned, and how:", _tuned(cells)]
+    parts = [gaps(cells, lines), "What was tuned, and how:", _tuned(cells)]
     return "\n\n".join(parts) + "\n"
-
-
-def trials(protocol: Protocol, lines: Lines) -> str:
-    """All trials of the searches that there are, also where the tuning is not at its end."""
-    rows = [
-        "| learners | versions | arm | values | loss to select by | seed |",
-        "| ---: | ---: | --- | --- | ---: | ---: |",
-    ]
-    for line in sorted(trials_there(protocol, lines), key=lambda line: (line["lab"]["learners"], line["arm"])):
-        arm, settings, learners = protocol.arms[line["arm"]], line["settings"], line["lab"]["learners"]
-        values = ", ".join(f"`{path}` {_at(settings, path)}" for path in arm.axes)
-        per_step = learners * settings["train"]["batch"] * settings["model"]["context"]
-        versions = settings["run"]["tokens"] // (per_step * settings["sync"]["sync_every"])
-        loss = "diverged" if line["result"]["diverged"] else f"{line['result']['loss_select']:.4f}"
-        rows.append(f"| {learners} | {versions} | {line['arm']} | {values} | {loss} | {line['seed']} |")
-    return "\n".join(rows)
-
-
-def _at(settings: Mapping[str, Any], path: str) -> Any:
-    section, _, key = path.partition(".")
-    return settings[section][key]
 
 
 def seeds_of(cell: Cell, lines: Lines, names: Sequence[str]) -> list[int]:
@@ -76,7 +54,8 @@ def multiplier(cells: Sequence[Cell], lines: Lines, cell: Cell, name: str, base:
     return f"> {cell.versions / points[0][0]:.2f}"
 
 
-def _gaps(cells: Sequence[Cell], lines: Lines) -> str:
+def gaps(cells: Sequence[Cell], lines: Lines) -> str:
+    """The paired gaps of the first arm to each other one."""
     first = next(iter(cells[0].arms))
     rows = [
         f"| learners | versions | {first} | held against | its loss | {first} above it, 95 % | pairs | "

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 import urllib.error
@@ -21,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from containers import CACHE, ROOT, Project, installed, until
+from containers import ROOT, Project, installed, until
 from tools.images import images_in
 from tools.lock import pins_in
 
@@ -140,9 +139,8 @@ def test_the_page_is_followed_on_real_containers(project: Project) -> None:
     page = Page(project)
     comes_up(project, page)
     if project.compose == installed()[0]:
-        began = time.time()
         trains(project, page)
-        a_worker_dies(project, page, began)
+        a_worker_dies(project, page)
         a_shard_dies(project, page)
         shards_are_exchanged(project, page)
         certificates_are_renewed(project, page)
@@ -235,9 +233,8 @@ def asked(url: str, key: str) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def a_worker_dies(project: Project, page: Page, began: float) -> None:
-    three_for(project, seconds=50)
-    killed = time.time()
+def a_worker_dies(project: Project, page: Page) -> None:
+    until(lambda: alive(project) == [3, 3], "three learners alive")
     page.follow("kill a worker")
     (dead,) = (c["Config"]["Hostname"] for c in project.containers("worker") if not c["State"]["Running"])
     until(lambda: min_over_shards(project, 'diloco_shard_evictions_total{code="LEASE_EXPIRED"}') >= 1, "an eviction")
@@ -246,29 +243,11 @@ def a_worker_dies(project: Project, page: Page, began: float) -> None:
     until(lambda: alert_of(project, "DilocoWorkerSilent", learner=dead) == "firing", "the alert to fire")
     page.note(f"{dead} was evicted by both shards, and the alert fires")
 
-    back = time.time()
     page.follow("bring it back")
     until(lambda: alive(project) == [3, 3], "three learners alive")
     until(lambda: f"returned learner={dead}" in project.said("shard-0"), "the word of its return")
     until(lambda: not alert_of(project, "DilocoWorkerSilent", learner=dead), "the alert to end")
     page.note("it has returned, and the alert is over")
-
-    three_for(project, seconds=40)
-    names = {
-        c["Config"]["Hostname"]: f"worker-{c['Config']['Labels']['com.docker.compose.container-number']}"
-        for c in project.containers("worker")
-    }
-    run = {"api": project.api, "began": began, "killed": killed, "back": back, "ended": time.time(), "quorum": 1}
-    picture = CACHE / "compose.json"
-    picture.write_text(json.dumps({**run, "victim": names[dead], "names": names}))
-    subprocess.run([sys.executable, ROOT / "benchmarks/operations.py", "--of", picture], check=True)
-    page.note(f"how Prometheus saw it: {picture.with_suffix('.png')}")
-
-
-def three_for(project: Project, seconds: int) -> None:
-    """Wait until three learners were alive so long ago, for the picture to show it."""
-    query = f'min(diloco_shard_learners{{state="alive"}} offset {seconds}s)'
-    until(lambda: project.value(query) == 3, f"{seconds} s with three learners")
 
 
 def a_shard_dies(project: Project, page: Page) -> None:

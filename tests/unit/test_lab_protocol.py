@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from diloco_lab.protocol import (
     carried_out,
     carry_out,
     load_protocol,
-    trials_there,
 )
 from diloco_lab.protocol_page import multiplier, page
 from diloco_lab.runner import Line
@@ -130,16 +129,6 @@ def test_no_arm_gets_another_budget_than_its_rivals(path: str) -> None:
             ProtocolArm.model_validate(own)
 
 
-def test_only_trials_of_the_search_are_shown() -> None:
-    runs = FakeRuns()
-    first = PROTOCOL.arm("ours", 2, 10, {"train.lr": 2e-3})
-    second = PROTOCOL.arm("ours", 2, 10, {"train.lr": 4e-3})
-    strange = PROTOCOL.arm("ours", 2, 10, {"train.lr": 3e-3})
-    lines = runs([first, strange], [1000, 1001]) | runs([second], [1000])
-    shown = trials_there(PROTOCOL, lines)
-    assert shown == [lines[key] for key in (first.key(1000), first.key(1001), second.key(1000))]
-
-
 def test_what_is_on_record_is_shown_without_running_anything() -> None:
     runs = FakeRuns()
     record: dict[str, Line] = {}
@@ -171,12 +160,11 @@ def test_a_horizon_may_have_fewer_seeds_and_the_multiplier_is_of_those_that_all_
     )
 
 
-@pytest.mark.parametrize("shown", [carried_out, trials_there])
-def test_a_trial_that_is_not_whole_is_not_taken_for_a_missing_one(shown: Callable[..., object]) -> None:
+def test_a_trial_that_is_not_whole_is_not_taken_for_a_missing_one() -> None:
     first = PROTOCOL.arm("ours", 2, 10, {"train.lr": 2e-3})
     rival = PROTOCOL.arm("parallel", 2, 10, {"train.lr": 2e-3})
     lines = FakeRuns()([first, rival], [1000, 1001])
-    shown(PROTOCOL, lines)
+    carried_out(PROTOCOL, lines)
     del lines[rival.key(1001)]["result"]["loss_select"]
     with pytest.raises(KeyError, match="loss_select"):
-        shown(PROTOCOL, lines)
+        carried_out(PROTOCOL, lines)

@@ -1,4 +1,4 @@
-"""The figures of benchmarks/versus.py, from step times that are written here by hand."""
+"""The figures of benchmarks/versus_page.py, from step times that are written here by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from versus_figures import Steps, Window, merged_at, read_steps, stalls_of
+from versus_page import Steps, Window, merged_at, read_steps, stalls_of
 
 STEP_S = 1.0
 
@@ -19,7 +19,7 @@ def steps(*at: float, merged: tuple[float, ...] = ()) -> Steps:
 
 
 def window(began: float, ended: float) -> Window:
-    return Window(0.0, began, ended, 0, 0.0)
+    return Window(began, ended, 0)
 
 
 @pytest.mark.parametrize(("processes", "ended", "stalls"), [

@@ -23,36 +23,19 @@ from zoo import HIGHER_IS_BETTER, ZOO, Found, Program, by_itself, keep, preload
 
 BEGIN, END = "<!-- zoo: begin -->", "<!-- zoo: end -->"
 HEAD = (
-    "| program | lines added | versions | metric | pulled, strict | worst learner | one process, 3 x batch "
-    "| a third of the data | verdict |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| program | lines | metric | pulled | worst learner | 3 x batch | third of the data |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def row(program: Program, found: Found) -> str:
     about = f"[{program.name}](../tests/zoo/programs/{program.name}.py): {program.about}"
-    better = "higher" if found.metric in HIGHER_IS_BETTER else "lower"
-    numbers = (found.pulled, found.worst, found.larger, found.third)
-    cells = [
-        f"{about}{', **unequal data**' if found.unequal else ''}",
-        str(found.added),
-        str(found.versions),
-        f"{found.metric} ({better})",
-        *("-" if number is None else f"{number:.4g}" for number in numbers),
-        verdict(found),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def verdict(found: Found) -> str:
-    """Whether the promise holds; and where the learners stand between a third of the data and all of it."""
+    better = "↑" if found.metric in HIGHER_IS_BETTER else "↓"
+    numbers = ["-" if one is None else f"{one:.4g}" for one in (found.pulled, found.worst, found.larger, found.third)]
     if not found.holds:
-        return f"FAILED: {found.behind:.1%} worse than the worst learner"
-    if found.larger is None or found.third is None:
-        return "holds"
-    sign = 1 if found.metric in HIGHER_IS_BETTER else -1
-    if sign * (found.pulled - found.larger) >= 0:
-        return "holds; no worse than 3 x batch"
-    return f"holds; {'between the two' if sign * (found.pulled - found.third) >= 0 else 'below a third'}"
+        numbers[0] += f" **FAILED: {found.behind:.1%} worse than the worst learner**"
+    what = f"{about}{', **unequal data**' if found.unequal else ''}"
+    return f"| {' | '.join([what, str(found.added), f'{found.metric}{better}', *numbers])} |"
 
 
 def write(page: Path, rows: list[str]) -> None:

@@ -85,8 +85,8 @@ def shard_memory(
 
     n: parameters that it owns. 10 bytes with Nesterov and bfloat16 pulls; Adam takes 6 more, changes or float32 pulls 2
     more. At most one contribution per learner and fragment is open: n L push / 8. Companions are as many parameters
-    again, with no state of an outer optimizer: 8 bytes each, and their contributions. Measured by benchmarks/growth.py
-    and benchmarks/shard_memory.py (docs/performance.md), without companions.
+    again, with no state of an outer optimizer: 8 bytes each, and their contributions. Measured by
+    benchmarks/shard_memory.py (docs/performance.md), without companions.
     """
     per_parameter = 10.0 + (version_bytes(outer, pull) - 6) + (2 if pull == "float32" else 0)
     largest = params_owned / max(1, fragments)
