@@ -1,6 +1,6 @@
 """The limits of every number, text and list that a caller sends: one table, the same as in docs/wire-format.md.
 
-`protobuf.py` holds each message to it, on both sides, before the message becomes values. Whatever is within the limits
+`by_name.py` holds each message to it, on both sides, before the message becomes values. Whatever is within the limits
 fits what carries it further on: int64, JSON, the 12 digits in file names, and float64 without a loss. Counters that add
 up such values stop at a limit of their own, below what the wire takes. What a limit cannot tell, such as whether a
 learner can have trained so much, the shard's core judges.
@@ -86,6 +86,8 @@ class Limit:
     least: float = 0
     counts: str = ""
     """What a length counts: "characters" or "entries". Empty: the field is a number."""
+    is_dropped: bool = False
+    """A value beyond it is taken as absent, and refuses nothing: people only look at it."""
 
     def holds(self, value: Any) -> bool:
         """Not for NaN."""
@@ -153,7 +155,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "Progress": {
         "inner_step": Limit(STEPS_TOTAL_MAX),
         "tokens": Limit(TOKENS_TOTAL_MAX),
-        "loss": Limit(LOSS_MAX, -LOSS_MAX),
+        "loss": Limit(LOSS_MAX, -LOSS_MAX, is_dropped=True),
         "step_time_s": Limit(STEP_TIME_MAX_S),
         "away": Limit(AWAY_MAX, 0, "entries"),
     },

@@ -1,18 +1,22 @@
-"""Converts plain values to the protobuf messages of diloco.v1 and back.
+"""The messages of diloco.v1 as bytes, and as plain values.
 
 The one place where messages become values. Bytes that are no message, and values beyond the limits of `bounds.py`, are
-refused as BadRequest, on both sides. The only file of `common` that knows the generated messages.
+refused as BadRequest, on both sides. Most messages are converted by the names of their fields (`by_name.py`). By hand
+are those of which there are many (tensors), frames of chunks, and the kinds of a directive.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from diloco_common import bounds, errors
+from diloco_common.by_name import Converter, Field, within
 from diloco_common.codec import Chunk, Payload, PayloadHeader
 from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.entries import has_at_most, size_of
@@ -23,9 +27,6 @@ from diloco_common.messages import (
     Directive,
     Drain,
     Evicted,
-    FragmentStatus,
-    FrozenTensor,
-    Held,
     JoinAnswer,
     JoinRequest,
     LearnerPolicy,
@@ -36,43 +37,20 @@ from diloco_common.messages import (
     Pulse,
     PushAnswer,
     PushHeader,
-    ShardAway,
     Stop,
-    Tie,
 )
-from diloco_common.ranges import Range, check_ranges
+from diloco_common.ranges import check_ranges
 from diloco_protos import parameter_server_pb2 as pb
 
 M = TypeVar("M", bound=Message)
+V = TypeVar("V", PushHeader, PullRequest, PullHeader)
 TURN = 2048
 """Tensors that are read in one turn."""
 ON_COMMIT = ("carry", "overwrite", "blend")
-
-
-def _within(message: M) -> M:
-    """The message, once every field is within its limit. Raises BadRequest."""
-    kind = message.DESCRIPTOR.name
-    for field, limit in _LIMITS[kind]:
-        value = getattr(message, field)
-        if not limit.holds(value):
-            raise bounds.beyond(f"{kind}.{field}", value, limit)
-    for field, limit in _LIMITS_OF_ENTRIES[kind]:
-        for value in getattr(message, field):
-            if not limit.holds(value):
-                raise bounds.beyond(f"{kind}.{field}", value, limit)
-    return message
-
-
-_LIMITS = {
-    kind: [(field, limit) for field, limit in fields.items() if not field.endswith("[]")]
-    for kind, fields in bounds.LIMITS.items()
-}
-_LIMITS_OF_ENTRIES = {
-    kind: [(field[:-2], limit) for field, limit in fields.items() if field.endswith("[]")]
-    for kind, fields in bounds.LIMITS.items()
-}
-_LOSS = bounds.LIMITS["Progress"]["loss"]
-_LIMITS["Progress"] = [(field, limit) for field, limit in _LIMITS["Progress"] if field != "loss"]  # dropped instead
+DIRECTIVES: dict[str, type[Directive]] = {
+    "collect": Collect, "committed": Committed, "pulse": Pulse, "drain": Drain, "stop": Stop, "evicted": Evicted,
+}  # fmt: skip
+_KIND_OF_DIRECTIVE = {directive: kind for kind, directive in DIRECTIVES.items()}
 
 
 def serialize(message: Message) -> bytes:
@@ -155,367 +133,123 @@ def _tensor_from_pb(tensor: pb.Tensor) -> TensorSpec:
     return spec
 
 
-def policy_to_pb(policy: LearnerPolicy) -> pb.LearnerPolicy:
-    return pb.LearnerPolicy(
-        sync_every=policy.sync_every,
-        push_encoding=policy.push_encoding,
-        pull_encoding=policy.pull_encoding,
-        on_commit=policy.on_commit,
-        blend_alpha=policy.blend_alpha,
-        error_feedback=policy.error_feedback,
-    )
+# ------------------------------------------------------------ what no limit of one field tells
 
 
-def policy_from_pb(policy: pb.LearnerPolicy) -> LearnerPolicy:
-    """Raises BadRequest."""
-    _within(policy)
+def _check_policy(policy: LearnerPolicy) -> LearnerPolicy:
     if policy.on_commit not in ON_COMMIT:
         raise errors.BadRequest(f"LearnerPolicy.on_commit is {policy.on_commit!r}, none of {', '.join(ON_COMMIT)}")
-    return LearnerPolicy(
-        policy.sync_every,
-        policy.push_encoding,
-        policy.pull_encoding,
-        policy.on_commit,
-        policy.blend_alpha,
-        policy.error_feedback,
-    )
+    return policy
 
 
-def status_to_pb(status: FragmentStatus) -> pb.FragmentStatus:
-    return pb.FragmentStatus(
-        fragment_id=status.fragment_id,
-        seeded=status.seeded,
-        version=status.version,
-        merged_version=status.merged_version,
-        epoch=status.epoch,
-        forgotten_version=status.forgotten_version,
-    )
-
-
-def status_from_pb(status: pb.FragmentStatus) -> FragmentStatus:
-    """Raises BadRequest."""
-    _within(status)
-    return FragmentStatus(
-        status.fragment_id,
-        status.seeded,
-        status.version,
-        status.merged_version,
-        status.epoch,
-        status.forgotten_version,
-    )
-
-
-def held_to_pb(held: Iterable[Held]) -> list[pb.Held]:
-    return [pb.Held(fragment_id=h.fragment_id, epoch=h.epoch, version=h.version) for h in held]
-
-
-def held_from_pb(held: Iterable[pb.Held]) -> list[Held]:
-    """Raises BadRequest, also where two are of one fragment."""
-    found = [Held(h.fragment_id, h.epoch, h.version) for h in map(_within, held)]
-    if len({h.fragment_id for h in found}) < len(found):
-        raise errors.BadRequest("JoinRequest.held names a fragment twice; name the version that is held")
-    return found
-
-
-def frozen_to_pb(frozen: Iterable[FrozenTensor]) -> list[pb.FrozenTensor]:
-    return [pb.FrozenTensor(name=t.name, form=t.form, crc32c=t.crc32c) for t in frozen]
-
-
-def frozen_from_pb(frozen: Iterable[pb.FrozenTensor]) -> list[FrozenTensor]:
-    """Raises BadRequest."""
-    return [FrozenTensor(t.name, t.form, t.crc32c if t.HasField("crc32c") else None) for t in map(_within, frozen)]
-
-
-def ties_to_pb(ties: Iterable[Tie]) -> list[pb.Tie]:
-    return [pb.Tie(name=t.name, of=t.of) for t in ties]
-
-
-def ties_from_pb(ties: Iterable[pb.Tie]) -> list[Tie]:
-    """Raises BadRequest."""
-    return [Tie(t.name, t.of) for t in map(_within, ties)]
-
-
-def progress_to_pb(progress: Progress) -> pb.Progress:
-    """A step time beyond the limit is sent as the limit: a machine may have slept for a month."""
-    return pb.Progress(
-        inner_step=progress.inner_step,
-        tokens=progress.tokens,
-        loss=progress.loss,
-        step_time_s=min(progress.step_time_s, bounds.STEP_TIME_MAX_S),
-        away=[
-            pb.ShardAway(
-                address=shard.address[: bounds.ADDRESS_MAX], index=shard.index,
-                for_s=min(shard.for_s, bounds.STEP_TIME_MAX_S),
-            )
-            for shard in progress.away[: bounds.AWAY_MAX]
-        ],
-        counts_samples=progress.counts_samples,
-        leaving=None if progress.last_rounds is None else pb.Leaving(fragment_ids=sorted(progress.last_rounds)),
-    )  # fmt: skip
-
-
-def progress_from_pb(progress: pb.Progress) -> Progress:
-    """A loss beyond its limit is taken as absent, as it only is to be looked at. Raises BadRequest."""
-    _within(progress)
-    loss = progress.loss if progress.HasField("loss") and _LOSS.holds(progress.loss) else None
-    away = tuple(
-        ShardAway(shard.address, shard.index if shard.HasField("index") else None, shard.for_s)
-        for shard in map(_within, progress.away)
-    )
-    last_rounds = frozenset(_within(progress.leaving).fragment_ids) if progress.HasField("leaving") else None
-    return Progress(
-        progress.inner_step, progress.tokens, loss, progress.step_time_s, away, progress.counts_samples, last_rounds
-    )  # fmt: skip
-
-
-def pulse_to_pb(pulse: Pulse) -> pb.Pulse:
-    return pb.Pulse(
-        tokens_merged=pulse.tokens_merged, tokens_budget=pulse.tokens_budget, learners_alive=pulse.learners_alive
-    )
-
-
-def pulse_from_pb(pulse: pb.Pulse) -> Pulse:
-    """Raises BadRequest."""
-    _within(pulse)
-    return Pulse(pulse.tokens_merged, pulse.tokens_budget, pulse.learners_alive)
-
-
-def directive_to_pb(directive: Directive) -> pb.Directive:
-    match directive:
-        case Collect():
-            return pb.Directive(
-                collect=pb.Collect(fragment_id=directive.fragment_id, round=directive.round, epoch=directive.epoch)
-            )
-        case Committed():
-            return pb.Directive(
-                committed=pb.Committed(
-                    fragment_id=directive.fragment_id, version=directive.version, epoch=directive.epoch
-                )
-            )
-        case Pulse():
-            return pb.Directive(pulse=pulse_to_pb(directive))
-        case Drain():
-            return pb.Directive(drain=pb.Drain())
-        case Stop():
-            return pb.Directive(stop=pb.Stop())
-        case Evicted():
-            return pb.Directive(evicted=pb.Evicted(code=directive.code, message=directive.message))
-
-
-def directive_from_pb(directive: pb.Directive) -> Directive | None:
-    """None for a kind of directive that this version does not know. Raises BadRequest."""
-    match directive.WhichOneof("kind"):
-        case "collect":
-            c = _within(directive.collect)
-            return Collect(c.fragment_id, c.round, c.epoch)
-        case "committed":
-            v = _within(directive.committed)
-            return Committed(v.fragment_id, v.version, v.epoch)
-        case "pulse":
-            return pulse_from_pb(directive.pulse)
-        case "drain":
-            return Drain()
-        case "stop":
-            return Stop()
-        case "evicted":
-            e = _within(directive.evicted)
-            return Evicted(e.code, errors.plain(e.message))
-    return None
-
-
-def ranges_to_pb(ranges: Iterable[Range]) -> list[pb.Range]:
-    return [pb.Range(start=start, stop=stop) for start, stop in ranges]
-
-
-def ranges_from_pb(message: pb.PushHeader | pb.PullRequest | pb.PullHeader) -> tuple[Range, ...]:
-    """The ranges of a message that is within its limits. Raises BadRequest."""
-    ranges = tuple(Range(r.start, r.stop) for r in map(_within, message.ranges))
-    check_ranges(f"{message.DESCRIPTOR.name}.ranges", ranges)
-    return ranges
-
-
-def payload_to_pb(header: PayloadHeader) -> pb.Payload:
-    return pb.Payload(
-        encoding=header.encoding,
-        num_elements=header.num_elements,
-        chunk_elements=header.chunk_elements,
-        num_bytes=header.num_bytes,
-        chunks_crc32c=header.chunks_crc32c,
-    )
-
-
-def payload_from_pb(payload: pb.Payload) -> PayloadHeader:
-    """Raises BadRequest. What the sizes mean for a fragment, `codec.check_header` says."""
-    _within(payload)
-    return PayloadHeader(
-        payload.encoding, payload.num_elements, payload.chunk_elements, payload.num_bytes, payload.chunks_crc32c
-    )
-
-
-def push_header_to_pb(header: PushHeader) -> pb.PushHeader:
-    return pb.PushHeader(
-        fragment_id=header.fragment_id,
-        round=header.round,
-        epoch=header.epoch,
-        base_version=header.base_version,
-        tokens=header.tokens,
-        steps=header.steps,
-        payload=payload_to_pb(header.payload),
-        manifest_digest=header.manifest_digest,
-        tokens_merged=header.tokens_merged,
-        not_finite=header.not_finite,
-        part=header.part,
-        num_parts=header.num_parts,
-        ranges=ranges_to_pb(header.ranges),
-    )
-
-
-def push_header_from_pb(header: pb.PushHeader) -> PushHeader:
-    """Raises BadRequest."""
-    _within(header)
+def _check_push(header: PushHeader) -> PushHeader:
     num_parts = max(header.num_parts, 1)
     if header.part >= num_parts:
         raise errors.BadRequest(f"PushHeader.part is {header.part} of {num_parts} parts; they count from 0")
-    return PushHeader(
-        fragment_id=header.fragment_id,
-        round=header.round,
-        epoch=header.epoch,
-        base_version=header.base_version,
-        tokens=header.tokens,
-        steps=header.steps,
-        payload=payload_from_pb(header.payload),
-        manifest_digest=header.manifest_digest,
-        tokens_merged=header.tokens_merged,
-        not_finite=header.not_finite,
-        part=header.part,
-        num_parts=num_parts,
-        ranges=ranges_from_pb(header),
-    )
+    return _check_ranges(header if header.num_parts else replace(header, num_parts=1))
 
 
-def join_request_to_pb(request: JoinRequest) -> pb.JoinRequest:
-    return pb.JoinRequest(
-        protocol=request.protocol,
-        process_id=request.process_id,
-        tensors=tensors_to_pb(request.tensors),
-        decodes=request.decodes,
-        observe=request.observe,
-        held=held_to_pb(request.held),
-        frozen=frozen_to_pb(request.frozen),
-        ties=ties_to_pb(request.ties),
-        index=request.index,
-        take_number=request.take_number,
-        age_s=min(request.age_s, bounds.AGE_MAX_S),
-    )
+def _check_ranges(value: V) -> V:
+    check_ranges(f"{type(value).__name__}.ranges", value.ranges)
+    return value
+
+
+def _check_join(request: JoinRequest) -> JoinRequest:
+    if len({held.fragment_id for held in request.held}) < len(request.held):
+        raise errors.BadRequest("JoinRequest.held names a fragment twice; name the version that is held")
+    return request
+
+
+def _check_answer(answer: JoinAnswer) -> JoinAnswer:
+    if answer.shard_index >= answer.num_shards:
+        raise errors.BadRequest(f"JoinResponse.shard_index is {answer.shard_index} of {answer.num_shards} shards")
+    return answer
+
+
+def _plain(value: Any) -> Any:
+    """A refusal's words may quote anybody."""
+    return replace(value, message=errors.plain(value.message))
+
+
+def _outcome(answer: PushAnswer) -> PushAnswer:
+    """Of an outcome that this version does not know nothing is merged."""
+    return _plain(answer if answer.outcome else replace(answer, outcome=Outcome.REJECTED))  # type: ignore[no-any-return]
+
+
+_BY_HAND = (
+    (JoinRequest, Field("tensors", lambda _: (), lambda tensors: {"tensors": tensors_to_pb(tensors)})),
+    (JoinRequest, Field("age_s", lambda message: message.age_s, lambda age_s: {"age_s": min(age_s, bounds.AGE_MAX_S)})),
+    (
+        JoinAnswer,
+        Field(
+            "tensors", lambda message: tuple(tensors_from_pb(message.tensors)),
+            lambda tensors: {"tensors": tensors_to_pb(tensors)},
+        ),
+    ),
+    (
+        Progress,
+        Field(
+            "last_rounds",
+            lambda message: frozenset(within(message.leaving).fragment_ids) if message.HasField("leaving") else None,
+            lambda ids: {"leaving": None if ids is None else pb.Leaving(fragment_ids=sorted(ids))},
+        ),
+    ),
+)  # fmt: skip
+_CONVERTER = Converter(
+    {(kind, field.name): field for kind, field in _BY_HAND},
+    {
+        LearnerPolicy: _check_policy, PushHeader: _check_push, PullRequest: _check_ranges, PullHeader: _check_ranges,
+        JoinRequest: _check_join, JoinAnswer: _check_answer, Evicted: _plain, PushAnswer: _outcome,
+    },
+)  # fmt: skip
+to_pb = _CONVERTER.to_pb
+from_pb = _CONVERTER.from_pb
+
+# ------------------------------------------------------------ messages
+
+
+payload_to_pb: Callable[[PayloadHeader], pb.Payload] = to_pb
+payload_from_pb: Callable[[pb.Payload], PayloadHeader] = partial(from_pb, PayloadHeader)
+"""What the sizes mean for a fragment, `codec.check_header` says."""
+push_header_to_pb: Callable[[PushHeader], pb.PushHeader] = to_pb
+push_header_from_pb: Callable[[pb.PushHeader], PushHeader] = partial(from_pb, PushHeader)
+pull_request_to_pb: Callable[[PullRequest], pb.PullRequest] = to_pb
+pull_request_from_pb: Callable[[pb.PullRequest], PullRequest] = partial(from_pb, PullRequest)
+pull_header_to_pb: Callable[[PullHeader], pb.PullHeader] = to_pb
+pull_header_from_pb: Callable[[pb.PullHeader], PullHeader] = partial(from_pb, PullHeader)
+join_request_to_pb: Callable[[JoinRequest], pb.JoinRequest] = to_pb
+join_answer_to_pb: Callable[[JoinAnswer], pb.JoinResponse] = to_pb
+join_answer_from_pb: Callable[[pb.JoinResponse], JoinAnswer] = partial(from_pb, JoinAnswer)
+progress_from_pb: Callable[[pb.Progress], Progress] = partial(from_pb, Progress)
+answer_to_pb: Callable[[PushAnswer], pb.PushResponse] = to_pb
+answer_from_pb: Callable[[pb.PushResponse], PushAnswer] = partial(from_pb, PushAnswer)
 
 
 def join_request_from_pb(request: pb.JoinRequest, tensors: Sequence[TensorSpec] | None = None) -> JoinRequest:
     """`tensors`: those of the request, if they were read in turns before. Raises BadRequest."""
-    _within(request)
-    return JoinRequest(
-        protocol=request.protocol,
-        process_id=request.process_id,
-        tensors=tuple(tensors_from_pb(request.tensors) if tensors is None else tensors),
-        decodes=tuple(request.decodes),
-        held=tuple(held_from_pb(request.held)),
-        observe=request.observe,
-        frozen=tuple(frozen_from_pb(request.frozen)),
-        ties=tuple(ties_from_pb(request.ties)),
-        index=request.index if request.HasField("index") else None,
-        take_number=request.take_number,
-        age_s=request.age_s,
-    )
+    read = from_pb(JoinRequest, request)
+    return replace(read, tensors=tuple(tensors_from_pb(request.tensors) if tensors is None else tensors))
 
 
-def join_answer_to_pb(answer: JoinAnswer) -> pb.JoinResponse:
-    return pb.JoinResponse(
-        generation=answer.generation,
-        epoch=answer.epoch,
-        heartbeat_s=answer.heartbeat_s,
-        shard_index=answer.shard_index,
-        num_shards=answer.num_shards,
-        num_fragments=answer.num_fragments,
-        manifest_digest=answer.manifest_digest,
-        policy=policy_to_pb(answer.policy),
-        fragments=[status_to_pb(s) for s in answer.fragments],
-        pulse=pulse_to_pb(answer.pulse),
-        tensors=tensors_to_pb(answer.tensors),
-        ties=ties_to_pb(answer.ties),
-        index=answer.index,
-        rules=answer.rules,
-    )
-
-
-def join_answer_from_pb(answer: pb.JoinResponse) -> JoinAnswer:
-    """Raises BadRequest."""
-    _within(answer)
-    if answer.shard_index >= answer.num_shards:
-        raise errors.BadRequest(f"JoinResponse.shard_index is {answer.shard_index} of {answer.num_shards} shards")
-    return JoinAnswer(
-        generation=answer.generation,
-        epoch=answer.epoch,
-        heartbeat_s=answer.heartbeat_s,
-        shard_index=answer.shard_index,
-        num_shards=answer.num_shards,
-        num_fragments=answer.num_fragments,
-        manifest_digest=answer.manifest_digest,
-        policy=policy_from_pb(answer.policy),
-        fragments=tuple(status_from_pb(s) for s in answer.fragments),
-        pulse=pulse_from_pb(answer.pulse),
-        tensors=tuple(tensors_from_pb(answer.tensors)),
-        ties=tuple(ties_from_pb(answer.ties)),
-        index=answer.index,
-        rules=answer.rules,
-    )
-
-
-def pull_request_to_pb(request: PullRequest) -> pb.PullRequest:
-    message = pb.PullRequest(
-        fragment_id=request.fragment_id, encodings=request.encodings, ranges=ranges_to_pb(request.ranges)
-    )
-    if request.have is not None:
-        message.epoch, message.have_version = request.have
-    if request.want is not None:
-        message.want_epoch, message.want_version = request.want
+def progress_to_pb(progress: Progress) -> pb.Progress:
+    """A time beyond the limit is sent as the limit: a machine may have slept for a month."""
+    away = [
+        replace(shard, address=shard.address[: bounds.ADDRESS_MAX], for_s=min(shard.for_s, bounds.STEP_TIME_MAX_S))
+        for shard in progress.away[: bounds.AWAY_MAX]
+    ]
+    step_time_s = min(progress.step_time_s, bounds.STEP_TIME_MAX_S)
+    message: pb.Progress = to_pb(replace(progress, step_time_s=step_time_s, away=tuple(away)))
     return message
 
 
-def pull_request_from_pb(request: pb.PullRequest) -> PullRequest:
-    """Raises BadRequest."""
-    _within(request)
-    have = (request.epoch, request.have_version) if request.HasField("have_version") else None
-    want = (request.want_epoch, request.want_version) if request.HasField("want_version") else None
-    return PullRequest(request.fragment_id, tuple(request.encodings), have, want, ranges_from_pb(request))
+def directive_to_pb(directive: Directive) -> pb.Directive:
+    return pb.Directive(**{_KIND_OF_DIRECTIVE[type(directive)]: to_pb(directive)})
 
 
-def pull_header_to_pb(header: PullHeader) -> pb.PullHeader:
-    return pb.PullHeader(
-        fragment_id=header.fragment_id,
-        version=header.version,
-        epoch=header.epoch,
-        payload=None if header.payload is None else payload_to_pb(header.payload),
-        merged_version=header.merged_version,
-        tokens_merged=header.tokens_merged,
-        base_version=header.base_version,
-        forgotten_version=header.forgotten_version,
-        ranges=ranges_to_pb(header.ranges),
-    )
-
-
-def pull_header_from_pb(header: pb.PullHeader) -> PullHeader:
-    """Raises BadRequest."""
-    _within(header)
-    return PullHeader(
-        fragment_id=header.fragment_id,
-        version=header.version,
-        epoch=header.epoch,
-        merged_version=header.merged_version,
-        forgotten_version=header.forgotten_version,
-        tokens_merged=header.tokens_merged,
-        payload=payload_from_pb(header.payload) if header.HasField("payload") else None,
-        base_version=header.base_version if header.HasField("base_version") else None,
-        ranges=ranges_from_pb(header),
-    )
+def directive_from_pb(directive: pb.Directive) -> Directive | None:
+    """None for a kind of directive that this version does not know. Raises BadRequest."""
+    kind = directive.WhichOneof("kind")
+    return from_pb(DIRECTIVES[kind], getattr(directive, kind)) if kind in DIRECTIVES else None
 
 
 def push_requests(header: PushHeader, payload: Payload) -> Iterator[bytes]:
@@ -572,23 +306,3 @@ def _chunk_of(message: pb.PushRequest | pb.PullResponse) -> Chunk:
     if not message.HasField("crc32c"):
         raise errors.BadRequest(f"{message.DESCRIPTOR.name} has neither a header nor a chunk with its crc32c")
     return framed(message.chunk, message.crc32c)
-
-
-_OUTCOMES = {
-    Outcome.ACCEPTED: pb.PushResponse.ACCEPTED,
-    Outcome.DUPLICATE: pb.PushResponse.DUPLICATE,
-    Outcome.LATE: pb.PushResponse.LATE,
-    Outcome.REJECTED: pb.PushResponse.REJECTED,
-}
-_OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
-
-
-def answer_to_pb(answer: PushAnswer) -> pb.PushResponse:
-    return pb.PushResponse(outcome=_OUTCOMES[answer.outcome], code=answer.code, message=answer.message)
-
-
-def answer_from_pb(response: pb.PushResponse) -> PushAnswer:
-    """Raises BadRequest."""
-    _within(response)
-    outcome = _OUTCOMES_BACK.get(response.outcome, Outcome.REJECTED)
-    return PushAnswer(outcome, response.code, errors.plain(response.message))

@@ -45,8 +45,8 @@ def test_join_answers_the_lease_the_cut_and_the_policy(serve, clock):
     assert answer.heartbeat_s == 0.2
     assert (answer.shard_index, answer.num_shards, answer.num_fragments) == (0, 1, 1)
     assert answer.manifest_digest == shard.caller().manifest.digest
-    assert protobuf.policy_from_pb(answer.policy).push_encoding == "int4"
-    assert [protobuf.status_from_pb(s).seeded for s in answer.fragments] == [False]
+    assert answer.policy.push_encoding == "int4"
+    assert [s.seeded for s in answer.fragments] == [False]
     assert not answer.tensors
 
 

@@ -87,7 +87,7 @@ def test_a_shard_keeps_no_more_than_it_must(serve, frozen, words):
     caller = shard.caller("a")
     request = pb.JoinRequest(
         protocol=PROTOCOL, process_id="x", tensors=protobuf.tensors_to_pb(TENSORS), decodes=rpc.DECODES,
-        frozen=protobuf.frozen_to_pb(frozen),
+        frozen=[protobuf.to_pb(one) for one in frozen],
     )  # fmt: skip
 
     async def call() -> pb.JoinResponse:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,17 @@ from hypothesis import strategies as st
 from diloco_common import bounds, protobuf
 from diloco_common.bounds import LIMITS, Limit
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
-from diloco_common.messages import Evicted, PullHeader, PushAnswer
+from diloco_common.messages import (
+    Evicted,
+    FragmentStatus,
+    FrozenTensor,
+    Held,
+    LearnerPolicy,
+    PullHeader,
+    Pulse,
+    PushAnswer,
+    Tie,
+)
 from diloco_protos import parameter_server_pb2 as pb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/wire-format.md").read_text(encoding="utf-8")
@@ -43,11 +54,11 @@ BY_OTHER_MEANS = {
 READ: dict[str, Callable[[Any], object]] = {
     "JoinRequest": protobuf.join_request_from_pb,
     "JoinResponse": protobuf.join_answer_from_pb,
-    "LearnerPolicy": protobuf.policy_from_pb,
-    "FragmentStatus": protobuf.status_from_pb,
-    "Held": lambda held: protobuf.held_from_pb([held]),
-    "FrozenTensor": lambda frozen: protobuf.frozen_from_pb([frozen]),
-    "Tie": lambda tie: protobuf.ties_from_pb([tie]),
+    "LearnerPolicy": partial(protobuf.from_pb, LearnerPolicy),
+    "FragmentStatus": partial(protobuf.from_pb, FragmentStatus),
+    "Held": partial(protobuf.from_pb, Held),
+    "FrozenTensor": partial(protobuf.from_pb, FrozenTensor),
+    "Tie": partial(protobuf.from_pb, Tie),
     "Tensor": lambda tensor: protobuf.tensors_from_pb([tensor]),
     "Progress": protobuf.progress_from_pb,
     "ShardAway": lambda away: protobuf.progress_from_pb(pb.Progress(away=[away])),
@@ -56,9 +67,9 @@ READ: dict[str, Callable[[Any], object]] = {
     "Collect": lambda collect: protobuf.directive_from_pb(pb.Directive(collect=collect)),
     "Committed": lambda committed: protobuf.directive_from_pb(pb.Directive(committed=committed)),
     "Evicted": lambda evicted: protobuf.directive_from_pb(pb.Directive(evicted=evicted)),
-    "Pulse": protobuf.pulse_from_pb,
+    "Pulse": partial(protobuf.from_pb, Pulse),
     "PushHeader": protobuf.push_header_from_pb,
-    "Range": lambda r: protobuf.ranges_from_pb(pb.PullRequest(ranges=[r])),
+    "Range": lambda r: protobuf.pull_request_from_pb(pb.PullRequest(ranges=[r])),
     "Payload": protobuf.payload_from_pb,
     "PushResponse": protobuf.answer_from_pb,
     "PullRequest": protobuf.pull_request_from_pb,
@@ -287,13 +298,13 @@ def test_a_policy_names_what_a_learner_can_do() -> None:
     message = smallest("LearnerPolicy")
     message.on_commit = "explode"  # type: ignore[attr-defined]
     with pytest.raises(BadRequest, match="on_commit is 'explode', none of carry, overwrite, blend"):
-        protobuf.policy_from_pb(message)  # type: ignore[arg-type]
+        protobuf.from_pb(LearnerPolicy, message)
 
 
 def test_a_version_is_held_once() -> None:
-    held = [pb.Held(fragment_id=3), pb.Held(fragment_id=3)]
+    request = pb.JoinRequest(held=[pb.Held(fragment_id=3), pb.Held(fragment_id=3)])
     with pytest.raises(BadRequest, match="names a fragment twice"):
-        protobuf.held_from_pb(held)
+        protobuf.join_request_from_pb(request)
 
 
 # ---------------------------------------------------------------- bytes
