@@ -246,14 +246,10 @@ def _dot_products(sources: Sequence[_Source], piece: Piece) -> Tensor:
 
 
 def _cosines(ordered: Sequence[Contribution], sources: Sequence[_Source], pieces: Sequence[Piece]) -> Tensor:
-    """Of each contribution with each, over the whole fragment: float64 (M, M). Reads them once."""
-    per_norm = torch.tensor([1.0 / c.norm if c.norm > 0 else 0.0 for c in ordered])
-    cosines = torch.zeros(len(sources), len(sources), dtype=torch.float64)
-    for piece in pieces:
-        for _, values in _rows(sources, piece):
-            values *= per_norm[:, None]  # dot products of what is sent could leave float32
-            cosines += values @ values.T
-    return cosines
+    """Of each contribution with each, over the whole fragment: float64 (M, M)."""
+    per_norm = torch.tensor([1.0 / c.norm if c.norm > 0 else 0.0 for c in ordered], dtype=torch.float64)
+    products = torch.stack([_dot_products(sources, piece) for piece in pieces]).sum(0)
+    return per_norm[:, None] * products * per_norm
 
 
 def _rows(sources: Sequence[_Source], piece: Piece) -> Iterator[tuple[slice, Tensor]]:
