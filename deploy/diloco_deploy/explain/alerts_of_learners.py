@@ -47,19 +47,15 @@ for them.""",
         """\
 A shard leaves a learner out. Of its last 16 contributions 8 were outliers: `NOT_FINITE`, `NORM_TOO_LARGE`, or more
 than 6 times (strangers: 8 times) as long as the others of their round. What it pushes is refused with `QUARANTINED`,
-for `guard.quarantine_s` at first, doubled each time up to tenfold. The log line `quarantined` and `/status` say why.
-Then it is on probation: two outliers put it out again, 16 ordinary contributions clear it.""",
+for `guard.quarantine_s` at first, doubled each time up to tenfold. The log line `quarantined` and `/status` say why.""",
         """\
 1. Its loss is NaN, or far above the others': restart it, so that it begins with the global weights. If it happens
    again, look at its data, learning rate and memory (ECC errors).
 2. Its loss is like the others': it does not train what it says. Does it run the same code and settings? If nobody
    answers for its machine, take its credentials away.
 3. It was cut off for long, or is many times faster than the others: nothing to do. It is asked again by itself.
-   `guard.quarantine_s=0` switches the quarantine off.
 4. Half of the learners are out: something is wrong with all, or with the norm guard after a change of data, batch or
-   learning rate. More than half are never left out.
-
-It goes by the learner's id, whatever process or address has it. A restarted shard begins anew.""",
+   learning rate. `guard.quarantine_s=0` switches the quarantine off.""",
     ),
     Entry(
         "DilocoQuorumNotMet",
@@ -80,17 +76,8 @@ learners that are there.""",
 More than 5 % of the requested contributions are refused, with the code in the label. The work is late rather than
 lost, unless it is refused every time.""",
         """\
-| code | look at |
-| --- | --- |
-| `NOT_FINITE`, `NORM_TOO_LARGE` | the learner in the log: it diverges, or has broken memory |
-| `QUARANTINED` | [DilocoLearnerQuarantined](#dilocolearnerquarantined): it pushes anyway |
-| `TOO_STALE` | [DilocoStalenessHigh](#dilocostalenesshigh) |
-| `BAD_CHECKSUM` | the learner's machine or link damages bytes |
-| `MANIFEST_MISMATCH`, `UNKNOWN_ENCODING` | a worker with another model or software |
-| `BAD_SIZE`, `BAD_ENCODING` | a worker with other software |
-| `WRONG_EPOCH`, `WRONG_ROUND`, `NOT_SEEDED` | a shard that restarts again and again |
-
-[errors](errors.md) has all codes.""",
+[Errors](errors.md#what-a-shard-refuses) says what each code means. Where `WRONG_EPOCH`, `WRONG_ROUND` and `NOT_SEEDED`
+come again and again, a shard restarts again and again.""",
     ),
     Entry(
         "DilocoStalenessHigh",

@@ -71,8 +71,8 @@ A shard came back with older versions than learners hold. Its folder was [restor
 copy](upgrades.md#restoring-one-shard), the disk lied about writing, or durability is by interval. The run goes on from
 the older versions.""",
         """\
-The log line `versions lost` says how many. Find out which of the three it was before the next crash. The work of those
-rounds is gone from the global model, though most of it lives on in the learners.
+The log line `versions lost` says how many. Find out which of the three it was before the next crash. Most of that work
+lives on in the learners.
 
 `recovered=0`: the files of that fragment are gone, or the shard keeps none (`shard.data_dir`). A learner has brought
 its values as version 0. The outer momentum builds up again. If it matters more than the rounds since, end the shard,
