@@ -1,7 +1,8 @@
-"""Every error that leaves a process, with its stable code.
+"""Every error that leaves a process: one class, which is its row.
 
-An error knows its facts and says what happened, why, and what to do. A shard answers a caller with a `Refusal`; one
-table in `rpc.py` gives the gRPC status of each code. A command ends with the `exit_code` of its error.
+Its docstring is what the code means. `diloco explain`, docs/errors.md, the gRPC status of an answer and the exit code
+of a command follow from it. The message of an error says what happened this time. Texts are Markdown, with links as
+from a page in docs/.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ EXIT_CANNOT_CONNECT = 5
 EXIT_REFUSED = 6
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+COMMANDS = "commands and training loops"
+CALLS = "refused calls"
+CONTRIBUTIONS = "rejected contributions"
+CONNECTING = "connecting"
+FOLDERS = "data folders of shards"
+CHECKPOINTS = "checkpoints"
 
 
 E = TypeVar("E", bound="DilocoError")
@@ -27,80 +34,119 @@ class DilocoError(Exception):
 
     code: ClassVar[str] = "UNEXPECTED"
     exit_code: ClassVar[int] = EXIT_UNEXPECTED
+    """Of a command that ends with it."""
+    met: ClassVar[str] = COMMANDS
+    """Where people meet it."""
+    also: ClassVar[str] = ""
+    """Where else."""
+    do: ClassVar[str] = ""
+    """What to do."""
+    look: ClassVar[str] = ""
+    """What to look at first: a setting, a file, a figure; empty where `do` or the message itself says it."""
+    is_logged: ClassVar[bool] = False
+    """It stands in the log of a process that goes on."""
 
 
 class ConfigError(DilocoError):
-    """The command line, a configuration file or an environment variable is wrong."""
+    """The command line, a file or the environment is wrong."""
 
     code = "BAD_CONFIG"
     exit_code = EXIT_USAGE
+    do = "Correct what the message names."
+    look = "the message"
 
 
 class SecretExposed(ConfigError):
-    """Others can read a file with a secret, or could have written it."""
+    """A file with a secret belongs to somebody else, or others can read or write it."""
 
     code = "SECRET_EXPOSED"
+    do = (
+        "Run the command in the message. The owner must be the process's user, or root, and the mode 0600. Root's file"
+        " may be readable for a group of that user."
+    )
+    look = "[files](security.md#files)"
 
 
 class WrongCall(ConfigError):
-    """A training script calls a function of ours in a way that it cannot be called."""
+    """A script calls `join`, `step` or another function wrongly."""
 
     code = "WRONG_CALL"
+    do = "Call it as the message says."
+    look = "[Python](api.md)"
 
 
 class UnsupportedModel(DilocoError):
-    """The user's model cannot be synchronised in its present form."""
+    """The model cannot be synchronised in its present form."""
 
     code = "UNSUPPORTED_MODEL"
     exit_code = EXIT_USAGE
+    do = "Do what the message says."
+    look = "[own loop](bring-your-loop.md), [islands](islands.md)"
 
 
 class ModelChanged(DilocoError):
-    """The model is no longer the one that joined: its parameters were replaced or overwritten."""
+    """Parameters were replaced, added, removed, frozen, unfrozen or overwritten after `join`."""
 
     code = "MODEL_CHANGED"
     exit_code = EXIT_USAGE
+    do = (
+        "Load and convert the model before `join`. Later: `learner.values(...)`, `learner.restore(...)`. Name what is "
+        "frozen and unfrozen: `shared=`."
+    )
+    look = "[own loop](bring-your-loop.md#layers-that-are-frozen-and-unfrozen)"
 
 
 class VersionUndone(DilocoError):
-    """The optimizer takes back every version: it writes a copy of the weights over the parameters."""
+    """The optimizer writes its own copy of the weights over the parameters, and so over every version."""
 
     code = "VERSION_UNDONE"
     exit_code = EXIT_USAGE
+    do = "Say where the copies are: `join(masters=...)`."
+    look = "[own loop](bring-your-loop.md#optimizers-with-weights-of-their-own)"
 
 
 class LearnerEnded(DilocoError):
-    """The learner has left the run, and is asked to go on."""
+    """The learner has left the run."""
 
     code = "LEARNER_ENDED"
     exit_code = EXIT_USAGE
+    do = "Join again with its `state_dict()`."
 
 
 class ChildOfLearner(DilocoError):
-    """A child of a learner's process calls what only its parent may, or joins in the parent's place."""
+    """A child of a learner called it, or would join in its place."""
 
     code = "CHILD_OF_LEARNER"
     exit_code = EXIT_USAGE
+    do = 'Call the learner in its own process, and put what the script runs under `if __name__ == "__main__":`.'
+    look = "[children](bring-your-loop.md#children-of-a-learner)"
 
 
 class ForkUnsafe(DilocoError):
-    """A fork whose child may die by gRPC's fault: its fork handlers could not be turned off."""
+    """gRPC was imported before diloco_worker, or its fork support is on: forked children would crash."""
 
     code = "FORK_UNSAFE"
     exit_code = EXIT_USAGE
+    do = "Import `diloco_worker` first, or set `GRPC_ENABLE_FORK_SUPPORT=0` before the start."
+    look = "[children](bring-your-loop.md#children-of-a-learner)"
 
 
 class DataError(DilocoError):
-    """Training data or a checkpoint is missing or damaged."""
+    """Training data or a file of weights is missing or damaged."""
 
     code = "BAD_DATA"
     exit_code = EXIT_DATA
+    do = "Give the right path."
+    look = "the path in the message"
 
 
 class NoCheckpoint(DataError):
-    """There is no checkpoint in the given place."""
+    """No such folder, or no manifest."""
 
     code = "NO_CHECKPOINT"
+    met = CHECKPOINTS
+    do = "Name another one."
+    look = "`diloco checkpoint list`"
 
 
 class InUse(DilocoError):
@@ -108,25 +154,35 @@ class InUse(DilocoError):
 
     code = "IN_USE"
     exit_code = EXIT_IN_USE
+    do = "End that process, or choose another."
+    look = "the message"
 
 
 class IslandBroken(DilocoError):
-    """Ranks of an island have ended, or do not go in step."""
+    """A rank of an [island](islands.md) has ended, or the ranks do not call `step` and `poll` alike."""
 
     code = "ISLAND_BROKEN"
+    do = "Start all ranks again: `torchrun --max-restarts` does so."
+    look = "the log of the rank that ended first"
 
 
 class CannotConnect(DilocoError):
-    """No server answers at the given address."""
+    """No shard answers at the address."""
 
     code = "CANNOT_CONNECT"
     exit_code = EXIT_CANNOT_CONNECT
+    met = CONNECTING
+    do = "Start the shards, or correct the address."
+    look = "`diloco doctor --shards HOST:PORT` on the caller's machine"
 
 
 class Unavailable(DilocoError):
-    """A call or a stream broke, or took too long. Its outcome is unknown."""
+    """A call broke or took too long."""
 
     code = "UNAVAILABLE"
+    met = CONNECTING
+    do = "Nothing: it is tried again."
+    look = "the link, if it happens often"
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
         """`is_refused`: nobody listens there."""
@@ -135,58 +191,166 @@ class Unavailable(DilocoError):
 
 
 class HandshakeFailed(Unavailable):
-    """No call got through, and this is why. One class per cause; `common/handshake.py` finds it."""
+    """TLS failed; the message has a cause."""
 
     code = "HANDSHAKE_FAILED"
     exit_code = EXIT_CANNOT_CONNECT
+    do = "Do what the message says."
+    look = "`diloco doctor --shards HOST:PORT --tls FOLDER`"
 
 
 class NoCertificate(HandshakeFailed):
-    """The shard asks for a certificate, and this caller has none."""
+    """The shard asks for a certificate, and the folder holds none."""
 
     code = "NO_CERTIFICATE"
+    do = "Copy the whole folder that `diloco certs issue` made."
+    look = "`cert.pem` and `key.pem` beside `ca.pem`"
 
 
 class ForeignCertificate(HandshakeFailed):
     """One side's certificate is not of the other side's CA."""
 
     code = "FOREIGN_CERTIFICATE"
+    do = "Give both sides folders that one authority issued."
+    look = "`ca.pem` on both sides: they must be equal"
 
 
 class CertificateExpired(HandshakeFailed):
-    """A certificate is too old, or a clock is wrong."""
+    """A certificate is too old, or this machine's clock is wrong."""
 
     code = "CERTIFICATE_EXPIRED"
+    do = "Issue another: no restart is needed. Or set the clock."
+    look = "`date -u` on both machines"
 
 
 class CertificateNotYetValid(HandshakeFailed):
     """A certificate begins later, so a clock is wrong."""
 
     code = "CERTIFICATE_NOT_YET_VALID"
+    do = "Set the clock."
+    look = "`date -u` on both machines"
 
 
 class WrongHost(HandshakeFailed):
     """The shard's certificate is not for the name that was dialed."""
 
     code = "WRONG_HOST"
+    do = "Dial a name that it has, or issue it again with `--host`."
+    look = "the names in the message"
 
 
 class TlsNeeded(HandshakeFailed):
-    """The port speaks TLS, and this caller does not."""
+    """The port speaks TLS, and this caller plaintext."""
 
     code = "TLS_NEEDED"
+    do = "Set `security.tls` (`tls=` of join) to the caller's folder of `diloco certs issue`."
+    look = "`security.tls` on both sides"
 
 
 class NotAShard(HandshakeFailed):
-    """The port speaks HTTP, not our protocol."""
+    """What listens on the port does not speak our protocol."""
 
     code = "NOT_A_SHARD"
+    do = "Give the port of gRPC (`shard.listen`, usually 50051), not of HTTP (`shard.http`)."
+    look = "`serving` in the shard's log"
 
 
 class TlsNotSpoken(HandshakeFailed):
-    """This caller speaks TLS, and the port does not."""
+    """The port speaks plaintext, and this caller TLS."""
 
     code = "TLS_NOT_SPOKEN"
+    do = "Give the shard a certificate, or leave `security.tls` (`tls=` of join) out at the caller."
+    look = "`security.tls` on both sides"
+
+
+class CheckpointDamaged(DataError):
+    """The manifest or a file is damaged."""
+
+    code = "CHECKPOINT_DAMAGED"
+    met = CHECKPOINTS
+    do = "Take another checkpoint."
+    look = "`diloco checkpoint verify`"
+
+
+class CheckpointIncomplete(DataError):
+    """Fragments are missing."""
+
+    code = "CHECKPOINT_INCOMPLETE"
+    met = CHECKPOINTS
+    do = "Name the parts, or the data folders, of all shards."
+
+
+class CheckpointExists(DataError):
+    """The name is taken. A checkpoint is never changed."""
+
+    code = "CHECKPOINT_EXISTS"
+    met = CHECKPOINTS
+    do = "Give another name."
+
+
+class CheckpointsDiffer(DataError):
+    """The parts are of different runs, models or times."""
+
+    code = "CHECKPOINTS_DIFFER"
+    met = CHECKPOINTS
+    do = "Name the parts of one checkpoint."
+
+
+class MissingExtra(ConfigError):
+    """URLs need a library that is not installed."""
+
+    code = "MISSING_EXTRA"
+    met = CHECKPOINTS
+    do = "`pip install 'decoupled-diloco[object-store]'`"
+
+
+class ObjectStoreFailed(CannotConnect):
+    """The object store refuses or does not answer."""
+
+    code = "OBJECT_STORE"
+    met = CHECKPOINTS
+    do = "Correct URL, credentials or endpoint."
+    look = "the store's own words in the message"
+
+
+class WrongFolder(DataError):
+    """The folder belongs to another run, shard or model."""
+
+    code = "WRONG_FOLDER"
+    met = FOLDERS
+    do = "Give the shard its own folder."
+    look = "`shard.data_dir`, `shard.index`, `run.id`"
+
+
+class NothingIntact(DataError):
+    """A fragment has files, but all are damaged."""
+
+    code = "NOTHING_INTACT"
+    met = FOLDERS
+    do = "Restore a checkpoint, or remove the files: learners seed the fragment again."
+    look = "the disk; [version file](version-file.md)"
+
+
+class VersionDamaged(DataError):
+    """A file was damaged. The version before is used. In a checkpoint nothing is restored."""
+
+    code = "VERSION_DAMAGED"
+    met = FOLDERS
+    is_logged = True
+    do = "Check the disk. Take another checkpoint."
+    look = "the disk's own log (`dmesg`)"
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} is damaged: {why}")
+        self.name, self.why = name, why
+
+
+class NeverReady(DilocoError):
+    """In `diloco chaos`: a worker did not train within two minutes, or a process ended."""
+
+    code = "CHAOS_NOT_READY"
+    do = "Correct what its log says."
+    look = "the log that the message names"
 
 
 WORDS_MAX = 2000
@@ -207,221 +371,343 @@ def _escaped(character: str) -> str:
 
 
 class Refusal(DilocoError):
-    """A shard refuses a call. Nothing has changed; repeating the same call gives the same answer."""
+    """A newer shard refuses with a code that this build does not know."""
 
     code = "REFUSED"
     exit_code = EXIT_REFUSED
+    met = CALLS
+    do = "Install equal versions."
+    look = "`diloco --version` on both machines"
+
+    status: ClassVar[str] = "UNKNOWN"
+    """Name of the gRPC status of a call that ends with it."""
 
     def __init__(self, words: str) -> None:
         super().__init__(plain(words))
 
 
 class Unauthenticated(Refusal):
-    """The certificate or the bearer token is absent or wrong."""
+    """The call has no certificate or token, or a wrong one."""
 
     code = "UNAUTHENTICATED"
+    status = "UNAUTHENTICATED"
+    do = "Give the caller what the shard asks for."
+    look = "`security.token_file` (`token=` of join) on both sides"
 
 
 class WrongIdentity(Refusal):
-    """The call says it is of somebody else than its certificate or token proves."""
+    """The certificate or token names somebody else than the call, or another run."""
 
     code = "WRONG_IDENTITY"
+    status = "PERMISSION_DENIED"
+    do = "Use the caller's own."
+    look = "`worker.learner_id`, `run.id`, and whom `cert.pem` names"
 
 
 class WrongScope(Refusal):
     """The caller's scope does not have this call."""
 
     code = "WRONG_SCOPE"
+    status = "PERMISSION_DENIED"
+    do = "Use a certificate of the right scope."
+    look = "[who may call](deploy.md#who-may-call)"
 
 
 class Revoked(Refusal):
-    """The caller's certificate or token is on the deny-list."""
+    """The certificate or token is on the deny-list."""
 
     code = "REVOKED"
+    status = "UNAUTHENTICATED"
+    do = "Ask who runs the run for another one."
+    look = "`diloco certs list`, where the authority is"
 
 
 class Expired(Refusal):
-    """The caller's certificate or token has expired."""
+    """The certificate or token has expired."""
 
     code = "EXPIRED"
+    status = "UNAUTHENTICATED"
+    do = "Issue another. Workers read it without a restart."
+    look = "`diloco certs list`; both clocks"
 
 
 class BadRequest(Refusal):
-    """The call breaks the protocol: a missing header, a malformed field."""
+    """The call breaks the protocol, or a field is beyond its [limit](wire-format.md#limits); the message names it."""
 
     code = "BAD_REQUEST"
+    status = "INVALID_ARGUMENT"
+    do = "Install equal versions. If they are equal, please file an issue."
+    look = "the message"
 
 
 class ProtocolMismatch(Refusal):
-    """The caller speaks another version of the protocol."""
+    """Caller and shard speak different versions of the protocol."""
 
     code = "PROTOCOL_MISMATCH"
+    status = "FAILED_PRECONDITION"
+    do = "Install equal versions."
+    look = "`diloco --version` on both machines"
 
 
 class WrongRun(Refusal):
-    """The caller belongs to another run."""
+    """The shard belongs to another run."""
 
     code = "WRONG_RUN"
+    status = "FAILED_PRECONDITION"
+    do = "Correct the run's id, or the addresses."
+    look = "`run.id` on both sides, `worker.shards`"
 
 
 class BadLearnerId(Refusal):
-    """The learner id is not [A-Za-z0-9._-]{1,64}."""
+    """The learner id is not 1 to 64 of `A-Z a-z 0-9 . _ -`."""
 
     code = "BAD_LEARNER_ID"
+    status = "INVALID_ARGUMENT"
+    do = "Choose another id."
+    look = "`worker.learner_id` (`learner_id=` of join)"
 
 
 class ManifestMismatch(Refusal):
-    """The caller's model, or the way it is cut, differs from the shard's."""
+    """The model differs from the run's, or is cut differently; or the shard insists on another."""
 
     code = "MANIFEST_MISMATCH"
+    status = "FAILED_PRECONDITION"
+    do = "Start every worker with the same model and code."
+    look = "the differences in the message; `run.model`, `sync.fragments`"
+    also = CONTRIBUTIONS
 
 
 class FrozenMismatch(Refusal):
-    """What the caller's model holds fixed differs from what the learners of the run hold fixed."""
+    """Frozen parameters, or packed weights of quantised layers, differ from those of this run."""
 
     code = "FROZEN_MISMATCH"
+    status = "FAILED_PRECONDITION"
+    do = (
+        'Load the same base in the same dtype, or `join(..., frozen="any")`. If your loop changes them, `join(..., '
+        'private=[...])` keeps them local, and `shared="all"` merges them.'
+    )
+    look = "the base model of each worker"
 
 
 class NotJoined(Refusal):
-    """The learner has no lease here: it never joined, or the shard has restarted since."""
+    """The learner has no lease here, or the shard has restarted."""
 
     code = "NOT_JOINED"
+    status = "FAILED_PRECONDITION"
+    do = "Nothing: the learner joins again."
 
 
 class LeaseExpired(Refusal):
-    """The learner was silent for longer than its lease. It may join again."""
+    """The learner was silent for longer than its lease."""
 
     code = "LEASE_EXPIRED"
+    status = "FAILED_PRECONDITION"
+    do = "Nothing: the learner joins again. If it happens often, raise `lease.lease_s`."
+    look = "`lease.lease_s`, the link"
 
 
 class Stalled(Refusal):
-    """The learner's heartbeats came, but it took no inner step for too long. It may join again."""
+    """The learner sent heartbeats, but took no inner step for `lease.progress_timeout_s`."""
 
     code = "STALLED"
+    status = "FAILED_PRECONDITION"
+    do = "Find what its loop waits for."
+    look = "[DilocoWorkerStalled](runbook.md#dilocoworkerstalled)"
 
 
 class StaleGeneration(Refusal):
-    """The learner has joined again since then; this caller's generation is over."""
+    """The call is of the learner's earlier life."""
 
     code = "STALE_GENERATION"
+    status = "FAILED_PRECONDITION"
+    do = "Nothing."
 
     def __init__(self, learner_id: str, got: int, current: int) -> None:
         super().__init__(f"{learner_id}: generation {got} is over, {current} is current")
 
 
 class Superseded(Refusal):
-    """Another process joined with the same learner id; this one must stop."""
+    """Another process has joined with the same learner id. This one ends."""
 
     code = "SUPERSEDED"
     exit_code = EXIT_IN_USE
+    status = "FAILED_PRECONDITION"
+    do = "Give each worker its own id, or end the one too many."
+    look = "`worker.learner_id`"
 
 
 class Draining(Refusal):
-    """The shard is shutting down and takes no new work."""
+    """The shard is shutting down."""
 
     code = "DRAINING"
+    status = "UNAVAILABLE"
+    do = "Nothing: it is tried again."
 
 
 class UnknownFragment(Refusal):
-    """The fragment does not exist or is owned by another shard."""
+    """Another shard owns the fragment, or none does."""
 
     code = "UNKNOWN_FRAGMENT"
+    status = "NOT_FOUND"
+    do = "Give workers the addresses of all shards."
+    look = "`worker.shards`, `shard.count`"
+    also = CONTRIBUTIONS
 
 
 class VersionGone(Refusal):
-    """The shard no longer holds the version that a pull names; pull a later one."""
+    """The shard no longer holds the version that a pull names."""
 
     code = "VERSION_GONE"
+    status = "NOT_FOUND"
+    do = "Nothing: the learner pulls the latest."
 
 
 class NotSeeded(Refusal):
     """The fragment has no version yet."""
 
     code = "NOT_SEEDED"
+    status = "FAILED_PRECONDITION"
+    do = "Nothing: the learner tries again."
+    also = CONTRIBUTIONS
 
 
 class WrongEpoch(Refusal):
-    """The shard was restored since then; it cannot compare versions of the caller's epoch."""
+    """Relative to a version that the shard lost."""
 
     code = "WRONG_EPOCH"
+    status = "FAILED_PRECONDITION"
+    met = CONTRIBUTIONS
+    do = "Nothing: the learner pulls first."
+    look = "[DilocoVersionsLost](runbook.md#dilocoversionslost)"
 
 
 class WrongRound(Refusal):
-    """The round was never opened, or its base version is impossible."""
+    """The round is not open, or did not ask this learner."""
 
     code = "WRONG_ROUND"
+    status = "FAILED_PRECONDITION"
+    met = CONTRIBUTIONS
+    do = "Nothing: the work is carried."
 
 
 class TooStale(Refusal):
-    """The base version of the contribution is too old."""
+    """Relative to a version older than `sync.staleness_max`."""
 
     code = "TOO_STALE"
+    status = "FAILED_PRECONDITION"
+    met = CONTRIBUTIONS
+    do = "Nothing: the work is carried. If it happens often, raise `sync.sync_every` or `sync.staleness_max`."
+    look = "[DilocoStalenessHigh](runbook.md#dilocostalenesshigh)"
 
 
 class BadSize(Refusal):
-    """Element or byte counts do not fit the fragment, the encoding, or what was announced."""
+    """Sizes do not fit the fragment, the encoding or the header."""
 
     code = "BAD_SIZE"
+    status = "INVALID_ARGUMENT"
+    met = CONTRIBUTIONS
+    do = "Install equal versions."
+    look = "`diloco --version` on both machines"
 
 
 class BadChecksum(Refusal):
-    """The bytes differ from their checksum."""
+    """The bytes changed on the way."""
 
     code = "BAD_CHECKSUM"
+    status = "DATA_LOSS"
+    met = CONTRIBUTIONS
+    do = "Nothing: it is repeated. If it stays so, the learner's machine or link damages bytes."
+    look = "memory and network of the learner's machine"
 
 
 class TornUpload(Refusal):
-    """The push broke off before all of its bytes arrived. Nothing was taken; push again."""
+    """A push stopped or came too slowly, or a later push took its place."""
 
     code = "TORN_UPLOAD"
+    status = "UNAVAILABLE"
+    do = "Nothing: it is tried again. If it stays so, the link is too thin."
+    look = "`diloco doctor` on the learner's machine"
 
 
 class ContributionConflict(Refusal):
-    """An earlier push with the same learner, generation, fragment and round had other bytes."""
+    """The same contribution came before with other bytes."""
 
     code = "CONTRIBUTION_CONFLICT"
+    status = "ALREADY_EXISTS"
+    met = CONTRIBUTIONS
+    do = "Give each worker its own id. Otherwise please file an issue."
+    look = "`worker.learner_id`"
 
 
 class UnknownEncoding(Refusal):
-    """The encoding is not in the registry, or the run uses another one."""
+    """Not an encoding of this run."""
 
     code = "UNKNOWN_ENCODING"
+    status = "INVALID_ARGUMENT"
+    do = "Install it on the caller's side, or change the setting."
+    look = "`sync.push`, `sync.pull`, installed plugins"
+    also = CONTRIBUTIONS
 
 
 class BadEncoding(Refusal):
-    """The bytes are not a valid payload of their encoding (a scale of 0, NaN or inf, for example)."""
+    """Not a valid payload: a scale of 0, NaN or inf, for example."""
 
     code = "BAD_ENCODING"
+    status = "INVALID_ARGUMENT"
+    met = CONTRIBUTIONS
+    do = "Install equal versions."
+    look = "`diloco --version` on both machines"
 
 
 class NotFinite(Refusal):
-    """A value is NaN or infinite."""
+    """NaN, infinite, or so large that squares overflow."""
 
     code = "NOT_FINITE"
+    status = "INVALID_ARGUMENT"
+    met = CONTRIBUTIONS
+    do = "Restart the learner if it has diverged."
+    look = "the learner's loss and memory"
+    also = "ends a learner after five rounds in a row: begin again with a new optimizer"
 
 
 class NormTooLarge(Refusal):
-    """The norm is far above the usual norm of this fragment's contributions."""
+    """The norm is far above the others' for as many steps. With nobody to compare with, and among strangers: above
+    `guard.norm_factor` times the usual one."""
 
     code = "NORM_TOO_LARGE"
+    status = "OUT_OF_RANGE"
+    met = CONTRIBUTIONS
+    do = "Restart the learner if it has diverged. Among strangers, if all are refused, raise `guard.norm_factor`."
+    look = "the learner's loss, learning rate and memory"
 
 
 class Quarantined(Refusal):
-    """The learner's contributions were outliers again and again, so it is left out for a while."""
+    """The learner's contributions were outliers again and again; the message says for how long."""
 
     code = "QUARANTINED"
+    status = "FAILED_PRECONDITION"
+    met = CONTRIBUTIONS
+    do = "Restart it if it has diverged. Otherwise wait."
+    look = "its loss, data and memory; [DilocoLearnerQuarantined](runbook.md#dilocolearnerquarantined)"
 
 
 class Implausible(Refusal):
-    """The learner cannot have trained what it pushes, by its own reports and the shard's clock."""
+    """More tokens or steps than the learner has reported and can have trained."""
 
     code = "IMPLAUSIBLE"
+    status = "OUT_OF_RANGE"
+    met = CONTRIBUTIONS
+    do = "Nothing after a long absence: the limit grows with time. Else find out who runs it."
+    look = "tokens and steps that the loop gives to `learner.step`"
 
 
 class Busy(Refusal):
-    """Too many pushes are open at once; try again later."""
+    """Too many pushes, pulls, joins, learners or bytes at once."""
 
     code = "BUSY"
+    status = "RESOURCE_EXHAUSTED"
+    do = "Nothing: it is tried again. If it stays so, raise the limit in the message."
+    look = "[limits](operations.md#limits)"
 
 
 def refusal_from(code: str, message: str) -> Refusal:
@@ -431,10 +717,15 @@ def refusal_from(code: str, message: str) -> Refusal:
 
 def error_from(code: str, message: str) -> DilocoError:
     """The error with this stable code, whatever kind it is."""
+    return _with_words(next((kind for kind in all_kinds() if kind.code == code), DilocoError), message)
+
+
+def all_kinds() -> list[type[DilocoError]]:
+    """Every class of this file."""
     kinds = [DilocoError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    return _with_words(next((kind for kind in kinds if kind.code == code), DilocoError), message)
+    return [kind for kind in kinds if kind.__module__ == __name__]
 
 
 def _with_words(kind: type[E], message: str) -> E:

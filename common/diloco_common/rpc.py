@@ -199,46 +199,9 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 # ---------------------------------------------------------------- errors
 
-_STATUS: dict[type[errors.Refusal], grpc.StatusCode] = {
-    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    errors.Expired: grpc.StatusCode.UNAUTHENTICATED,
-    errors.Revoked: grpc.StatusCode.UNAUTHENTICATED,
-    errors.WrongIdentity: grpc.StatusCode.PERMISSION_DENIED,
-    errors.WrongScope: grpc.StatusCode.PERMISSION_DENIED,
-    errors.BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.BadLearnerId: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.BadSize: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.BadEncoding: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.UnknownEncoding: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFinite: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.BadChecksum: grpc.StatusCode.DATA_LOSS,
-    errors.TornUpload: grpc.StatusCode.UNAVAILABLE,
-    errors.UnknownFragment: grpc.StatusCode.NOT_FOUND,
-    errors.VersionGone: grpc.StatusCode.NOT_FOUND,
-    errors.NotSeeded: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.WrongRun: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ManifestMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.FrozenMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.NotJoined: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.LeaseExpired: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.Stalled: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.StaleGeneration: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.Superseded: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.WrongEpoch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.WrongRound: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.TooStale: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ContributionConflict: grpc.StatusCode.ALREADY_EXISTS,
-    errors.NormTooLarge: grpc.StatusCode.OUT_OF_RANGE,
-    errors.Quarantined: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.Implausible: grpc.StatusCode.OUT_OF_RANGE,
-    errors.Draining: grpc.StatusCode.UNAVAILABLE,
-    errors.Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
-
 
 def status_of(refusal: errors.Refusal) -> grpc.StatusCode:
-    return _STATUS.get(type(refusal), grpc.StatusCode.UNKNOWN)
+    return grpc.StatusCode[refusal.status]
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:

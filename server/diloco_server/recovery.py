@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco_common.errors import DataError
+from diloco_common.errors import DataError, WrongFolder
 from diloco_common.logs import Log
 from diloco_common.manifest import Fragment, Manifest, model_digest
 from diloco_common.settings import Settings
@@ -12,7 +12,7 @@ from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.fragment import Restored
 from diloco_server.core.outer import OuterOptimizer
-from diloco_server.storage.store import Found, Store, WrongFolder
+from diloco_server.storage.store import Found, Store
 
 
 def recover(

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from diloco_server.storage.store import NothingIntact
+from diloco_common.errors import NothingIntact
 from diloco_server.storage.version_file import parse_version_name, version_names
 from diloco_simulator.disk import Crashed, FakeDisk
 from diloco_simulator.options import Options

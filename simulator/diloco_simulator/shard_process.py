@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from diloco_common.errors import NothingIntact
 from diloco_server.core.cadence import needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import LAST_S
 from diloco_server.host import ShardHost
 from diloco_server.service import Service
-from diloco_server.storage.store import FileStore, MemoryStore, NothingIntact, Store
+from diloco_server.storage.store import FileStore, MemoryStore, Store
 from diloco_server.storage.version import Origin
 from diloco_simulator import invariants
 from diloco_simulator.disk import Crashed

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from moto.server import ThreadedMotoServer
 
+from diloco_common.errors import CheckpointExists
 from diloco_deploy.checkpoint import objects
 from diloco_deploy.cli import main
-from diloco_server.storage.checkpoint import MANIFEST, CheckpointExists
+from diloco_server.storage.checkpoint import MANIFEST
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.linking import is_checkpoint
 from stores import MANIFEST as MODEL

@@ -12,17 +12,20 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from diloco_common.errors import ConfigError
+from diloco_common.errors import (
+    CheckpointDamaged,
+    CheckpointExists,
+    CheckpointIncomplete,
+    CheckpointsDiffer,
+    ConfigError,
+    VersionDamaged,
+)
 from diloco_common.manifest import TensorSpec, companion_of, cut
 from diloco_deploy.checkpoint import sources
 from diloco_server.storage import linking
 from diloco_server.storage.checkpoint import (
     MANIFEST,
-    CheckpointDamaged,
-    CheckpointExists,
     CheckpointFile,
-    CheckpointIncomplete,
-    CheckpointsDiffer,
     Contents,
     NoCheckpoint,
     decode_manifest,
@@ -37,7 +40,6 @@ from diloco_server.storage.linking import is_checkpoint, take_checkpoint
 from diloco_server.storage.restoring import place, restore
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import Origin, StoredVersion
-from diloco_server.storage.version_file import VersionDamaged
 from stores import LONG_AGO, assert_equal, make_version
 
 TENSORS = [TensorSpec(f"layer.{i}.weight", (10, 70)) for i in range(6)]

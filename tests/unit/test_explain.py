@@ -48,7 +48,7 @@ ERRORS = errors_of_the_project()
 @pytest.mark.parametrize("code", sorted(ERRORS))
 def test_every_error_is_explained_with_its_exit_code_and_status(code: str) -> None:
     entry, kind = CODES[code], ERRORS[code]
-    if not entry.logged or entry.exit_code is not None:
+    if not entry.is_logged or entry.exit_code is not None:
         assert entry.exit_code == kind.exit_code
     if issubclass(kind, Refusal) and entry.kind is Kind.CALL:
         assert entry.status == rpc.status_of(kind.__new__(kind)).name

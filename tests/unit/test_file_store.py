@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco_common.errors import DataError
-from diloco_server.storage.store import FileStore, NothingIntact, Recovered, WrongFolder
+from diloco_common.errors import DataError, NothingIntact, WrongFolder
+from diloco_server.storage.store import FileStore, Recovered
 from diloco_server.storage.version import Origin
 from diloco_server.storage.version_file import version_name
 from diloco_simulator.disk import Crashed, FakeDisk, FakeFile

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from diloco_common.errors import VersionDamaged
 from diloco_common.manifest import Manifest, TensorSpec, companion_of, cut
 from diloco_server.storage.checkpoint import find_damage, read_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.regular import RegularCheckpoints
 from diloco_server.storage.store import FileStore
-from diloco_server.storage.version_file import VersionDamaged
 from stores import MANIFEST, ORIGIN, make_version, open_store
 
 W = TensorSpec("w", (10, 70))

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from diloco_common import bounds
+from diloco_common.errors import VersionDamaged
 from diloco_server.core.arithmetic import Values
 from diloco_server.storage import version_file
 from diloco_server.storage.filesystem import Disk, FileSystem
 from diloco_server.storage.version import StoredVersion
 from diloco_server.storage.version_file import (
     HEADER_BYTES_MAX,
-    VersionDamaged,
     check_version,
     read_header,
     read_version,

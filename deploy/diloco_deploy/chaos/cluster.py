@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from diloco_common.endpoints import write_json
-from diloco_common.errors import DilocoError
+from diloco_common.errors import NeverReady
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy.chaos.disks import SmallDisks
@@ -28,12 +28,6 @@ _READY_S = 120.0
 _TAIL_S = 3.0
 """Seconds of further training after the cluster has healed, so that all work of the measured time is merged."""
 _DRAIN_S = 20.0
-
-
-class NeverReady(DilocoError):
-    """The cluster did not come up."""
-
-    code = "CHAOS_NOT_READY"
 
 
 class ChaosCluster:

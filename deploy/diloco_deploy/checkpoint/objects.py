@@ -14,15 +14,13 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from diloco_common.errors import CannotConnect, ConfigError
-from diloco_server.storage.checkpoint import (
-    MANIFEST,
+from diloco_common.errors import (
     CheckpointExists,
-    CheckpointFile,
-    Contents,
-    check_listed,
-    encode_manifest,
+    ConfigError,
+    MissingExtra,
+    ObjectStoreFailed,
 )
+from diloco_server.storage.checkpoint import MANIFEST, CheckpointFile, Contents, check_listed, encode_manifest
 from diloco_server.storage.filesystem import Files, OldFile
 from diloco_server.storage.version_file import check_version
 
@@ -33,18 +31,6 @@ BLOCK_BYTES = 8 * 2**20
 RETRIES = 5
 RETRY_S = 60.0
 SCHEMES = ("s3", "gs", "az", "file")
-
-
-class MissingExtra(ConfigError):
-    """An optional dependency is not installed."""
-
-    code = "MISSING_EXTRA"
-
-
-class ObjectStoreFailed(CannotConnect):
-    """The object store refused a request, or does not answer."""
-
-    code = "OBJECT_STORE"
 
 
 def is_url(text: str) -> bool:

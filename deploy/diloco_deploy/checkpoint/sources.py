@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_common.errors import NoCheckpoint
+from diloco_common.errors import (
+    CheckpointIncomplete,
+    CheckpointsDiffer,
+    NoCheckpoint,
+    VersionDamaged,
+)
 from diloco_common.settings_loader import load_saved
 from diloco_deploy.checkpoint.objects import ObjectFolder, is_url
 from diloco_server.storage.checkpoint import (
     CheckpointFile,
-    CheckpointIncomplete,
-    CheckpointsDiffer,
     Contents,
     contents_of,
     describe,
@@ -24,7 +27,7 @@ from diloco_server.storage.checkpoint import (
 from diloco_server.storage.filesystem import Disk, Files, OldFile
 from diloco_server.storage.linking import TRIES, fragments_in, is_checkpoint
 from diloco_server.storage.version import StoredVersion
-from diloco_server.storage.version_file import Header, VersionDamaged, version_names
+from diloco_server.storage.version_file import Header, version_names
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ for them.""",
         """\
 A shard leaves a learner out. Of its last 16 contributions 8 were outliers: `NOT_FINITE`, `NORM_TOO_LARGE`, or more
 than 6 times (strangers: 8 times) as long as the others of their round. What it pushes is refused with `QUARANTINED`,
-for `guard.quarantine_s` at first, doubled each time up to tenfold. The log line `quarantined` and `/status` say why.""",
+for `guard.quarantine_s` at first, doubled each time up to tenfold. The log (`quarantined`) and `/status` say why.""",
         """\
 1. Its loss is NaN, or far above the others': restart it, so that it begins with the global weights. If it happens
    again, look at its data, learning rate and memory (ECC errors).

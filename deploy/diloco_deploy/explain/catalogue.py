@@ -10,11 +10,10 @@ from diloco_deploy.explain.alerts_of_runs import RUN_ALERTS
 from diloco_deploy.explain.entry import Entry, Kind
 from diloco_deploy.explain.findings import FINDINGS
 from diloco_deploy.explain.outcomes import EXITS, OUTCOMES
-from diloco_deploy.explain.refusals import CALLS, REJECTIONS
-from diloco_deploy.explain.troubles import TROUBLES
+from diloco_deploy.explain.troubles import ERRORS, WORDS
 
 ENTRIES: tuple[Entry, ...] = (
-    *CALLS, *REJECTIONS, *TROUBLES, *FINDINGS, *OUTCOMES, *RUN_ALERTS, *LEARNER_ALERTS, *EXITS,
+    *ERRORS, *WORDS, *FINDINGS, *OUTCOMES, *RUN_ALERTS, *LEARNER_ALERTS, *EXITS,
 )  # fmt: skip
 CODES = {entry.code: entry for entry in ENTRIES}
 

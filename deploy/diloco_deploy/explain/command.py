@@ -29,7 +29,7 @@ def _one(entry: Entry) -> Iterator[str]:
     where = [entry.kind.value]
     where += [f"gRPC status {entry.status}"] * bool(entry.status)
     where += [f"exit code {entry.exit_code}"] * (entry.exit_code is not None and entry.kind is not Kind.EXIT)
-    where += ["logged"] * entry.logged
+    where += ["logged"] * entry.is_logged
     yield f"{entry.code} ({', '.join(where)})"
     yield from _said("Means", entry.means)
     yield from _said("Also", entry.also)

@@ -38,5 +38,5 @@ class Entry:
     """Of a command that ends with it."""
     also: str = ""
     """Where else it is met."""
-    logged: bool = False
+    is_logged: bool = False
     """It stands in the log of a process that goes on."""

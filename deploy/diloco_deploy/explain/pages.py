@@ -68,7 +68,7 @@ def _deed(entry: Entry) -> str:
 
 
 def _ends(entry: Entry) -> str:
-    words = ["logged"] if entry.logged else []
+    words = ["logged"] if entry.is_logged else []
     return "; ".join([*words, *([] if entry.exit_code is None else [str(entry.exit_code)])])
 
 

@@ -16,14 +16,20 @@ from typing import Any
 import google_crc32c
 from pydantic import TypeAdapter
 
-from diloco_common.errors import BadRequest, DataError, NoCheckpoint
+from diloco_common.errors import (
+    BadRequest,
+    CheckpointDamaged,
+    CheckpointsDiffer,
+    DataError,
+    NoCheckpoint,
+    VersionDamaged,
+)
 from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut, differences, spec_of
 from diloco_server.storage.filesystem import Files, FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import (
     CHECKSUM_BYTES,
     Header,
-    VersionDamaged,
     check_version,
     read_header,
     read_version,
@@ -32,30 +38,6 @@ from diloco_server.storage.version_file import (
 
 MANIFEST = "checkpoint.json"
 FORMAT = "diloco-checkpoint-1"
-
-
-class CheckpointDamaged(DataError):
-    """The bytes of a checkpoint have changed since it was made."""
-
-    code = "CHECKPOINT_DAMAGED"
-
-
-class CheckpointIncomplete(DataError):
-    """Fragments are missing."""
-
-    code = "CHECKPOINT_INCOMPLETE"
-
-
-class CheckpointExists(DataError):
-    """There is a checkpoint of that name already. Checkpoints never change."""
-
-    code = "CHECKPOINT_EXISTS"
-
-
-class CheckpointsDiffer(DataError):
-    """The parts do not belong to one checkpoint: their runs, models or times differ."""
-
-    code = "CHECKPOINTS_DIFFER"
 
 
 @dataclass(frozen=True)

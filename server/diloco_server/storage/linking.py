@@ -13,19 +13,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_common.errors import NoCheckpoint
-from diloco_server.storage.checkpoint import (
-    MANIFEST,
-    CheckpointExists,
-    CheckpointFile,
-    CheckpointIncomplete,
-    Contents,
-    contents_of,
-    describe,
-    write_manifest,
-)
+from diloco_common.errors import CheckpointExists, CheckpointIncomplete, NoCheckpoint, VersionDamaged
+from diloco_server.storage.checkpoint import MANIFEST, CheckpointFile, Contents, contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk, open_private
-from diloco_server.storage.version_file import Header, VersionDamaged, parse_version_name, version_names
+from diloco_server.storage.version_file import Header, parse_version_name, version_names
 
 TRIES = 100
 """Attempts to link a fragment whose files keep vanishing. A shard would have to make a version during each of them."""

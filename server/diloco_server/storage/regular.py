@@ -12,11 +12,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from diloco_common.errors import VersionDamaged
 from diloco_common.manifest import Fragment, Manifest
 from diloco_server.storage.checkpoint import contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.linking import fragments_in, hard_link, is_checkpoint, remove_checkpoint
-from diloco_server.storage.version_file import VersionDamaged, version_name, version_names
+from diloco_server.storage.version_file import version_name, version_names
 
 FOLDER = "checkpoints"
 """In a data folder, and in the folder of a cluster."""

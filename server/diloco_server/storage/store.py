@@ -18,18 +18,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from diloco_common.errors import DataError
+from diloco_common.errors import NothingIntact, VersionDamaged, WrongFolder
 from diloco_common.manifest import Manifest, differences
 from diloco_server.storage.filesystem import FileSystem
 from diloco_server.storage.version import Origin, StoredVersion
-from diloco_server.storage.version_file import (
-    Header,
-    VersionDamaged,
-    parse_version_name,
-    read_version,
-    version_name,
-    write_version,
-)
+from diloco_server.storage.version_file import Header, parse_version_name, read_version, version_name, write_version
 
 KEPT = 2
 """Versions per fragment."""
@@ -37,18 +30,6 @@ TEMPORARY = ".tmp"
 DAMAGED = ".damaged"
 """Ends the names of files that recovery has passed over."""
 _EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)
-
-
-class NothingIntact(DataError):
-    """A fragment has versions, but none of them is intact."""
-
-    code = "NOTHING_INTACT"
-
-
-class WrongFolder(DataError):
-    """The data folder belongs to another run, shard or model."""
-
-    code = "WRONG_FOLDER"
 
 
 @dataclass(frozen=True)

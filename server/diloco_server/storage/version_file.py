@@ -32,7 +32,7 @@ from diloco_common.codec import CHUNK_ELEMENTS_MAX, Checksum, Chunk, Payload, Pa
 from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.change import ANCHOR
 from diloco_common.codec.frames import NewFrame
-from diloco_common.errors import BadRequest, DataError, plain
+from diloco_common.errors import BadRequest, DataError, VersionDamaged, plain
 from diloco_common.manifest import Manifest, check_tensors, cut, spec_of
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record, check_record
@@ -57,16 +57,6 @@ _LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
 
 
 _MORE = "For further information visit"  # a line of pydantic that says nothing here
-
-
-class VersionDamaged(DataError):
-    """The bytes of a version file have changed since it was written."""
-
-    code = "VERSION_DAMAGED"
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name} is damaged: {why}")
-        self.name, self.why = name, why
 
 
 @dataclass(frozen=True)
