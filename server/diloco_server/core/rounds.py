@@ -439,18 +439,14 @@ class Rounds:
         self._due.put_off(due[at_once:])
         patience_s, fragments = self.grace.patience_s(self.grace_s()), self._versions.fragments
         steps = {m.learner_id: m.counted.inner_step for m in live}
-        callings: dict[tuple[int, ...], Calling] = {}  # by generations: most fragments ask the same
-        for fragment_id in due[:at_once]:
-            asked = self._asks(fragments[fragment_id], live)
-            key = tuple(m.generation for m in asked)
+        callings: dict[tuple[bool, ...], Calling] = {}  # by whom they ask: most fragments ask the same
+        opening = due[:at_once]
+        all_asked = self._due.asked(opening, live, asks_all=self.trust.asks_all)
+        for fragment_id, asked in zip(opening, all_asked, strict=True):
+            key = tuple(asked)
             if key not in callings:
-                callings[key] = Calling.of(asked, patience_s, now)
+                callings[key] = Calling.of([*itertools.compress(live, asked)], patience_s, now)
             self._open(fragments[fragment_id], callings[key], steps, now)
-
-    def _asks(self, state: FragmentState, live: Sequence[Member]) -> Sequence[Member]:
-        """Whom a round asks."""
-        members = [m for m in live if m.takes_part(state.fragment.fragment_id)]
-        return members if self.trust.asks_all else self._due.ready(state, members)
 
     def _open(self, state: FragmentState, calling: Calling, steps: Mapping[str, int], now: float) -> None:
         """`steps`: of all live learners, whether they are asked or not."""
