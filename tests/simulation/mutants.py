@@ -60,7 +60,7 @@ def fence_nobody(original: Any) -> Any:
     def lose(self: Round, learner_id: str, quorum: Any) -> None:
         if learner_id in self.asked:
             self.lost.add(learner_id)
-            self.awaited.discard(learner_id)
+            self.awaited.pop(learner_id, None)
 
     return lose
 
@@ -137,7 +137,7 @@ def wait_for_the_dead(original: Any) -> Any:
     def lose(self: Round, learner_id: str, quorum: Any) -> Any:
         fenced = original(self, learner_id, quorum)
         if learner_id in self.asked:
-            self.awaited.add(learner_id)
+            self.awaited[learner_id] = self.asked[learner_id]
         return fenced
 
     return lose

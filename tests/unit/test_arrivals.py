@@ -13,7 +13,7 @@ from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Outcome, Progress, PushHeader
 from diloco_server.core.effects import RoundClosed
-from diloco_server.core.trust.arrivals import Arrivals, next_boundary
+from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary
 from diloco_server.core.trust.trail import Trail
 from lockstep import ShardShell
 
@@ -49,41 +49,59 @@ def test_a_learner_answers_at_its_next_step_boundary(
 
 def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_measured_link() -> None:
     arrivals = Arrivals()
-    arrivals.asked(0, 1, trail(9.5), PATIENCE_S, 10.0)
-    assert arrivals.expected_at(0, 1, 1000) == pytest.approx(10.5)  # nothing is known yet
+    call = Call(1, {arrivals: 10.5})
+    assert arrivals.expected_at(call, 1000) == pytest.approx(10.5)  # nothing is known yet
 
-    arrivals.header(0, 1, 10.7, wanted=True)
-    assert arrivals.expected_at(0, 1, 1000) == pytest.approx(10.7)
-    arrivals.bytes_came(0, 1, 1000, 12.7)
-    arrivals.asked(3, 5, trail(20.0), PATIENCE_S, 20.0)
+    arrivals.header(call, 10.7, wanted=True)
+    assert arrivals.expected_at(call, 1000) == pytest.approx(10.7)
+    arrivals.bytes_came(call, 1000, 12.7)
 
-    assert arrivals.expected_at(3, 5, 4000) == pytest.approx(21.0 + 0.2 + 8.0)
-    assert arrivals.expected_at(3, 4, 4000) == math.inf, "another round"
+    assert arrivals.expected_at(Call(5, {arrivals: 21.0}), 4000) == pytest.approx(21.0 + 0.2 + 8.0)
+    assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
+
+
+def test_a_learner_that_is_asked_again_is_expected_anew_and_the_others_as_before() -> None:
+    again, other = Arrivals(), Arrivals()
+    call = Call(1, {again: 10.5, other: 10.5})
+    again.header(call, 10.5, wanted=False)
+    assert [again.expected_at(call, 0), other.expected_at(call, 0)] == [math.inf, 10.5]
+    call.apart[again] = Expected(17.0)
+    assert [again.expected_at(call, 0), other.expected_at(call, 0)] == [17.0, 10.5]
 
 
 def test_a_contribution_in_parts_is_expected_until_all_are_there_and_measured_once() -> None:
     arrivals = Arrivals()
-    arrivals.asked(0, 1, trail(9.5), PATIENCE_S, 10.0)
+    call = Call(1, {arrivals: 10.5})
     for part_at in (10.7, 30.0):
-        arrivals.header(0, 1, part_at, wanted=True)
-        arrivals.bytes_came(0, 1, 1000, part_at + 2.0)
+        arrivals.header(call, part_at, wanted=True)
+        arrivals.bytes_came(call, 1000, part_at + 2.0)
     assert arrivals.s_per_element == pytest.approx(0.002)
-    assert arrivals.expected_at(0, 1, 1000) == pytest.approx(12.7)
+    assert arrivals.expected_at(call, 1000) == pytest.approx(12.7)
 
 
 def test_repeated_headers_measure_nothing() -> None:
     arrivals = Arrivals()
-    arrivals.asked(0, 1, trail(9.5), PATIENCE_S, 10.0)
-    arrivals.header(0, 1, 10.7, wanted=True)
-    arrivals.header(0, 1, 99.0, wanted=True)
+    call = Call(1, {arrivals: 10.5})
+    arrivals.header(call, 10.7, wanted=True)
+    arrivals.header(call, 99.0, wanted=True)
     assert arrivals.lag_s == pytest.approx(0.2)
+
+
+def test_bytes_that_were_not_wanted_or_not_asked_for_measure_nothing() -> None:
+    arrivals = Arrivals(s_per_element=1.0)
+    call = Call(1, {arrivals: 10.5})
+    arrivals.header(call, 10.7, wanted=False)
+    believed = arrivals.lag_s, arrivals.s_per_element
+    arrivals.header(call, 12.0, wanted=True)
+    for unheard_of in (call, Call(1, {})):
+        arrivals.bytes_came(unheard_of, 1000, 13.0)
+    assert (arrivals.lag_s, arrivals.s_per_element) == believed
 
 
 def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
     arrivals = Arrivals(s_per_element=1.0)
     for round_number in range(1, 101):
-        arrivals.asked(0, round_number, trail(0.0), PATIENCE_S, 0.0)
-        arrivals.header(0, round_number, 9.0, wanted=False)
+        arrivals.header(Call(round_number, {arrivals: 1.0}), 9.0, wanted=False)
     assert arrivals.s_per_element < 1e-4
 
 

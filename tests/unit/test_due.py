@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -37,16 +38,28 @@ def make_shard(fragments: int, version: int = 5, **sync: object) -> Shard:
 SPECS = [TensorSpec(f"w{i:04d}", (1,)) for i in range(64)]
 
 
-def dumb(shard: Shard, state: FragmentState, sync_every: int, quorum: int) -> bool:
-    """Whether a fragment is due, by looking at every learner."""
+def dumb(shard: Shard, state: FragmentState, sync_every: int, quorum: int) -> list[str] | None:
+    """Whom the round of a fragment asks, by looking at every learner; None: it is not due."""
     if state.phase is not Phase.RESTING:
-        return False
+        return None
+    fragment_id = state.fragment.fragment_id
     live = [m for m in shard.membership.live() if m.first_step is not None]
-    there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
+    there = [m for m in live if m.takes_part(fragment_id)]
     never = state.rounds_opened == 0 and state.version == 0
-    steps = first_interval(state.fragment.fragment_id, len(shard.fragments), sync_every) if never else sync_every
-    wanted = any(m.wants_last(state.fragment.fragment_id) for m in there)
-    return wanted or is_due(there, state.base_steps, steps, quorum)
+    steps = first_interval(fragment_id, len(shard.fragments), sync_every) if never else sync_every
+    wanted = any(m.wants_last(fragment_id) for m in there)
+    if not wanted and not is_due(there, state.base_steps, steps, quorum):
+        return None
+    ready = [m for m in there if m.progress.last_rounds is not None or unmerged(m, fragment_id) >= 0.75 * steps]
+    return [m.learner_id for m in ready or there]
+
+
+def unmerged(member: Member, fragment_id: int) -> float:
+    """Steps that a learner has to contribute."""
+    assert member.trail is not None
+    since = member.trail.merged_until.get(fragment_id)
+    has_begun_anew = since is not None and since.inner_step > member.counted.inner_step
+    return math.inf if since is None or has_begun_anew else member.counted.inner_step - since.inner_step
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -60,7 +73,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
         name = r.choice("abcdefg")
         member = members.get(name)
         if member is None or not member.live:
-            members[name] = shard.join(name, f"process {r.randint(0, 2)}{name}{now}", SPECS[:fragments], float(now))
+            members[name] = shard.join(name, f"process {r.randint(0, 1)}{name}", SPECS[:fragments], float(now))
             steps[name] = r.choice([0, 3, 1000])
         elif r.random() < 0.08:
             shard.leave(members.pop(name))
@@ -68,6 +81,11 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
             steps[name] += r.choice([0, 1, 1, 2, 7])
             leaving = frozenset(r.sample(range(fragments), 1)) if r.random() < 0.05 else member.progress.last_rounds
             shard.progress(member, Progress(steps[name], 0, None, 0.1, last_rounds=leaving), float(now))
+        merged, state = r.choice([*members.values()] or [None]), r.choice([*shard.fragments.values()])
+        if merged is not None and merged.trail is not None and state.phase is not Phase.COLLECTING:
+            steps_of = merged.counted.inner_step - r.randint(0, 6)
+            merged.trail.merged_until[state.fragment.fragment_id] = Progress(steps_of, 0)
+            state.phases.changed.add(state.fragment.fragment_id)  # as every version does
         if r.random() < 0.2:  # nobody answers; the round is given up, and is due again later
             for state in shard.fragments.values():
                 if state.round is not None:
@@ -77,11 +95,13 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
         shard._rounds._now = float(now)
         for state in [s for s in shard.fragments.values() if s.round is not None and s.round.is_void]:
             state.abandon_round()
-        expected = {p for p, state in shard.fragments.items() if dumb(shard, state, 4, quorum)}
+        found = {p: dumb(shard, state, 4, quorum) for p, state in shard.fragments.items()}
         shard.take_effects()
         shard.tick(float(now))
-        opened = {effect.fragment_id for effect in shard.take_effects() if isinstance(effect, RoundOpened)}
-        assert opened == expected
+        opened = [effect.fragment_id for effect in shard.take_effects() if isinstance(effect, RoundOpened)]
+        asked = {p: list(shard.fragments[p].call.boundaries) for p in opened}
+        whom = {p: [members[i].arrivals for i in asks] for p, asks in found.items() if asks is not None}
+        assert asked == whom
 
 
 def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +121,7 @@ def test_rounds_that_are_due_at_once_open_in_slices(monkeypatch: pytest.MonkeyPa
         shard.tick(0.04)
         opened.append(shard.open_rounds)
     assert opened == [4, 8, 14, 16]
+    assert len({id(state.call.boundaries) for state in shard.fragments.values()}) == 4  # one for all of a slice
     assert [members[0].asked, members[1].asked] == [8, 16]
     assert shard.fragments[15].round is not None
     assert sorted(shard.fragments[15].round.asked) == ["b", "c"]

@@ -42,7 +42,7 @@ def seed(state: FragmentState) -> None:
 
 
 def open_round(state: FragmentState) -> None:
-    state.open_round(Asking.of([ANN]), {}, 0.0)
+    state.open_round(Asking.of([ANN], 0.0, 0.0), {}, 0.0)
 
 
 def abandon_round(state: FragmentState) -> None:

@@ -321,10 +321,10 @@ def test_an_empty_part_is_legal_and_is_nothing() -> None:
 
 def test_an_empty_part_says_nothing_of_when_the_others_come() -> None:
     rig = Rig().started("island")
-    arrivals = rig.members["island"].arrivals
-    before = arrivals.expected_at(0, 1, SIZE), arrivals.s_per_element, arrivals.lag_s
+    arrivals, call = rig.members["island"].arrivals, rig.shard.fragments[0].call
+    before = arrivals.expected_at(call, SIZE), arrivals.s_per_element, arrivals.lag_s
     rig.push_part("island", torch.ones(SIZE), [(Range(0, SIZE),), ()], 1)
-    assert (arrivals.expected_at(0, 1, SIZE), arrivals.s_per_element, arrivals.lag_s) == before
+    assert (arrivals.expected_at(call, SIZE), arrivals.s_per_element, arrivals.lag_s) == before
 
 
 @pytest.mark.parametrize(("limit", "most"), [("RANGES_OF_ALL_MAX", 3), ("PADDING_MAX", 0)])

@@ -68,19 +68,28 @@ class DueFragments:
         """These were due, and are not opened yet: they come next, unless learners come or go."""
         self._put_off, self._put_off_by = list(due), {*self._columns}
 
-    def ready(self, state: FragmentState, members: Sequence[Member]) -> Sequence[Member]:
-        """Those of these learners that a round of this fragment asks.
+    def asked(self, due: Sequence[int], live: Sequence[Member], *, asks_all: bool) -> list[list[bool]]:
+        """Whom rounds of these fragments ask, of the learners that `among` was told of: by fragment, then by learner.
 
         A mean is as long as its parts are: 24 steps of one learner with 3 of another move the model by less than the 24
         alone. So a learner with few steps since its last merged contribution goes on. It gets the version like all
         others, and contributes to a later round. All are asked where a version would undo what they carry.
         """
-        fragment_id = state.fragment.fragment_id
-        if fragment_id in self._last or self._sync.on_commit != "carry":
-            return members
-        least = READY * int(self._intervals[self._rows[fragment_id]])
-        found = [m for m in members if m.progress.last_rounds is not None or m.steps_unmerged(fragment_id) >= least]
-        return found or members
+        there = torch.ones(len(due), len(live), dtype=torch.bool)
+        leaving = [i for i, m in enumerate(live) if m.progress.last_rounds is not None]
+        for i in leaving:
+            there[:, i] = torch.tensor([live[i].takes_part(p) for p in due])
+        found = there
+        if self._sync.on_commit == "carry" and not asks_all:
+            rows = [self._rows[p] for p in due]
+            steps = _tensor(m.counted.inner_step for m in live) - self._merged[rows][:, self._columns_of(live)]
+            ready = steps >= READY * self._intervals[rows, None].double()
+            ready |= steps < 0  # also of a process that has begun anew: it counts from 0
+            ready[:, leaving] = True
+            ready[[p in self._last for p in due]] = True
+            found = there & ready
+        asked: list[list[bool]] = torch.where(found.any(dim=1, keepdim=True), found, there).tolist()
+        return asked
 
     def usual_steps(self, fragment: Fragment) -> int:
         """Inner steps between two rounds of a fragment, as the settings have it."""
@@ -99,7 +108,8 @@ class DueFragments:
         self._intervals = torch.full((rows,), NEVER)  # inner steps until the next round; NEVER: not at rest
         self._left = torch.full((rows,), NEVER)  # of the budget, in tokens
         self._steps = torch.empty(rows, 0, dtype=torch.int64)  # by learner: where it counts from
-        self._tokens = torch.empty(rows, 0, dtype=torch.int64)  # the same of tokens, in a run that ends
+        self._merged = torch.empty(rows, 0, dtype=torch.int64)  # by learner: the step up to which its work is merged
+        self._tokens = torch.empty(rows, 0, dtype=torch.int64)  # where it counts from in tokens, in a run that ends
         self._phases.changed.update(self._ids)
 
     def _look_at_members(self, live: Sequence[Member]) -> None:
@@ -112,11 +122,14 @@ class DueFragments:
             room = torch.zeros(len(self._ids), max(have, len(new)), dtype=torch.int64)
             self._free += range(have, have + room.shape[1])
             self._steps = torch.cat([self._steps, room], dim=1)
+            self._merged = torch.cat([self._merged, room], dim=1)
             self._tokens = torch.cat([self._tokens, room], dim=1) if self._ends else self._tokens
         states = self._versions.fragments.values()
         for member in new:
             column = self._columns[member.generation] = self._free.pop()
             self._steps[:, column] = _tensor(_base_steps(state, member) for state in states)
+            is_new = member.trail is None or not member.trail.merged_until
+            self._merged[:, column] = NEVER if is_new else _tensor(_merged_steps(p, member) for p in self._ids)
             if self._ends:
                 self._tokens[:, column] = _tensor(_base_tokens(state, member) for state in states)
 
@@ -133,6 +146,7 @@ class DueFragments:
             self._left[row] = NEVER if state.fragment.companion or not rests else budget.tokens - state.tokens_merged
             if rests:
                 self._steps[row, columns] = _tensor(_base_steps(state, m) for m in live)
+                self._merged[row, columns] = _tensor(_merged_steps(fragment_id, m) for m in live)
             if rests and self._ends:
                 self._tokens[row, columns] = _tensor(_base_tokens(state, m) for m in live)
         changed.clear()
@@ -217,3 +231,9 @@ def _base_steps(state: FragmentState, member: Member) -> int:
 def _base_tokens(state: FragmentState, member: Member) -> int:
     """Those that count as trained begin here; NEVER: it has not been asked yet."""
     return state.base_tokens.get(member.learner_id, NEVER)
+
+
+def _merged_steps(fragment_id: int, member: Member) -> int:
+    """The step up to which its work is merged into this fragment; NEVER: none is, as far as is known."""
+    since = None if member.trail is None else member.trail.merged_until.get(fragment_id)
+    return NEVER if since is None else since.inner_step

@@ -16,6 +16,7 @@ from diloco_server.core.parts import HalfContribution
 from diloco_server.core.pool import Latest
 from diloco_server.core.record import NORM_QUIET, Record, empty_record
 from diloco_server.core.round import Contribution, Round
+from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary
 from diloco_server.core.trust.counting import Share, count
 
 KEPT_MAX = 4
@@ -58,10 +59,16 @@ class Asking:
 
     generations: dict[str, int]
     tokens: dict[str, int]
+    boundaries: dict[Arrivals, float]
+    """Of the step after which each contributes."""
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> Asking:
-        return cls({m.learner_id: m.generation for m in members}, {m.learner_id: m.counted.tokens for m in members})
+    def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Asking:
+        return cls(
+            {m.learner_id: m.generation for m in members},
+            {m.learner_id: m.counted.tokens for m in members},
+            {m.arrivals: next_boundary(m.trail, patience_s, now) for m in members},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,8 @@ class FragmentState:
     """Epoch and version that was restored when this epoch began; None: there was none."""
     seen_lost: int = 0
     """The latest version above the recovered one that a learner turned out to hold."""
+    call: Call = field(default_factory=lambda: Call(0, {}), repr=False)
+    """What the last round of this epoch has asked for, open or not."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
     """Learner -> inner step that counted when the last round opened, for the cadence."""
@@ -170,19 +179,21 @@ class FragmentState:
         of all live ones."""
         assert self.phase is Phase.RESTING
         self.collected = Round(self.version + 1, now, asking.generations.copy())
+        self.call = Call(self.collected.round, asking.boundaries)
         self.rounds_opened += 1
         self.base_steps = dict(steps)
         self.base_tokens |= asking.tokens
         self._enter(Phase.COLLECTING)
         return self.collected
 
-    def ask_again(self, live: Sequence[Member], now: float) -> list[Member]:
+    def ask_again(self, live: Sequence[Member], patience_s: float, now: float) -> list[Member]:
         """COLLECTING: ask those as well that were refused, have joined again, or came later. Returns them."""
         assert self.round is not None
         self.round.asked_at = now
         again = [m for m in live if self.round.ask_again(m.learner_id, m.generation)]
         self.base_steps |= {m.learner_id: m.counted.inner_step for m in again}
         self.base_tokens |= {m.learner_id: m.counted.tokens for m in again}
+        self.call.apart |= {m.arrivals: Expected(next_boundary(m.trail, patience_s, now)) for m in again}
         return again
 
     def abandon_round(self, *, is_over: bool = False) -> None:

@@ -108,12 +108,6 @@ class Member:
         """In rounds of this fragment. Who leaves does so only where it has work that nobody else has."""
         return self.progress.last_rounds is None or fragment_id in self.progress.last_rounds
 
-    def steps_unmerged(self, fragment_id: int) -> float:
-        """Inner steps since what is merged of it in this fragment; infinite where nothing is, as far as is known."""
-        since = None if self.trail is None else self.trail.merged_until.get(fragment_id)
-        steps = -1 if since is None else self.counted.inner_step - since.inner_step
-        return steps if steps >= 0 else math.inf  # a process that has begun anew counts from 0
-
     def wants_last(self, fragment_id: int) -> bool:
         """It leaves, and a round of this fragment is to be opened for what it has trained."""
         return fragment_id in (self.progress.last_rounds or ()) and fragment_id not in self.had_last

@@ -104,20 +104,21 @@ class Round:
     """When the usual one of those that were asked is expected to have contributed; 0: not known."""
     awaited_last: str = ""
     """The learner for which it turned out last that waiting is worth while: asked about first, the next time."""
-    awaited: set[str] = field(init=False)
-    """Learners that are still expected to contribute: those asked, but not the lost, the refused, and who has."""
+    awaited: dict[str, int] = field(init=False)
+    """Those of `asked` that are still expected to contribute: not the lost, the refused, and who has. No set: in a
+    set Python's garbage collector would look at each of a million names. Up to 3.13 it passes over a dict of them."""
 
     def __post_init__(self) -> None:
         self.asked_at = self.opened_at
-        self.awaited = set(self.asked)
-        self.awaited.difference_update(self.lost, self.refused, self.contributions)
+        over = {*self.lost, *self.refused, *self.contributions}
+        self.awaited = {i: g for i, g in self.asked.items() if i not in over} if over else self.asked.copy()
 
     def ask_again(self, learner_id: str, generation: int) -> bool:
         """Ask a learner that is not expected to contribute any more, or never was. Returns whether it is one."""
         if learner_id in self.contributions or learner_id in self.awaited:
             return False
         self.asked[learner_id] = generation
-        self.awaited.add(learner_id)
+        self.awaited[learner_id] = generation
         self.lost.discard(learner_id)
         self.refused.discard(learner_id)
         return True
@@ -132,7 +133,7 @@ class Round:
         assert self.asked.get(contribution.learner_id) == contribution.generation
         self.halves.pop(contribution.learner_id, None)
         self.contributions[contribution.learner_id] = contribution
-        self.awaited.discard(contribution.learner_id)
+        self.awaited.pop(contribution.learner_id, None)
         self.look(quorum, now)
 
     def look(self, quorum: Quorum, now: float) -> None:
@@ -150,10 +151,10 @@ class Round:
         half = self.halves.get(learner_id)
         if half is not None and whole in (None, half.whole):
             del self.halves[learner_id]
-        waited = learner_id in self.awaited and self.asked[learner_id] == generation
+        waited = self.awaited.get(learner_id) == generation
         if waited:
             self.refused.add(learner_id)
-            self.awaited.discard(learner_id)
+            del self.awaited[learner_id]
         return waited
 
     def lose(self, learner_id: str, quorum: Quorum) -> Contribution | None:
@@ -164,7 +165,7 @@ class Round:
         if learner_id not in self.asked:
             return None
         self.lost.add(learner_id)
-        self.awaited.discard(learner_id)
+        self.awaited.pop(learner_id, None)
         self.halves.pop(learner_id, None)
         fenced = self.contributions.pop(learner_id, None)
         if len(self.contributions) < needed(quorum, len(self.asked)):

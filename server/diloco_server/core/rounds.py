@@ -16,7 +16,6 @@ import torch
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Busy, ContributionConflict, NormTooLarge, NotSeeded, Quarantined, Refusal
-from diloco_common.manifest import Fragment
 from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings
 from diloco_server.core import admission, guards
@@ -41,7 +40,7 @@ from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
 from diloco_server.core.round import Contribution, Round, total_norm
-from diloco_server.core.trust.arrivals import Arrivals, Called, next_boundary
+from diloco_server.core.trust.arrivals import Call
 from diloco_server.core.trust.conduct import CODES, Quarantine
 from diloco_server.core.trust.trust import Trust
 from diloco_server.core.versions import Versions
@@ -60,8 +59,6 @@ class Calling:
 
     members: Sequence[Member]
     asking: Asking
-    boundaries: Mapping[Arrivals, float]
-    """Of the step after which each contributes."""
     leaving: list[Member]
     begins: torch.Tensor
     """When the bytes of each should begin to come: float64 [members]."""
@@ -70,14 +67,13 @@ class Calling:
 
     @classmethod
     def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Calling:
-        boundaries = [now if m.trail is None else next_boundary(m.trail, patience_s, now) for m in members]
-        lags = [m.arrivals.lag_s or 0.0 for m in members]
+        asking = Asking.of(members, patience_s, now)
+        begins = [boundary_at + (arrivals.lag_s or 0.0) for arrivals, boundary_at in asking.boundaries.items()]
         return cls(
             members,
-            Asking.of(members),
-            dict(zip((m.arrivals for m in members), boundaries, strict=True)),
+            asking,
             [m for m in members if m.progress.last_rounds is not None],
-            torch.tensor(boundaries, dtype=torch.float64) + torch.tensor(lags, dtype=torch.float64),
+            torch.tensor(begins, dtype=torch.float64),
             torch.tensor([m.arrivals.s_per_element for m in members], dtype=torch.float64),
         )
 
@@ -119,8 +115,9 @@ class Rounds:
             raise
         except Refusal as refusal:
             answer = self.reject(member, header, refusal)
-        if answer is not HELD:  # an empty part says nothing of when the others come
-            member.arrivals.header(header.fragment_id, header.round, self._now, wanted=answer is None)
+        call = self._call(header)
+        if call is not None and answer is not HELD:  # an empty part says nothing of when the others come
+            member.arrivals.header(call, self._now, wanted=answer is None)
         return answer
 
     def contribute(
@@ -132,7 +129,9 @@ class Rounds:
         A part is held until the others are there. Raises Busy: another learner is bringing version 0 in parts.
         """
         self._now = now
-        member.arrivals.bytes_came(header.fragment_id, header.round, header.payload.num_elements, now)
+        call = self._call(header)
+        if call is not None:
+            member.arrivals.bytes_came(call, header.payload.num_elements, now)
         try:
             answer = self._admit(member, header)
             if answer is not None:
@@ -162,6 +161,11 @@ class Rounds:
             member.takes_last(header.fragment_id)  # what an older report asks for is in this one
         self._count(member, header, ACCEPTED)
         return ACCEPTED
+
+    def _call(self, header: PushHeader) -> Call | None:
+        """What a push answers, if that is what was asked for last."""
+        state = self._versions.fragments.get(header.fragment_id)
+        return state.call if state is not None and state.call.round == header.round else None
 
     def _check_values(
         self, member: Member, header: PushHeader, piece_norms: Sequence[float], state: FragmentState, *, is_whole: bool
@@ -370,12 +374,11 @@ class Rounds:
         if not self.grace.waits_for_expected:
             return latest
         until = min(max(collecting.quorum_at, collecting.usual_at) + self.grace.patience_s(grace_s), latest)
-        fragment_id, num_elements = state.fragment.fragment_id, state.fragment.num_elements
         for learner_id in itertools.chain([collecting.awaited_last], collecting.awaited):
             member = self._membership.get(learner_id) if learner_id in collecting.awaited else None
             if member is None or member.is_idle:
                 continue
-            if member.arrivals.expected_at(fragment_id, collecting.round, num_elements) <= until:
+            if member.arrivals.expected_at(state.call, state.fragment.num_elements) <= until:
                 collecting.awaited_last = learner_id
                 return until
         return now
@@ -412,9 +415,8 @@ class Rounds:
             if m.first_step is not None and not self.quarantine.holds(m.learner_id)
         ]  # fmt: skip
         for state in self._collecting():
-            fragment_id = state.fragment.fragment_id
             if state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
-                self._ask(state, state.ask_again([m for m in live if m.takes_part(fragment_id)], now))
+                self._ask_again(state, live, now)
         self._open_some(self._due.among(live, self.trust.quorum(live, self._sync.quorum)), live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
@@ -437,49 +439,41 @@ class Rounds:
         self._due.put_off(due[at_once:])
         patience_s, fragments = self.grace.patience_s(self.grace_s()), self._versions.fragments
         steps = {m.learner_id: m.counted.inner_step for m in live}
-        callings: dict[tuple[int, ...], Calling] = {}  # by generations: most fragments ask the same
-        for fragment_id in due[:at_once]:
-            asked = self._asks(fragments[fragment_id], live)
-            key = tuple(m.generation for m in asked)
+        callings: dict[tuple[bool, ...], Calling] = {}  # by whom they ask: most fragments ask the same
+        opening = due[:at_once]
+        all_asked = self._due.asked(opening, live, asks_all=self.trust.asks_all)
+        for fragment_id, asked in zip(opening, all_asked, strict=True):
+            key = tuple(asked)
             if key not in callings:
-                callings[key] = Calling.of(asked, patience_s, now)
+                callings[key] = Calling.of([*itertools.compress(live, asked)], patience_s, now)
             self._open(fragments[fragment_id], callings[key], steps, now)
-
-    def _asks(self, state: FragmentState, live: Sequence[Member]) -> Sequence[Member]:
-        """Whom a round asks."""
-        members = [m for m in live if m.takes_part(state.fragment.fragment_id)]
-        return members if self.trust.asks_all else self._due.ready(state, members)
 
     def _open(self, state: FragmentState, calling: Calling, steps: Mapping[str, int], now: float) -> None:
         """`steps`: of all live learners, whether they are asked or not."""
         opened, live = state.open_round(calling.asking, steps, now), calling.members
-        fragment_id, number, request = state.fragment.fragment_id, opened.round, state.request()
+        fragment_id = state.fragment.fragment_id
         opened.last_of |= {m.learner_id for m in calling.leaving if m.takes_last(fragment_id)}
-        self._outbox.add(RoundOpened(fragment_id, number, len(live)))
-        call = Called(number, calling.boundaries)
+        self._outbox.add(RoundOpened(fragment_id, opened.round, len(live)))
         for member in live:
             member.asked += 1
-            member.arrivals.called(fragment_id, call)
-        self._outbox.tell_all(live, request)
+        self._outbox.tell_all(live, state.request())
         opened.usual_at = calling.usual_at(state.fragment.num_elements)
 
-    def _ask(self, state: FragmentState, members: Sequence[Member]) -> None:
-        patience_s, request = self.grace.patience_s(self.grace_s()), state.request()
-        for member in members:
+    def _ask_again(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
+        there = [m for m in live if m.takes_part(state.fragment.fragment_id)]
+        asked = state.ask_again(there, self.grace.patience_s(self.grace_s()), now)
+        for member in asked:
             member.asked += 1
-            member.arrivals.asked(request.fragment_id, request.round, member.trail, patience_s, self._now)
-            self._outbox.tell(member, request)
+            self._outbox.tell(member, state.request())
         assert state.round is not None
-        if members:
-            state.round.usual_at = self._usual_at(state.round, state.fragment)
+        if asked:
+            state.round.usual_at = self._usual_at(state, state.round)
 
-    def _usual_at(self, collecting: Round, fragment: Fragment) -> float:
+    def _usual_at(self, state: FragmentState, collecting: Round) -> float:
         """When the usual one of all that this round asked, earlier or now, is expected to have contributed."""
         found = {learner_id: self._membership.get(learner_id) for learner_id in collecting.asked}
         members = [m for i, m in found.items() if m is not None and m.generation == collecting.asked[i]]
-        return median_low(
-            m.arrivals.expected_at(fragment.fragment_id, collecting.round, fragment.num_elements) for m in members
-        )
+        return median_low(m.arrivals.expected_at(state.call, state.fragment.num_elements) for m in members)
 
     def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
         is_over = self._versions.done and state.fragment.companion
