@@ -218,7 +218,7 @@ sbom: $(WHEELS_INSTALLED) ## Build the wheels; write what they and the images ar
 	@ls dist
 
 # Minutes, not hours. `make quality` takes hours.
-BENCHMARKS := $(addprefix benchmarks/,outer_round.py step_cost.py shard_memory.py straggler.py recovery.py)
+BENCHMARKS := $(addprefix benchmarks/,outer_round.py step_cost.py shard_memory.py slices.py straggler.py recovery.py)
 
 .PHONY: bench
 bench: $(INSTALLED) ## Run the benchmarks of a round, a step, a shard, a straggler, a recovery (docs/performance.md)

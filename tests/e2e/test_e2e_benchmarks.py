@@ -30,6 +30,11 @@ def test_growth_says_what_one_core_serves() -> None:
     assert min(*one, *two) > 0
 
 
+def test_slices_open_a_round_of_every_fragment() -> None:
+    said = run("slices.py", "--learners=9", "--fragments=5").stdout
+    assert said.startswith("5 rounds opened for 9 learners")
+
+
 def test_an_outer_round_is_measured_beside_gloo(tmp_path: Path) -> None:
     path = tmp_path / "round.json"
     printed = run(
