@@ -145,12 +145,7 @@ def join(
         Refusal: a shard refuses this learner (other model, other run, wrong token, ...).
         ChildOfLearner: this process is a child of a learner, and would join in its place.
     """
-    check_word("log", log, ("stderr", None))
-    if log == "stderr":
-        logs.listen()
-        uncaught.say_in_one_line()
-    else:
-        logs.keep_quiet()
+    _listen(log)
     addresses = addresses_of(shards)
     check_who(run, learner_id, tls, token)
     check_seconds("wait_s", wait_s)
@@ -161,8 +156,7 @@ def join(
         raise WrongCall(f"http= is {shown(http)}: give an address to serve on, such as 127.0.0.1:0, or leave it out")
     credentials = Credentials(None if tls is None else Path(tls), token)
     saved = read_state(state, run)
-    wanted = learner_id or (saved.learner_id if saved is not None else "")
-    name = credentials.learner_id(wanted, run)
+    name = credentials.learner_id(learner_id or (saved.learner_id if saved is not None else ""), run)
     children.check_may_join(run, name)
     module = as_module(model)
     _check_ranks(module, island)
@@ -170,31 +164,20 @@ def join(
     group: IslandGroup | None = None
     if ranks.is_together(island):
         group, name = form_island(island, name, saved)
-    if frozen not in ("same", "any"):
-        raise ConfigError(f'frozen={frozen!r} is neither "same" nor "any"')
-    if group is None:
-        replica, averaged = _synchronised(chosen, mean_merge, companions)
-    elif companions is not None:
-        raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
-    else:
-        replica, averaged = make_replica(chosen, mean_merge, group), None
-    if masters is not None:
-        if replica.is_spread:
-            raise UnsupportedModel("masters=: copies under fully_shard get no versions yet; shard float32 parameters")
-        replica.keep_copies(find_copies(masters, chosen))
-    if residuals not in ("device", "host"):
-        raise ConfigError(f'residuals={residuals!r} is neither "device" nor "host"')
-    if snapshots not in ("step", "background"):
-        raise ConfigError(f'snapshots={snapshots!r} is neither "step" nor "background"')
+    for argument, word, known in (
+        ("frozen", frozen, ("same", "any")), ("residuals", residuals, ("device", "host")),
+        ("snapshots", snapshots, ("step", "background")),
+    ):  # fmt: skip
+        if word not in known:
+            either = " nor ".join(f'"{one}"' for one in known)
+            raise ConfigError(f"{argument}={word!r} is neither {either}")
+    replica, averaged = _replica_of(chosen, mean_merge, companions, masters, group)
     replica.reads_later = snapshots == "background" and replica.device.type == "cpu" and group is None
     world = real_world()
     caller = Caller(run, name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
     if caller.rank:  # the leader speaks for all
         http, address_file, history, name = None, None, None, f"{name}/{caller.rank}"
-    recorded = None if history is None else _recorded(Path(history), name)
-    telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
-    if credentials.tls() is not None:
-        telemetry.metrics.certificates.follow(credentials.files)
+    telemetry = _telemetry(caller, name, world, history, credentials)
     if replica.device.type == "cpu":
         _say_kernels(telemetry.log)
     if residuals == "host":
@@ -263,6 +246,46 @@ def _synchronised(
         return Replica(chosen, mean_merge), None
     averaged = Companions(companions, chosen)
     return Replica(chosen, mean_merge, averaged.by_name), averaged
+
+
+def _replica_of(
+    chosen: SharedSet, mean_merge: Collection[str] | None, companions: Optimizer | Sequence[Optimizer] | None,
+    masters: Masters | None, group: IslandGroup | None,
+) -> tuple[Replica, Companions | None]:  # fmt: skip
+    """The part of a model that this process has, and what is averaged beside it. Raises UnsupportedModel and
+    ConfigError."""
+    if group is None:
+        replica, averaged = _synchronised(chosen, mean_merge, companions)
+    elif companions is not None:
+        raise UnsupportedModel("companions=: an island cannot average its momentum yet; leave it local")
+    else:
+        replica, averaged = make_replica(chosen, mean_merge, group), None
+    if masters is not None:
+        if replica.is_spread:
+            raise UnsupportedModel("masters=: copies under fully_shard get no versions yet; shard float32 parameters")
+        replica.keep_copies(find_copies(masters, chosen))
+    return replica, averaged
+
+
+def _listen(log: Literal["stderr"] | None) -> None:
+    """Raises WrongCall."""
+    check_word("log", log, ("stderr", None))
+    if log == "stderr":
+        logs.listen()
+        uncaught.say_in_one_line()
+    else:
+        logs.keep_quiet()
+
+
+def _telemetry(
+    caller: Caller, name: str, world: World, history: str | Path | None, credentials: Credentials
+) -> LearnerTelemetry:
+    """Raises ConfigError."""
+    recorded = None if history is None else _recorded(Path(history), name)
+    telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)
+    if credentials.tls() is not None:
+        telemetry.metrics.certificates.follow(credentials.files)
+    return telemetry
 
 
 def _recorded(folder: Path, name: str) -> HistoryFile:
