@@ -29,7 +29,8 @@ from diloco_simulator.options import (
 from diloco_simulator.runner import run_seeds
 
 SCHEDULES = 150
-SHORT_SCHEDULES = 100
+QUICK = 50
+"""Of them, in `make test`; the short ones beyond the first are those of `make simulate`."""
 CHUNK = 25
 DRAWN = 1000
 REGRESSIONS = [
@@ -44,7 +45,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=[pytest.mark.gate] * (first >= QUICK)) for first in range(0, SCHEDULES, CHUNK)],
+)
 def test_every_invariant_holds_in_every_schedule(first: int) -> None:
     drawn = [draw_options(seed) for seed in range(first, first + CHUNK)]
     versions = sum(run_schedule(options).counts.get("versions", 0) for options in drawn)
@@ -52,10 +56,9 @@ def test_every_invariant_holds_in_every_schedule(first: int) -> None:
     assert versions > CHUNK, "schedules in which nothing is merged show nothing"
 
 
-@pytest.mark.parametrize("first", range(0, SHORT_SCHEDULES, CHUNK))
-def test_every_invariant_holds_in_every_short_schedule(first: int) -> None:
-    """Fault 25: CI runs a thousand by the command, and `make simulate` ten thousand."""
-    tally = run_seeds("short", range(first, first + CHUNK))
+def test_every_invariant_holds_in_every_short_schedule() -> None:
+    """Fault 25: CI runs three hundred by the command, and `make simulate` ten thousand."""
+    tally = run_seeds("short", range(CHUNK))
 
     assert not tally.failures, next(iter(tally.failures.values()))
     assert tally.counts["versions"] > 6 * CHUNK, "two versions of each of three fragments, on average"
@@ -156,13 +159,21 @@ def test_a_name_of_no_schedule_is_told_how_to_say_it(capsys: pytest.CaptureFixtu
     assert "say companions:SEED or islands:SEED or long:SEED or memory:SEED or short:SEED" in capsys.readouterr().err
 
 
+@pytest.mark.gate
 @pytest.mark.timeout(900)  # three minutes of a core
 def test_50_seeds_give_the_same_traces_in_every_process_and_python(repository: Path) -> None:
     """Fault 25: a failing seed replays. Another process has other hashes and other addresses of objects."""
-    traces = [_traces(repository, python, hash_seed) for python, hash_seed in zip(_pythons(), "12", strict=False)]
+    traces = [_traces(repository, python, hash_seed, 25) for python, hash_seed in zip(_pythons(), "12", strict=False)]
 
     assert traces[0] == traces[1]
     assert len(set(traces[0])) == 50
+
+
+def test_a_few_seeds_give_the_same_traces_in_two_processes(repository: Path) -> None:
+    traces = [_traces(repository, sys.executable, hash_seed, 2) for hash_seed in "12"]
+
+    assert traces[0] == traces[1]
+    assert len(set(traces[0])) == 4
 
 
 def test_a_failure_names_its_seed_its_options_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,14 +210,14 @@ def _runs(python: str, code: str) -> bool:
     return subprocess.run([python, "-c", code], capture_output=True, timeout=280).returncode == 0
 
 
-def _traces(repository: Path, python: str, hash_seed: str) -> list[str]:
-    """Of 25 schedules of each family."""
+def _traces(repository: Path, python: str, hash_seed: str, seeds: int) -> list[str]:
+    """Of so many schedules of each family."""
     code = (
         "import torch; torch.set_num_threads(1)\n"
         "from diloco_simulator.cluster import run_schedule\n"
         "from diloco_simulator.options import draw\n"
         "for family in ('short', 'long'):\n"
-        "    for seed in range(25):\n"
+        f"    for seed in range({seeds}):\n"
         "        print(run_schedule(draw(f'{family}:{seed}')).trace)"
     )
     return _run(repository, python, "-c", code, PYTHONHASHSEED=hash_seed).split()
