@@ -17,7 +17,7 @@ import forks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RANKS = 2
-ALONE_S = 10.0
+ALONE_S = 1.0
 """What torchrun would end at once gets so long to end by itself: so it can be read what it says."""
 CODE = re.compile(r"\[([A-Z_]+)\]$")
 
