@@ -236,6 +236,7 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path, aver
 EVERYWHERE = {"shard.listen": "0.0.0.0:0", "shard.http": "0.0.0.0:0", "worker.http": "0.0.0.0:0"}
 
 
+@pytest.mark.gate
 def test_a_cluster_that_other_machines_reach_speaks_tls_with_no_extra_command(tmp_path: Path) -> None:
     run = Up(tmp_path / "run", 1, 2, 0, **EVERYWHERE)
 

@@ -16,6 +16,9 @@ from diloco_simulator.options import Options, draw_options, draw_short
 from diloco_simulator.plot import FOREIGN, MANNERS, TACTICS
 
 SEEDS = 6
+QUICK = pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, SEEDS), marks=pytest.mark.gate)], ids=["quick", "more"]
+)
 DRAWN = 1000
 
 
@@ -32,15 +35,17 @@ def one_thread() -> None:
     ],
     ids=["claims", "steps", "step times", "open pushes", "payloads", "other identities"],
 )  # fmt: skip
-def test_honest_learners_keep_all_promises_beside_hostile_ones(draw: Callable[[int], Options]) -> None:
-    versions = sum(run_schedule(draw(seed)).counts["versions"] for seed in range(SEEDS))
+@QUICK
+def test_honest_learners_keep_all_promises_beside_hostile_ones(draw: Callable[[int], Options], seeds: range) -> None:
+    versions = sum(run_schedule(draw(seed)).counts["versions"] for seed in seeds)
 
-    assert versions > SEEDS, "schedules in which nothing is merged show nothing"
+    assert versions > len(seeds), "schedules in which nothing is merged show nothing"
 
 
-def test_a_silent_learner_holds_up_no_round_that_all_others_have_lost() -> None:
+@QUICK
+def test_a_silent_learner_holds_up_no_round_that_all_others_have_lost(seeds: range) -> None:
     """P6. The others were refused, or have joined again since: nobody else can contribute to the round."""
-    for seed in range(SEEDS):
+    for seed in seeds:
         run_schedule(schedules.silent(seed))
 
 
