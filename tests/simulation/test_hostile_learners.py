@@ -63,6 +63,7 @@ def test_some_schedules_have_hostile_learners_and_most_have_none(draw: Callable[
     assert all(options.quorum in (1, 2) for options in hostile), "a round that waits for all waits for liars"
 
 
+@pytest.mark.gate
 def test_every_tactic_is_tried_and_some_lies_are_believed() -> None:
     counts = hostile_counts()
 
@@ -70,6 +71,7 @@ def test_every_tactic_is_tried_and_some_lies_are_believed() -> None:
     assert counts["hostile pushes: accepted"] > 20
 
 
+@pytest.mark.gate
 def test_hostile_learners_meet_most_refusals() -> None:
     counts = hostile_counts()
     of_pushes = {what.removeprefix("hostile pushes: ") for what in counts}

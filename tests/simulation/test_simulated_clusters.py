@@ -29,7 +29,7 @@ from diloco_simulator.options import (
 from diloco_simulator.runner import run_seeds
 
 SCHEDULES = 150
-QUICK = 50
+QUICK = 25
 """Of them, in `make test`; the short ones beyond the first are those of `make simulate`."""
 CHUNK = 25
 DRAWN = 1000
@@ -64,8 +64,11 @@ def test_every_invariant_holds_in_every_short_schedule() -> None:
     assert tally.counts["versions"] > 6 * CHUNK, "two versions of each of three fragments, on average"
 
 
-def test_a_learner_that_its_shard_forgot_counts_nothing_twice() -> None:
-    counts = (run_schedule(schedules.forgetful(seed)).counts for seed in range(20, 60))
+@pytest.mark.parametrize(
+    "seeds", [range(33, 36), pytest.param(range(20, 60), marks=pytest.mark.gate)], ids=["quick", "more"]
+)
+def test_a_learner_that_its_shard_forgot_counts_nothing_twice(seeds: range) -> None:
+    counts = (run_schedule(schedules.forgetful(seed)).counts for seed in seeds)
 
     assert sum(c.get("learned that forgotten", 0) for c in counts) > 0
 
@@ -82,10 +85,11 @@ def test_a_learner_that_its_shard_forgot_counts_nothing_twice() -> None:
     ],
     ids=["resumed", "emptied", "not finite", "lossy", "slow snapshots", "replaced"],
 )
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.gate)], ids=["quick", "more"])
 def test_what_is_rare_in_drawn_schedules_is_tried_on_its_own(
-    draw_one: Callable[[int], Options], comes_about: str
+    draw_one: Callable[[int], Options], comes_about: str, seeds: range
 ) -> None:
-    assert sum(run_schedule(draw_one(seed)).counts.get(comes_about, 0) for seed in range(10)) > 0
+    assert sum(run_schedule(draw_one(seed)).counts.get(comes_about, 0) for seed in seeds) > 0
 
 
 def test_who_leaves_with_warning_leaves_nothing_behind() -> None:
