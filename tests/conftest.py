@@ -59,7 +59,7 @@ def _logging_as_it_was() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-FIRST = ("test_e2e_chaos", "test_e2e_up", "test_e2e_benchmarks", "e2e", "faults", "simulation", "unit")
+FIRST = ("test_e2e_chaos", "test_e2e_up", "e2e", "faults", "attacks", "zoo", "simulation", "fuzz", "contract")
 """Files and folders in this order, then the others: what takes long begins first, so that all workers end together."""
 
 

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,26 +101,22 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def gate(steps: Iterable[str]) -> int:
-    """Run these steps, and write the page after each."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs these steps, or all of them, and writes the page after each."""
+    if unknown := [step for step in arguments if step not in STEPS]:
+        print(f"gate: no such step: {', '.join(unknown)}. There are: {', '.join(STEPS)}", file=sys.stderr)
+        return 2
     LOGS.mkdir(parents=True, exist_ok=True)
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/gate.md")
     commit = git("rev-parse", "--short", "HEAD") + " and changes" * bool(changed)
     failed = False
-    for step in steps:
+    for step in arguments or STEPS:
         row = run(step, commit)
         print(f"gate: {step}: {row.result} in {row.seconds} s{': ' * bool(row.figures)}{row.figures}", flush=True)
         rows = rows_of(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
         PAGE.write_text(page_of({**rows, step: row}), encoding="utf-8")
         failed |= row.result == "FAILED"
     return int(failed)
-
-
-def main(arguments: Sequence[str]) -> int:
-    if unknown := [step for step in arguments if step not in STEPS]:
-        print(f"gate: no such step: {', '.join(unknown)}. There are: {', '.join(STEPS)}", file=sys.stderr)
-        return 2
-    return gate(arguments or STEPS)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_processes_come_to_the_same_as_one(repository: Path) -> None:
 
 def test_the_report_says_how_much_happens_in_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     """So that nobody takes 10 000 schedules in which nothing happens for a proof."""
-    assert main(["--schedules", "40"]) == 0
+    assert main(["--schedules", "15"]) == 0
 
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("in 1000 of them: "))
     for what in ("faults", "shards crashed", "recoveries from disk", "versions", "contributions merged"):
