@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -52,17 +52,14 @@ resolved: `make test` has a short case of each. These are the last results (`too
 class Row:
     """What came out of a step."""
 
-    result: str
-    """passed, FAILED or NOT RUN."""
+    result: str  # passed, FAILED or NOT RUN
     figures: str = ""
     seconds: str = ""
     commit: str = ""
     date: str = ""
 
     def line(self, step: str) -> str:
-        figures = self.figures.replace("|", "/")
-        cells = (step, f"`{STEPS[step][0]}`", self.result, figures, self.seconds, self.commit, self.date)
-        return f"| {' | '.join(cells)} |\n"
+        return f"| {' | '.join((step, f'`{STEPS[step][0]}`', *astuple(self)))} |\n"
 
 
 def judged(code: int, output: str, figures: str) -> tuple[str, str]:
@@ -70,7 +67,7 @@ def judged(code: int, output: str, figures: str) -> tuple[str, str]:
     if code and (why := NOT_RUN.search(output)):
         return "NOT RUN", why[1]
     found = re.findall(figures, output, re.MULTILINE)
-    return "FAILED" if code else "passed", found[-1] if found else ""
+    return "FAILED" if code else "passed", found[-1].replace("|", "/") if found else ""
 
 
 def rows_of(page: str) -> dict[str, Row]:

@@ -24,10 +24,10 @@ def test_a_step_is_judged_by_its_exit_code_and_what_it_says(code: int, output: s
 
 
 def test_rows_of_other_steps_stay_on_the_page() -> None:
-    before = {"fuzz": Row("passed", "100000 messages | 0 findings", "60", "abc1234", "2026-11-25")}
+    before = {"fuzz": Row("passed", "100000 messages, 0 findings", "60", "abc1234", "2026-11-25")}
     page = page_of({**rows_of(page_of(before)), "ray": Row("NOT RUN", "no Ray")})
 
-    assert "| fuzz | `make fuzz` | passed | 100000 messages / 0 findings | 60 | abc1234 | 2026-11-25 |\n" in page
+    assert "| fuzz | `make fuzz` | passed | 100000 messages, 0 findings | 60 | abc1234 | 2026-11-25 |\n" in page
     assert "| ray | `make e2e-ray` | NOT RUN | no Ray |  |  |  |\n" in page
     assert page_of(rows_of(page)) == page
 
