@@ -30,7 +30,7 @@ SAYS = {
     "lightning_trainer.py": ["% of held-out points on the right spiral"],
     "lora.py": ["an adapter of 4608 parameters", "adapter_model.safetensors: 4.61k parameters as float32"],
 }
-QUICK = {"own_loop.py", "ddp.py"}
+QUICK = {"own_loop.py"}
 """In `make test`; mistyped, the others are tried there too (test_e2e_journeys_*.py)."""
 RULES = "own_outer_rule.py"
 """Rules of a shard: it joins none."""
