@@ -99,6 +99,7 @@ def test_who_leaves_with_warning_leaves_nothing_behind() -> None:
     assert sum(c.get("left with something", 0) for c in counts) == 0
 
 
+@pytest.mark.gate
 def test_leaving_counts_nothing_twice_whatever_goes_wrong() -> None:
     others = ("crash shard", "cut", "break calls", "freeze learner")
     counts = [run_schedule(schedules.leaving(seed, *others)).counts for seed in range(15)]
@@ -133,9 +134,9 @@ def test_short_schedules_are_of_3_shards_and_5_learners_and_meet_every_fault() -
 
 
 def test_processes_come_to_the_same_as_one(repository: Path) -> None:
-    one, two = (_command(repository, "--schedules", "12", "--jobs", jobs) for jobs in ("1", "2"))
+    one, two = (_command(repository, "--schedules", "4", "--jobs", jobs) for jobs in ("1", "2"))
 
-    assert one.startswith("12 short schedules in ")
+    assert one.startswith("4 short schedules in ")
     assert one.split("violations; ")[1] == two.split("violations; ")[1]
 
 
