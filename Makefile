@@ -24,6 +24,7 @@ DEMO ?= --fresh --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs
 UP ?= --shards 2 --workers 3
 CHAOS ?= --minutes 1 --every 5s --shards 2 --workers 8 --seed 1 --json runs/chaos/result.json --timeline runs/chaos/timeline.png
 TESTS ?=
+GATE ?=
 # How tests share the cores (tests/conftest.py has their order); one after the other: make test PARALLEL=
 PARALLEL ?= -n logical --dist loadgroup --no-loadscope-reorder
 # The interpreter that .venv is made with; without it, the first of these that is new enough.
@@ -61,27 +62,35 @@ demo: $(INSTALLED) ## Train a small GPT on 2 shards and 3 workers; ends by itsel
 	$(BIN)/diloco up $(DEMO)
 
 .PHONY: test
-test: $(INSTALLED) ## Run all tests; some of them: make test TESTS="tests/unit -k round"
+test: $(INSTALLED) ## Run the tests; some of them: make test TESTS="tests/unit -k round"
 	$(BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
-# -m wins over the one in pyproject.toml, which leaves these out of `make test`.
+# What takes long or depends on the pace of the machine: before a release, and before an issue is resolved.
+.PHONY: gate gate-tests
+gate: $(INSTALLED) ## Run all that takes too long for `make test`, and write docs/gate.md; some steps: make gate GATE="attack fuzz"
+	$(BIN)/python tools/gate.py $(GATE)
+
+# -m wins over the one in pyproject.toml, which leaves these out of `make test`. Mutants are a step of their own.
+gate-tests: $(INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m gate --ignore=tests/simulation/test_simulation_mutants.py $(TESTS)
+
 .PHONY: e2e-compose
 e2e-compose: $(INSTALLED) ## Follow docs/deploy.md on real containers (needs a Docker engine, or root on Debian; minutes)
 	@source tests/e2e/engine.sh; trap stop_engine EXIT; PYTHON=$(BIN)/python start_engine \
-	  || { echo "make: NOT RUN: docs/deploy.md was not followed on real containers, see above" >&2; exit $(if $(CI),0,2); }; \
-	$(BIN)/python -m pytest -m compose -s tests/e2e/test_compose.py && mkdir -p .cache && touch .cache/e2e-compose.ran
+	  || { echo "make: NOT RUN: docs/deploy.md was not followed on real containers, see above" >&2; exit 2; }; \
+	$(BIN)/python -m pytest -m compose -s tests/e2e/test_compose.py
 
 .PHONY: e2e-slurm e2e-ray
 e2e-slurm: $(INSTALLED) ## Run our jobs on a real Slurm on four machines in namespaces (needs root, and Slurm or apt; two minutes)
 	@source tests/launchers/get_slurm.sh; get_slurm \
-	  || { echo "make: NOT RUN: deploy/slurm was not tried on a real Slurm, see above" >&2; exit $(if $(CI),0,2); }; \
-	$(BIN)/python -m pytest -m slurm tests/launchers/test_slurm.py && mkdir -p .cache && touch .cache/e2e-slurm.ran
+	  || { echo "make: NOT RUN: deploy/slurm was not tried on a real Slurm, see above" >&2; exit 2; }; \
+	$(BIN)/python -m pytest -m slurm tests/launchers/test_slurm.py
 
 # Ray is not in the locked set: 240 MB.
 e2e-ray: $(INSTALLED) ## Run `diloco up --on ray` on a real Ray cluster of four nodes (needs .venv/bin/pip install ray; minutes)
 	@$(BIN)/python -c 'import ray' 2>/dev/null \
-	  || { echo "make: NOT RUN: diloco up --on ray was not tried, as Ray is not installed in $(VENV)" >&2; exit $(if $(CI),0,2); }; \
-	$(BIN)/python -m pytest -m ray tests/launchers/test_ray.py && mkdir -p .cache && touch .cache/e2e-ray.ran
+	  || { echo "make: NOT RUN: diloco up --on ray was not tried, as Ray is not installed in $(VENV)" >&2; exit 2; }; \
+	$(BIN)/python -m pytest -m ray tests/launchers/test_ray.py
 
 SIMULATE ?= --schedules 10000 --jobs 2
 
@@ -90,7 +99,7 @@ simulate: $(INSTALLED) ## Run 10 000 random schedules of 3 shards and 5 learners
 	OMP_NUM_THREADS=1 $(BIN)/python -m diloco_simulator $(SIMULATE)
 
 mutants: $(INSTALLED) ## Break one guard at a time: the simulation has to find each
-	$(BIN)/python -m pytest -q tests/simulation/test_simulation_mutants.py
+	$(BIN)/python -m pytest $(PARALLEL) -m '' tests/simulation/test_simulation_mutants.py
 
 ATTACK ?= --json runs/attack/result.json
 FUZZ ?= --messages 100000 --seed 1
@@ -104,6 +113,10 @@ fuzz: $(INSTALLED) ## Offer 100,000 wrong messages, requests, files and settings
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(FUZZ)
 
 FORKS ?= --times 300
+
+.PHONY: honest
+honest: $(INSTALLED) ## Compare every merge of honest learners with the published formulas (minutes)
+	$(BIN)/python benchmarks/honest.py
 
 .PHONY: forks
 forks: $(INSTALLED) ## Give a learner 300 children in each way that scripts have; none may die (an hour)
@@ -120,9 +133,9 @@ chaos: $(INSTALLED) ## Kill and freeze the processes of a cluster for a minute; 
 	$(BIN)/diloco chaos $(CHAOS)
 
 .PHONY: check
-check: check-format check-types check-proto check-metrics check-layers check-wheel check-images docs audit ## Check style, types, protocol, metrics, layers, wheel, pages and packages
+check: check-format check-types check-proto check-images docs audit ## Check style, types, protocol, pages and packages
 
-.PHONY: check-format check-types check-proto check-metrics check-layers check-wheel check-images audit
+.PHONY: check-format check-types check-proto check-images audit
 check-format: $(INSTALLED)
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
@@ -132,18 +145,6 @@ check-types: $(INSTALLED)
 
 check-proto: $(PROTO_INSTALLED)
 	$(PROTO_VENV)/bin/python tools/protos.py --check
-
-check-metrics: $(INSTALLED)
-	@command -v promtool >/dev/null || printf '%s\n' '' \
-	  '  NOT CHECKED: promtool is not on PATH, so nobody looks at metrics and alerts as Prometheus would.' \
-	  '  It comes with Prometheus (Debian and Ubuntu: apt install prometheus).' '' >&2
-	$(BIN)/python -m pytest -q tests/unit/test_metrics.py tests/artifacts/test_metrics_page.py tests/artifacts/test_alerts.py
-
-check-layers: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/unit/test_layering.py
-
-check-wheel: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/artifacts/test_packaging.py
 
 check-images: $(INSTALLED)
 	@$(BIN)/python tools/images.py >&2

@@ -18,7 +18,7 @@ DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 PHONE: dict[str, Any] = {
     "viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2
 }  # fmt: skip
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Visit:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """What takes longer than this hangs, also on a machine that gives a process no core for ten seconds."""
 LOOK_EVERY_S = 0.005
 

@@ -52,6 +52,7 @@ def test_the_tag_of_a_release_is_its_version(sources: Path) -> None:
     assert re.fullmatch(r"9\.8\.1\.dev1\+g[0-9a-f]+", version(sources)), "between two releases"
 
 
+@pytest.mark.gate
 def test_the_sources_make_the_same_wheel_as_the_repository(repository: Path, tmp_path: Path) -> None:
     """`pip install` of the sdist and of the wheel gives the same files and the same metadata."""
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir"]

@@ -1,10 +1,12 @@
-"""One rank of an island, started by torchrun: trains a small model, and writes what came of it into a folder."""
+"""One rank of an island, by torchrun or forked: trains a small model, and writes what came of it into a folder."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +127,19 @@ def train(
         (out / f"{rank}.json").write_text(json.dumps(said))
 
 
-if __name__ == "__main__":
+def forked(environment: Mapping[str, str], *arguments: str) -> None:
+    """A rank that forks.py has started."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    main(arguments)
+
+
+def main(arguments: Sequence[str]) -> None:
     dist.init_process_group("gloo")
-    out, kind, shards, steps, learner_id, sleep_s, *saved = sys.argv[1:]
+    out, kind, shards, steps, learner_id, sleep_s, *saved = arguments
     train(Path(out), kind, shards, int(steps), learner_id, float(sleep_s), *map(Path, saved))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,18 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import island_rank
 import pytest
 import torch
 from in_process import InProcessShard, settings_with
 from island_rank import batch, plain, whole
 
 import diloco_worker
+import forks
 from diloco_common.history import read_histories
 from diloco_common.judge import violations
 from diloco_worker.export import lay_out
 
 pytestmark = pytest.mark.timeout(900)
 """Each test starts several processes, and torch in each of them."""
+ANSWER_S = 280.0
+"""Of ranks that take a few seconds."""
 STEPS = 60
 EXACT = {"push": "float32", "pull": "float32", "sync_every": 3, "fragments": 3}
 
@@ -31,10 +35,24 @@ EXACT = {"push": "float32", "pull": "float32", "sync_every": 3, "fragments": 3}
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Runs island_rank.py in so many ranks, and gives what each of them has written."""
+    return partial(by_torchrun, tmp_path)
+
+
+@pytest.fixture
+def island(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The same without torchrun, in ranks that start at once."""
     return partial(run, tmp_path)
 
 
 def run(out: Path, ranks: int, *args: object) -> list[dict[str, Any]]:
+    with forks.ranks(ranks, island_rank.forked, *map(str, (out, *args)), environment={}) as started:
+        for rank in started:
+            rank.join(ANSWER_S)
+        assert [rank.exitcode for rank in started] == [0] * ranks
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def by_torchrun(out: Path, ranks: int, *args: object) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("island_rank.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
     ran = subprocess.run([*command, *map(str, (out, *args))], capture_output=True, text=True, timeout=600, check=False)
@@ -63,12 +81,14 @@ def global_values(shard: InProcessShard) -> list[float]:
     return torch.cat([values.flatten() for values in tensors.values()]).tolist()
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
-def test_an_island_trains_as_one_process_with_all_batches(serve, torchrun, kind: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks", "how"), [("ddp", 2, "torchrun"), ("fsdp", 2, "island"), ("hsdp", 4, "island")]
+)
+def test_an_island_trains_as_one_process_with_all_batches(serve, request, kind: str, ranks: int, how: str) -> None:
     """The only learner, with an outer step that takes its weights over: what torn, misplaced or double elements would
     change is the model. So it is the same as without any shard, but for rounding."""
     shard = serve(settings_with(sync=EXACT))
-    said = torchrun(ranks, kind, shard.address, STEPS, "island", 0.0)
+    said = request.getfixturevalue(how)(ranks, kind, shard.address, STEPS, "island", 0.0)
 
     assert len(said) == ranks
     for key in ("steps", "tokens", "contributions", "versions", "values"):
@@ -89,17 +109,17 @@ def test_an_island_trains_as_one_process_with_all_batches(serve, torchrun, kind:
     assert {m.learner_id for m in shard.core.membership.all()} == {"island"}
 
 
-def test_ranks_of_ddp_are_equal_bit_for_bit_while_versions_arrive(serve, torchrun) -> None:
+def test_ranks_of_ddp_are_equal_bit_for_bit_while_versions_arrive(serve, island) -> None:
     shard = serve(settings_with(sync={"push": "int8", "pull": "bfloat16", "sync_every": 4, "fragments": 4}))
-    said = torchrun(2, "ddp", shard.address, 500, "island", 0.0)
+    said = island(2, "ddp", shard.address, 500, "island", 0.0)
     assert said[0]["values"] == said[1]["values"]
     assert min(said[0]["versions"].values()) >= 1
     assert shard.ledger.participants == shard.ledger.rounds
 
 
-def test_ranks_of_fsdp2_with_mixed_precision_push_and_pull_what_they_hold(serve, torchrun) -> None:
+def test_ranks_of_fsdp2_with_mixed_precision_push_and_pull_what_they_hold(serve, island) -> None:
     shard = serve(settings_with(sync={"push": "int8", "pull": "int4", "sync_every": 4, "fragments": 3}))
-    said = torchrun(2, "mixed", shard.address, STEPS, "island", 0.005)
+    said = island(2, "mixed", shard.address, STEPS, "island", 0.005)
     assert said[0]["values"] == said[1]["values"]
     assert min(said[0]["versions"].values()) >= 1
     assert sum(one["local"] for one in said) == len(said[0]["values"])
@@ -108,9 +128,9 @@ def test_ranks_of_fsdp2_with_mixed_precision_push_and_pull_what_they_hold(serve,
 
 
 @pytest.mark.parametrize("kind", ["ddp+norm", "fsdp+norm"])
-def test_ranks_push_their_share_of_the_statistics_and_finish_with_the_same(serve, torchrun, kind: str) -> None:
+def test_ranks_push_their_share_of_the_statistics_and_finish_with_the_same(serve, island, kind: str) -> None:
     shard = serve(settings_with(sync=EXACT))
-    said = torchrun(2, kind, shard.address, STEPS, "island", 0.005)
+    said = island(2, kind, shard.address, STEPS, "island", 0.005)
     assert [one["is_whole"] for one in said] == [True, True]
     assert said[0]["buffers"] == said[1]["buffers"]
     mean, _, count = said[0]["buffers"]  # the shard may have made another version since
@@ -118,11 +138,11 @@ def test_ranks_push_their_share_of_the_statistics_and_finish_with_the_same(serve
     assert all(mean), "the shares of both ranks"
 
 
-def test_an_island_goes_on_from_its_checkpoint_with_another_number_of_ranks(serve, torchrun, tmp_path: Path) -> None:
+def test_an_island_goes_on_from_its_checkpoint_with_another_number_of_ranks(serve, island, tmp_path: Path) -> None:
     """torch.distributed.checkpoint holds the model and the learner's counts; every step of both processes counts."""
     shard = serve(settings_with(run={"history": tmp_path / "history"}, sync=EXACT))
-    before = torchrun(2, "fsdp", shard.address, 20, "island", 0.0, tmp_path / "checkpoint")
-    after = torchrun(3, "fsdp", shard.address, 20, "", 0.0, tmp_path / "checkpoint")
+    before = island(2, "fsdp", shard.address, 20, "island", 0.0, tmp_path / "checkpoint")
+    after = island(3, "fsdp", shard.address, 20, "", 0.0, tmp_path / "checkpoint")
 
     assert [one["state"]["inner_step"] for one in before + after] == [20] * 2 + [40] * 3
     assert [one["state"]["tokens"] for one in before + after] == [20 * 16] * 2 + [40 * 16] * 3
@@ -138,12 +158,12 @@ def test_a_process_and_two_islands_are_three_learners_of_one_run(serve, tmp_path
     shard = serve(settings_with(sync={"push": "int8", "sync_every": 4, "fragments": 3, "quorum": 3}))
     ended: list[list[dict[str, Any]]] = []
 
-    def island(kind: str, ranks: int) -> None:
+    def started(kind: str, ranks: int) -> None:
         out = tmp_path / kind
         out.mkdir()
         ended.append(run(out, ranks, kind, shard.address, 400, kind, 0.02))
 
-    islands = [threading.Thread(target=island, args=args) for args in (("ddp", 4), ("fsdp", 2))]
+    islands = [threading.Thread(target=started, args=args) for args in (("ddp", 4), ("fsdp", 2))]
     for thread in islands:
         thread.start()
     alone = diloco_worker.join(shard.address, plain(), learner_id="alone", wait_s=120.0)

@@ -258,6 +258,7 @@ def test_two_ranks_of_one_model_are_refused_and_torchrun_ends_with_the_cause() -
     assert ONE_PROCESS in summary, ran.stderr
 
 
+@pytest.mark.gate
 def test_two_ranks_that_train_alone_are_two_learners(serve) -> None:
     shard = serve(settings_with(sync={"quorum": 2}))
     ran = torchrun("alone", shard.address)

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from forks import context, log_to
 from processes import DEADLINE_S, environment, until
+
+import forks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RANKS = 2
-ALONE_S = 10.0
+ALONE_S = 1.0
 """What torchrun would end at once gets so long to end by itself: so it can be read what it says."""
 CODE = re.compile(r"\[([A-Z_]+)\]$")
 
@@ -54,38 +55,20 @@ def assert_told(said: str, code: str) -> None:
 
 
 def run_ranks(script: Path, arguments: Sequence[str], folder: Path) -> list[str]:
-    """Run a script as two ranks, as torchrun does, and return what each of them has said. None of them succeeds.
-
-    Forked, not by torchrun itself, which takes ten seconds of two cores for its imports and theirs.
-    """
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    given |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    ranks = []
-    for rank in range(RANKS):
-        mine = environment() | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        job = (script, list(arguments), folder / f"rank-{rank}", mine)
-        ranks.append(context.Process(target=_become_rank, args=job, daemon=True))
-    for process in ranks:
-        process.start()
-    try:
-        until(lambda: any(process.exitcode for process in ranks), "a rank ends")
-        ranks[0].join(DEADLINE_S)
-        for process in ranks:
+    """Run a script as two ranks, as torchrun does, and return what each of them has said. None of them succeeds."""
+    with forks.ranks(RANKS, _become_rank, script, list(arguments), folder, environment=environment()) as started:
+        until(lambda: any(process.exitcode for process in started), "a rank ends")
+        started[0].join(DEADLINE_S)
+        for process in started:
             process.join(ALONE_S)
             process.terminate()
             process.join(ALONE_S)
-        assert ranks[0].exitcode == 1
-    finally:
-        for process in ranks:
-            process.kill()
+        assert started[0].exitcode == 1
     return [(folder / f"rank-{rank}").read_text() for rank in range(RANKS)]
 
 
-def _become_rank(script: Path, arguments: list[str], log: Path, environment: Mapping[str, str]) -> None:
-    log_to(log)
+def _become_rank(environment: Mapping[str, str], script: Path, arguments: list[str], folder: Path) -> None:
+    forks.log_to(folder / f"rank-{environment['RANK']}")
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [str(script), *arguments]

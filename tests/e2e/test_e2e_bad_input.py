@@ -1,4 +1,7 @@
-"""What people get wrong, typed as they would: one clear line, no traceback, and the exit code of faults.md."""
+"""What people get wrong, typed as they would: one clear line, no traceback, and the exit code of faults.md.
+
+The commands run in this process, but for one of each program: an interpreter takes seconds to start.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,38 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from processes import LocalCluster, Process, http_get, run_module, until
 
+import diloco_deploy.cli
+import diloco_server.cli
+import diloco_worker.cli
 from diloco_common.endpoints import Endpoints
 from diloco_deploy.status import ANSWER_WITHIN_S
+
+Ended = subprocess.CompletedProcess[str]
+MAINS = {
+    "diloco_deploy": diloco_deploy.cli.main, "diloco_server": diloco_server.cli.main,
+    "diloco_worker": diloco_worker.cli.main,
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """Runs a program in this process, and says how it has ended."""
+    for name in [name for name in os.environ if name.startswith("DILOCO_")]:
+        monkeypatch.delenv(name)
+
+    def run(program: str, *arguments: str) -> Ended:
+        capsys.readouterr()
+        code = MAINS[program](arguments)
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess([program, *arguments], code, out, err)
+
+    return run
 
 
 @pytest.fixture
@@ -37,7 +64,16 @@ def absent() -> str:
         return f"127.0.0.1:{closed.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("module", ["diloco_deploy", "diloco_server", "diloco_worker"])
+WORDS = {"diloco_deploy": ["up"], "diloco_server": [], "diloco_worker": []}
+
+
+@pytest.mark.parametrize("program", WORDS)
+def test_a_process_ends_with_that_line_and_its_exit_code(program: str) -> None:
+    ended = run_module(program, *WORDS[program], "--set=sync.quorm=2")
+    assert_one_line(ended, 2, "sync.quorm", "did you mean", "quorum")
+
+
+@pytest.mark.parametrize("program", WORDS)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -46,52 +82,49 @@ def absent() -> str:
         (["--config=absent.toml"], ["absent.toml"]),
     ],
 )
-def test_wrong_settings_are_refused_at_the_door(module: str, arguments: list[str], words: list[str]) -> None:
-    command = ["up"] if module == "diloco_deploy" else []
-    ended = run_module(module, *command, *arguments)
-    assert_one_line(ended, 2, *words)
+def test_wrong_settings_are_refused_at_the_door(command, program: str, arguments: list[str], words: list[str]) -> None:
+    assert_one_line(command(program, *WORDS[program], *arguments), 2, *words)
 
 
-def test_an_error_in_toml_names_file_and_line(toml: Path) -> None:
-    assert_one_line(run_module("diloco_server", f"--config={toml}"), 2, f"{toml}:3")
+def test_an_error_in_toml_names_file_and_line(command, toml: Path) -> None:
+    assert_one_line(command("diloco_server", f"--config={toml}"), 2, f"{toml}:3")
 
 
-def test_a_quorum_above_the_workers_is_refused(tmp_path: Path) -> None:
-    ended = run_module("diloco_deploy", "up", "--workers=1", "--set=sync.quorum=2", f"--folder={tmp_path}")
+def test_a_quorum_above_the_workers_is_refused(command, tmp_path: Path) -> None:
+    ended = command("diloco_deploy", "up", "--workers=1", "--set=sync.quorum=2", f"--folder={tmp_path}")
     assert_one_line(ended, 2, "sync.quorum (2)", "cluster.workers (1)")
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--http"])
-def test_a_port_in_use_names_who_has_it(flag: str, deaf: str) -> None:
-    assert_one_line(run_module("diloco_server", f"{flag}={deaf}"), 4, deaf, f"process {os.getpid()}")
+def test_a_port_in_use_names_who_has_it(command, flag: str, deaf: str) -> None:
+    assert_one_line(command("diloco_server", f"{flag}={deaf}"), 4, deaf, f"process {os.getpid()}")
 
 
-def test_an_open_address_wants_certificates() -> None:
-    ended = run_module("diloco_server", "--listen=0.0.0.0:0")
+def test_an_open_address_wants_certificates(command) -> None:
+    ended = command("diloco_server", "--listen=0.0.0.0:0")
     assert_one_line(ended, 2, "0.0.0.0", "diloco certs init", "security.tls", "security.insecure")
 
 
 @pytest.mark.parametrize("arguments", [["diloco_server"], ["diloco_worker", "--shards=127.0.0.1:1"]])
-def test_an_open_http_address_wants_one_too(arguments: list[str]) -> None:
-    ended = run_module(*arguments, "--http=0.0.0.0:0")
+def test_an_open_http_address_wants_one_too(command, arguments: list[str]) -> None:
+    ended = command(*arguments, "--http=0.0.0.0:0")
     assert_one_line(ended, 2, ".http = 0.0.0.0", "security.token_file", "security.insecure")
 
 
-def test_a_worker_without_shards_is_refused() -> None:
-    assert_one_line(run_module("diloco_worker"), 2, "--shards")
+def test_a_worker_without_shards_is_refused(command) -> None:
+    assert_one_line(command("diloco_worker"), 2, "--shards")
 
 
-def test_data_that_is_not_there_is_refused(deaf: str, tmp_path: Path) -> None:
-    ended = run_module("diloco_worker", f"--shards={deaf}", f"--data={tmp_path / 'absent'}")
+def test_data_that_is_not_there_is_refused(command, deaf: str, tmp_path: Path) -> None:
+    ended = command("diloco_worker", f"--shards={deaf}", f"--data={tmp_path / 'absent'}")
     assert_one_line(ended, 3, "absent")
 
 
-def test_status_of_nobody_ends_within_two_seconds(deaf: str, absent: str, tmp_path: Path) -> None:
-    """How long it takes to start Python is the machine's: what it waits for is less than two seconds."""
+def test_status_of_nobody_ends_within_two_seconds(command, deaf: str, absent: str, tmp_path: Path) -> None:
     assert ANSWER_WITHIN_S < 2.0
-    ended = run_module("diloco_deploy", "status", f"--http={deaf},{absent}")
+    ended = command("diloco_deploy", "status", f"--http={deaf},{absent}")
     assert_one_line(ended, 5, deaf, absent, "diloco up")
-    assert_one_line(run_module("diloco_deploy", "status", f"--folder={tmp_path}"), 5, str(tmp_path), "diloco up")
+    assert_one_line(command("diloco_deploy", "status", f"--folder={tmp_path}"), 5, str(tmp_path), "diloco up")
 
 
 def test_a_worker_that_comes_before_its_shards_waits_and_says_so(absent: str, tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LIMIT_S = 280.0
+pytestmark = pytest.mark.gate
 
 
 def run(script: str, *options: object) -> subprocess.CompletedProcess[str]:

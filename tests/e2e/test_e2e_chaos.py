@@ -17,6 +17,22 @@ GAP_S = 20
 """Longest time without a step: other tests keep the machine busy."""
 
 
+def test_the_command_hurts_a_small_cluster_and_finds_no_violation(tmp_path: Path) -> None:
+    written = tmp_path / "chaos.json"
+    said = run_module(
+        "diloco_deploy", "chaos", "--minutes=0.1", "--every=2s", "--shards=1", "--workers=2", "--seed=1",
+        "--no-baseline", f"--folder={tmp_path / 'run'}", f"--json={written}", "--gap=100s",
+        timeout_s=280.0,
+    )  # fmt: skip
+
+    assert said.returncode == 0, said.stdout + said.stderr
+    result = json.loads(written.read_text())
+    assert result["plan"]
+    assert result["versions"] > 0
+    assert result["violations"] == 0
+
+
+@pytest.mark.gate
 @pytest.mark.timeout(800)
 def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
     written, picture = tmp_path / "out" / "chaos.json", tmp_path / "out" / "chaos.png"
@@ -38,6 +54,7 @@ def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.gate
 @pytest.mark.timeout(600)
 def test_beside_a_hostile_process_the_promises_to_the_others_hold(tmp_path: Path) -> None:
     written = tmp_path / "chaos.json"

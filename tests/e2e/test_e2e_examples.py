@@ -30,6 +30,8 @@ SAYS = {
     "lightning_trainer.py": ["% of held-out points on the right spiral"],
     "lora.py": ["an adapter of 4608 parameters", "adapter_model.safetensors: 4.61k parameters as float32"],
 }
+QUICK = {"own_loop.py"}
+"""In `make test`; mistyped, the others are tried there too (test_e2e_journeys_*.py)."""
 RULES = "own_outer_rule.py"
 """Rules of a shard: it joins none."""
 ELSEWHERE = {RULES, "one_round.py", "centered_clip.py", "delayed_nesterov.py", "heloco.py"}
@@ -78,7 +80,7 @@ def test_every_example_is_here() -> None:
     assert SAYS.keys() | ELSEWHERE == {path.name for path in (ROOT / "examples").glob("*.py")}
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.gate] * (name not in QUICK)) for name in SAYS])
 def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> None:
     for package in NEEDS.get(name, []):
         if importlib.util.find_spec(package) is None:
@@ -98,6 +100,7 @@ def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> No
     assert not missing, said
 
 
+@pytest.mark.gate
 def test_rules_of_ones_own_train_the_built_in_model_as_their_first_lines_say(tmp_path: Path) -> None:
     (command,) = commands(ROOT / "examples" / RULES)
     path = os.pathsep.join(filter(None, [str(ROOT / "examples"), environment().get("PYTHONPATH")]))

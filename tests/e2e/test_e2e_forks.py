@@ -13,6 +13,7 @@ from fork_soak import SHARD, soak
 from processes import LocalCluster, environment
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("ways", [[*forking.CHILD_BY_CHILD], [*forking.LOADERS]], ids=["children", "loaders"])
 def test_children_of_learners_and_shards_live(ways: list[str], tmp_path: Path) -> None:
     first, again = soak(tmp_path / "run", ways, times=2)

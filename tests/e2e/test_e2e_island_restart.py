@@ -42,6 +42,7 @@ with diloco_worker.join(sys.argv[1], model, learner_id="island", island=dist.gro
 """
 
 
+@pytest.mark.gate
 @pytest.mark.timeout(300)
 def test_ranks_find_each_other_after_a_restart_and_leave_together(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"

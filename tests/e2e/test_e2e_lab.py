@@ -26,7 +26,7 @@ learners = 2
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.gate), signal.SIGKILL])
 def test_runs_at_once_end_with_the_command_that_began_them(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "arm.toml").write_text(ARM)
     compare = ["lab", "compare", "arm.toml", "--jobs", "2", "--out", "results.jsonl"]

@@ -101,6 +101,7 @@ def test_the_next_life_of_a_shard_waits_for_the_former_one(make: Make, tmp_path:
     assert following.look().life == 1
 
 
+@pytest.mark.gate
 @pytest.mark.timeout(300)
 def test_old_and_new_under_one_learner_id_count_nothing_twice(make: Make, tmp_path: Path) -> None:
     def lines(name: str, life: int) -> list[Line]:

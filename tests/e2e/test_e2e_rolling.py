@@ -13,6 +13,7 @@ CONTRIBUTION_TOKENS = 32 * TINY["train.batch"] * TINY["model.context"]
 """What one learner contributes to a round, at least."""
 
 
+@pytest.mark.gate
 @pytest.mark.timeout(300)  # six processes start, two of them twice
 def test_a_rolling_restart_under_load_loses_nothing(tmp_path: Path) -> None:
     with LocalCluster(tmp_path / "run", SETTINGS, keeps=True) as cluster:

@@ -7,6 +7,7 @@ import random
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from processes import LocalCluster, Status, http_get, run_module, sets, until, versions
 
@@ -29,6 +30,7 @@ def identities(status: Status) -> dict[int, tuple[int, int]]:
     return {f["id"]: (f["epoch"], f["version"]) for f in status["fragments"]}
 
 
+@pytest.mark.gate
 def test_a_killed_shard_comes_back_with_every_announced_version_bit_for_bit(tmp_path: Path) -> None:
     """faults.md 5: three times at random moments; nobody stops, nothing is seeded again."""
     chance = random.Random(5)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from processes import LocalCluster, until
 
 SLOW_STEP_S = 1.0
 HANGING_STEP_S = 600.0
 
 
+@pytest.mark.gate
 def test_rounds_do_not_wait_for_the_slow_and_its_tokens_still_arrive(tmp_path: Path) -> None:
     settings = {
         "sync.quorum": 1, "sync.grace": 0.05, "sync.staleness_max": 1000, "lease.stalled_s": 1, "lease.lease_s": 30,

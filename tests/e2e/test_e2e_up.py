@@ -199,7 +199,13 @@ def test_children_end_when_the_command_is_killed(up: Callable[..., Up]) -> None:
     until(run.no_children_left, "the children to end")
 
 
-@pytest.mark.parametrize("average", ["false", "true"], ids=["momentum stays local", "momentum is averaged"])
+@pytest.mark.parametrize(
+    "average",
+    [
+        pytest.param("false", id="momentum stays local", marks=pytest.mark.gate),
+        pytest.param("true", id="momentum is averaged"),
+    ],
+)
 def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path, average: str) -> None:
     """faults.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
     settings = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": average}
@@ -230,6 +236,7 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path, aver
 EVERYWHERE = {"shard.listen": "0.0.0.0:0", "shard.http": "0.0.0.0:0", "worker.http": "0.0.0.0:0"}
 
 
+@pytest.mark.gate
 def test_a_cluster_that_other_machines_reach_speaks_tls_with_no_extra_command(tmp_path: Path) -> None:
     run = Up(tmp_path / "run", 1, 2, 0, **EVERYWHERE)
 

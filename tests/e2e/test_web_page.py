@@ -52,7 +52,7 @@ def url(cluster: LocalCluster) -> Iterator[str]:
     "how",
     [
         pytest.param({**DESKTOP, "color_scheme": "light"}, id="light"),
-        pytest.param({**PHONE, "color_scheme": "dark"}, id="phone, dark"),
+        pytest.param({**PHONE, "color_scheme": "dark"}, id="phone, dark", marks=pytest.mark.gate),
     ],
 )
 def test_the_page_has_no_fault_that_axe_finds(url, browser, how):
@@ -106,6 +106,7 @@ def test_a_person_sees_who_dies_and_who_returns(url, browser, cluster):
     assert visit.hosts == {url.split("/")[2]}
 
 
+@pytest.mark.gate
 def test_when_no_shard_answers_the_page_says_so(url, browser, cluster):
     with browser.visit(url) as visit:
         visit.sees("#here", "2 of 2 shards")

@@ -59,6 +59,7 @@ def greetings(chance: random.Random) -> list[bytes]:
     ]
 
 
+@pytest.mark.gate
 def test_a_crowd_costs_little_and_disturbs_nobody(cluster: SteadyCluster) -> None:
     """Fault 23: 1000 connects, idle streams, garbage bytes, slow readers: RSS + <= 64 MiB, real learners unaffected."""
     (shard,) = cluster.shards

@@ -115,6 +115,7 @@ def test_contributions_whose_answers_get_lost_count_once(cluster: SteadyCluster,
     print(f"one way cut: {duplicates} duplicates answered")
 
 
+@pytest.mark.gate
 def test_a_learner_that_is_refused_again_and_again_slows_down(cluster: SteadyCluster, namespace: Namespace) -> None:
     """Fault 13: after 10 s, at most one connect per second."""
     far, (port, _) = cluster.learners["far"], ports(cluster)

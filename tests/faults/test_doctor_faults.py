@@ -104,6 +104,7 @@ def test_an_expired_certificate_is_named(secure: str, run: Certificates) -> None
     assert "CERTIFICATE_EXPIRED" in codes(examined("--shards", secure, "--tls", str(folder)))
 
 
+@pytest.mark.gate
 def test_another_version_is_named(shard: str, tmp_path: Path) -> None:
     """This machine has a package of another version than the shard."""
     newer = tmp_path / "decoupled_diloco-99.0.dist-info"
@@ -124,6 +125,7 @@ def test_a_firewall_that_drops_is_named(namespace: Namespace, shard: str) -> Non
     assert "PORT_SILENT" in codes(found)
 
 
+@pytest.mark.gate
 def test_a_thin_link_is_named(namespace: Namespace, shard: str) -> None:
     namespace.thin(THIN)
     found = examined("--shards", shard, "--step-time", "1ms", prefix=inside(namespace))
@@ -134,6 +136,7 @@ def test_a_thin_link_is_named(namespace: Namespace, shard: str) -> None:
         assert link["figures"][f"{way}_bits_per_s"] < 8e6
 
 
+@pytest.mark.gate
 def test_a_skewed_clock_is_named(shard: str, tmp_path: Path) -> None:
     """This machine is two hours behind the shard's."""
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -159,6 +162,7 @@ def test_few_files_and_no_compiler_are_named(tmp_path: Path) -> None:
     assert {"FILES_FEW", "COMPILER_MISSING"} <= codes(found)
 
 
+@pytest.mark.gate
 def test_a_slow_disk_is_named(tmp_path: Path) -> None:
     loudly.need("a slow disk", strace="strace")
     log = tmp_path / "strace"

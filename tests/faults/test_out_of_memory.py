@@ -43,6 +43,7 @@ def tight() -> Iterator[Path]:
     loudly.skip(WHAT, "no control group with a memory limit can be made here (root can)")
 
 
+@pytest.mark.gate
 def test_a_worker_that_ran_out_of_memory_is_named_and_started_again(tight: Path, tmp_path: Path) -> None:
     """Fault 18: as SIGKILL, and what `diloco up` shows says so."""
     folder = tmp_path / "run"

@@ -44,7 +44,13 @@ def has_injected(log: Path) -> bool:
     return log.exists() and re.search("INJECTED|DELAYED", log.read_text()) is not None
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [("fsync", "EIO", "Errno 5"), ("rename", "EROFS", "Errno 30")])
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ("fsync", "EIO", "Errno 5"),
+        pytest.param("rename", "EROFS", "Errno 30", marks=pytest.mark.gate),
+    ],
+)
 def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: str, words: str, tmp_path: Path) -> None:
     """Fault 7: not ready, nothing announced, the old state intact; goes on when the disk works again."""
     with SteadyCluster(tmp_path) as cluster:
@@ -67,6 +73,7 @@ def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: s
         assert "Traceback" not in cluster.said()
 
 
+@pytest.mark.gate
 def test_a_slow_disk_slows_versions_down_and_nobody_else(tmp_path: Path) -> None:
     """Fault 7: every fsync takes eight seconds; the shard answers, heartbeats are in time, and learners step."""
     with SteadyCluster(tmp_path, LEASES) as cluster:

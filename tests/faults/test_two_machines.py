@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 from networks import Namespace, need_namespaces
 from processes import TINY, environment, until
 
@@ -95,6 +96,7 @@ def test_a_second_machine_joins_as_the_page_says(tmp_path: Path) -> None:
                 raise
 
 
+@pytest.mark.gate
 def test_twenty_machines_have_a_certificate_each(tmp_path: Path) -> None:
     assert list(TWENTY) == ["certificates"]
     Terminal(tmp_path, {}).type(TWENTY["certificates"])

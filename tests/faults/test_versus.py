@@ -15,6 +15,7 @@ VERSUS = Path(__file__).resolve().parents[2] / "benchmarks" / "versus.py"
 LIMIT_S = 900.0
 
 
+@pytest.mark.gate
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_two_systems_are_compared_and_leave_nothing_behind(tmp_path: Path) -> None:
     need_namespaces("versus.py")

@@ -17,8 +17,8 @@ from diloco_common.errors import BadRequest
 
 SEED = 20261122
 COUNTS = {
-    "answers": 3000, "calls": 1500, "http": 600, "messages": 2000, "versions": 1500, "manifests": 500, "models": 300,
-    "settings": 500,
+    "answers": 600, "calls": 300, "http": 120, "messages": 400, "versions": 300, "manifests": 100, "models": 60,
+    "settings": 100,
 }  # fmt: skip
 
 

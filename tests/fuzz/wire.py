@@ -42,7 +42,8 @@ SETTINGS = {
 TOKEN = "a token for fuzzing".replace(" ", "-")
 AT_ONCE = 16
 JOIN_TRIES = 20
-CODES = {kind.code for kind in Refusal.__subclasses__()} | {"OK", "ACCEPTED", "DUPLICATE", "LATE"}
+CODES = {kind.code for kind in Refusal.__subclasses__()} | {"OK", "ACCEPTED", "PART", "DUPLICATE", "LATE"}
+"""PART: a Join before it had said that the learner has several ranks (docs/wire-format.md)."""
 WORDS_MAX = 2048
 """Bytes of a refusal."""
 T = TypeVar("T")

@@ -29,7 +29,7 @@ def calm(seed: int, faults_s: float) -> Options:
 
 
 @pytest.mark.parametrize("cut_s", [5.0, 60.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.gate) for seed in (2, 3, 4))])
 def test_a_learner_that_is_cut_off_is_back_within_5_s_and_all_its_work_is_merged_once(seed: int, cut_s: float) -> None:
     """Fault 10. The judge and the invariants see to it that nothing is lost or counted twice, and that what the learner
     had contributed before is settled in the end."""

@@ -16,6 +16,9 @@ from diloco_simulator.options import Options, draw_options, draw_short
 from diloco_simulator.plot import FOREIGN, MANNERS, TACTICS
 
 SEEDS = 6
+QUICK = pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, SEEDS), marks=pytest.mark.gate)], ids=["quick", "more"]
+)
 DRAWN = 1000
 
 
@@ -32,15 +35,17 @@ def one_thread() -> None:
     ],
     ids=["claims", "steps", "step times", "open pushes", "payloads", "other identities"],
 )  # fmt: skip
-def test_honest_learners_keep_all_promises_beside_hostile_ones(draw: Callable[[int], Options]) -> None:
-    versions = sum(run_schedule(draw(seed)).counts["versions"] for seed in range(SEEDS))
+@QUICK
+def test_honest_learners_keep_all_promises_beside_hostile_ones(draw: Callable[[int], Options], seeds: range) -> None:
+    versions = sum(run_schedule(draw(seed)).counts["versions"] for seed in seeds)
 
-    assert versions > SEEDS, "schedules in which nothing is merged show nothing"
+    assert versions > len(seeds), "schedules in which nothing is merged show nothing"
 
 
-def test_a_silent_learner_holds_up_no_round_that_all_others_have_lost() -> None:
+@QUICK
+def test_a_silent_learner_holds_up_no_round_that_all_others_have_lost(seeds: range) -> None:
     """P6. The others were refused, or have joined again since: nobody else can contribute to the round."""
-    for seed in range(SEEDS):
+    for seed in seeds:
         run_schedule(schedules.silent(seed))
 
 
@@ -58,6 +63,7 @@ def test_some_schedules_have_hostile_learners_and_most_have_none(draw: Callable[
     assert all(options.quorum in (1, 2) for options in hostile), "a round that waits for all waits for liars"
 
 
+@pytest.mark.gate
 def test_every_tactic_is_tried_and_some_lies_are_believed() -> None:
     counts = hostile_counts()
 
@@ -65,6 +71,7 @@ def test_every_tactic_is_tried_and_some_lies_are_believed() -> None:
     assert counts["hostile pushes: accepted"] > 20
 
 
+@pytest.mark.gate
 def test_hostile_learners_meet_most_refusals() -> None:
     counts = hostile_counts()
     of_pushes = {what.removeprefix("hostile pushes: ") for what in counts}

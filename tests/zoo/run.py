@@ -84,6 +84,7 @@ def main() -> int:
     if given.page:
         keys = [(program, program.name + end) for program in ZOO for end in ("", "-unequal")]
         write(given.page, [row(program, found[key]) for program, key in keys if key in found])
+    print(f"{len(chosen) - len({key.removesuffix('-unequal') for key in failed})} of {len(chosen)} programs hold")
     if failed:
         print(f"FAILED: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -12,15 +12,20 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from diloco_common.child import end_with_parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["diloco_server.server", "diloco_worker.builtin.training", "diloco_worker.joining", "torch._dynamo"]
-)
+    [
+        "diloco_server.server", "diloco_worker.builtin.training", "diloco_worker.joining", "torch._dynamo",
+        "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    ]
+)  # fmt: skip
 """What takes seconds to import; the first optimizer that steps would import torch._dynamo."""
 
 
@@ -53,6 +58,32 @@ class Forked:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+@contextmanager
+def ranks(
+    count: int, target: Callable[..., None], *arguments: object, environment: Mapping[str, str]
+) -> Iterator[list[ForkServerProcess]]:
+    """Processes that call target(their environment, *arguments), with the variables that torchrun gives to ranks.
+
+    torchrun itself takes ten seconds of two cores for its imports and theirs.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
+    given |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": str(count)}
+    started = [
+        context.Process(target=target, args=({**given, "RANK": str(i), "LOCAL_RANK": str(i)}, *arguments), daemon=True)
+        for i in range(count)
+    ]
+    try:
+        for process in started:
+            process.start()
+        yield started
+    finally:
+        for process in started:
+            process.kill()
 
 
 def log_to(log: Path) -> None:
