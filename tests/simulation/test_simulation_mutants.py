@@ -77,7 +77,7 @@ KILLED: list[tuple[str, Callable[[int], Options], range, set[str]]] = [
 KEPT = {
     "fence_nobody": 5, "stop_whoever_joins_again": 3, "never_give_back": 3, "forget_what_encoding_lost": 4,
     "keep_what_a_shard_forgot": 2, "add_changes_to_anything": 16, "push_to_any_epoch": 10, "forget_without_a_trace": 34,
-    "announce_before_saving": 6, "rename_before_sync": 16, "accept_damaged_files": 45, "forget_what_is_held": 14,
+    "announce_before_saving": 6, "rename_before_sync": 16, "accept_damaged_files": 55, "forget_what_is_held": 14,
     "let_everybody_speak": 4, "reuse_an_epoch": 8,
     "count_open_pushes_for_ever": 6, "answer_refusals_as_if_taken": 6, "decode_onto_any_base": 9,
     "keep_one_answer_per_fragment": 110, "know_only_of_own_parts": 8,

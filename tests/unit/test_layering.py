@@ -79,7 +79,7 @@ TORCH = frozenset({"torch"})
 CLOCKS_AND_CHANCE = frozenset({"datetime", "random", "secrets", "time", "uuid"})
 NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 PRODUCTION = frozenset({
-    "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.http", "diloco_common.metrics",
+    "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.by_name", "diloco_common.http", "diloco_common.metrics",
     "diloco_server.server", "diloco_server.servicer", "diloco_worker.joining", "diloco_worker.grpc_transport",
     "diloco_worker.network_thread", "diloco_worker.number", "grpc", "threading", "ssl", "cryptography",
     "diloco_common.tls",
@@ -92,6 +92,7 @@ RULES = {
     "diloco_common": allow("diloco_common", never=TORCH),
     "diloco_common.codec": allow("diloco_common"),
     "diloco_common.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
+    "diloco_common.by_name": allow("diloco_common", "diloco_protos", never=TORCH),
     "diloco_server": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
     "diloco_server.servicer": allow("diloco_common", "diloco_protos", "diloco_server.callers", never=CLOCKS_AND_CHANCE),
     "diloco_server.health": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE),

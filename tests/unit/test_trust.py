@@ -221,6 +221,24 @@ def test_the_longest_way_grows_with_the_steps(steps: int, most: float) -> None:
     assert Way(USUAL, H).reach(steps) == pytest.approx(most * USUAL)
 
 
+@pytest.mark.parametrize("learners", [2, 3])
+def test_zeros_sent_often_keep_no_newcomer_out(learners: int) -> None:
+    """One says that it is fast, and sends zeros round after round. The others come second with many more steps than at
+    first, and further than that: their rates have risen since."""
+    lengths, names = Lengths(), "abc"[:learners]
+    for name in names:
+        lengths.saw(fragment(0), name, Way(0.01, 3))
+        lengths.took(0, name)
+    for _ in range(2 * SETTLED):
+        lengths.saw(fragment(0), "zeros", Way(0.0, 2))
+        lengths.took(0, "zeros")
+    for name in names:
+        way = Way(0.5, 18)
+        assert lengths.too_long(fragment(0), name, way, {*names, "zeros"}, 2.0, H) == 0.0
+        lengths.saw(fragment(0), name, way)
+    assert lengths.too_long(fragment(0), "a", Way(10.0, 20), {*names, "zeros"}, 2.0, H)
+
+
 def test_in_a_crowd_the_usual_way_is_looked_up_now_and_then() -> None:
     lengths = Lengths()
     for i in range(10 * CROWD):

@@ -30,6 +30,9 @@ SPARSE = 2.0
 FIRST_OF_SEED, SPARSE_OF_SEED = 0.3, 0.03
 """Share of the norm of version 0 per H steps, with nothing else to compare with: for the first contribution of a
 learner, which may have to do with one of another that has begun to warm up, and later. Rare rows took 0.01."""
+FURTHER = 2.0
+"""Times the steps of its last merged one: so much further, the few contributions of a newcomer do not say how far it
+goes, as its rate has risen meanwhile."""
 QUIET = 0.01
 """Per element, where version 0 is zeros."""
 UP, DOWN = 1.2, 0.97
@@ -91,7 +94,7 @@ class Ways:
         others = [one for one in self.last if one != learner_id]
         others = [one for one in others if one in live] or others
         settled = [one for one in others if self.count[one] >= SETTLED]
-        return [self.last[one] for one in settled or others], len(settled) > 1
+        return [self.last[one] for one in (settled if len(settled) > 1 else others)], len(settled) > 1
 
     def saw(self, learner_id: str, way: Way) -> None:
         self.last[learner_id] = way
@@ -156,7 +159,8 @@ class Lengths:
             return 0.0
         sparse = SPARSE * math.sqrt(fragment.num_elements) * self._elsewhere(fragment_id, learner_id, steps, live)
         if not is_enough or not sparse:
-            share = FIRST_OF_SEED if own is None else SPARSE_OF_SEED
+            begins = own is None or (ways.count[learner_id] < SETTLED and steps > FURTHER * own.steps)
+            share = FIRST_OF_SEED if begins else SPARSE_OF_SEED
             size = max(seed_norm, QUIET * math.sqrt(fragment.num_elements))
             sparse = max(sparse, share * size * max(1.0, steps / every))
         most = max(most, sparse)
