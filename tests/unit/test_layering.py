@@ -79,7 +79,8 @@ TORCH = frozenset({"torch"})
 CLOCKS_AND_CHANCE = frozenset({"datetime", "random", "secrets", "time", "uuid"})
 NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 PRODUCTION = frozenset({
-    "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.by_name", "diloco_common.http", "diloco_common.metrics",
+    "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.by_name", "diloco_common.http",
+    "diloco_common.metrics",
     "diloco_server.server", "diloco_server.servicer", "diloco_worker.joining", "diloco_worker.grpc_transport",
     "diloco_worker.network_thread", "diloco_worker.number", "grpc", "threading", "ssl", "cryptography",
     "diloco_common.tls",
