@@ -17,11 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-import forks
 import torch
 from torch import Tensor, nn
 
 import diloco_worker
+import forks
 from builders import TinyText, inner_step
 from diloco_common.errors import DilocoError
 

@@ -36,11 +36,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-import forks
 import psutil
 from attack import Attack
 from scene import Scene
 from table import ATTACKS
+
+import forks
 
 LOSS_MAX = 0.05
 """Share of its steps that an attack may cost an honest learner."""

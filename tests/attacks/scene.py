@@ -26,12 +26,12 @@ from typing import Any, Self
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-import forks
 import psutil
 from attack import Attack, Credential, Evidence, Needs, Seen, Target
 from honest_learners import Honest, Report
 from processes import sets, until
 
+import forks
 from certificates import Certificates
 from diloco_common.endpoints import Endpoints, read_address
 from diloco_server import cli

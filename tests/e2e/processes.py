@@ -20,10 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from forks import Forked
-
 import waiting
 from diloco_common.endpoints import Endpoints, read_address
+from forks import Forked
 
 Status = dict[str, Any]
 T = TypeVar("T")

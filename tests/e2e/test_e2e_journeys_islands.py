@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import context
 from mistakes import EXAMPLES, answer, assert_told, changed, run_ranks
 from test_e2e_examples import shard
+
+from forks import context
 
 DDP = (EXAMPLES / "ddp.py").read_text()
 FSDP2 = (EXAMPLES / "fsdp2.py").read_text()

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-import forks
 from processes import Status, http_get, learner_in, sets, until
 
 import diloco_worker
+import forks
 from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.messages import Committed
 from diloco_server import cli
