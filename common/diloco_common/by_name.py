@@ -96,7 +96,8 @@ class Converter:
             read = lambda message: by_number.get(getattr(message, name))  # noqa: E731
             write = lambda value: {name: numbers[value.name].number}  # noqa: E731
         if may_be_absent:
-            return Field(name, _if_there(name, read, bounds.LIMITS.get(_name_of(kind), {}).get(name)), write)
+            limit = bounds.LIMITS.get(_name_of(kind), {}).get(name)
+            return Field(name, _if_there(name, read, limit if limit and limit.is_dropped else None), write)
         return Field(name, read, write)
 
     def _list(self, name: str, of: Any) -> Field:
@@ -133,14 +134,14 @@ _LIMITS = {
 }
 
 
-def _if_there(name: str, read: Callable[[Any], Any], limit: bounds.Limit | None) -> Callable[[Any], Any]:
-    """None where the field is absent, or beyond a limit that drops it."""
+def _if_there(name: str, read: Callable[[Any], Any], drops: bounds.Limit | None) -> Callable[[Any], Any]:
+    """None where the field is absent. `drops`: and where it is beyond this."""
 
     def read_if_there(message: Any) -> Any:
-        value = read(message) if message.HasField(name) else None
-        return (
-            None if value is not None and limit is not None and limit.is_dropped and not limit.holds(value) else value
-        )
+        if not message.HasField(name):
+            return None
+        value = read(message)
+        return value if drops is None or drops.holds(value) else None
 
     return read_if_there
 

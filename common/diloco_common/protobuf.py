@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -44,6 +44,7 @@ from diloco_protos import parameter_server_pb2 as pb
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V", PushHeader, PullRequest, PullHeader)
+W = TypeVar("W", Evicted, PushAnswer)
 TURN = 2048
 """Tensors that are read in one turn."""
 ON_COMMIT = ("carry", "overwrite", "blend")
@@ -166,14 +167,14 @@ def _check_answer(answer: JoinAnswer) -> JoinAnswer:
     return answer
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: W) -> W:
     """A refusal's words may quote anybody."""
     return replace(value, message=errors.plain(value.message))
 
 
 def _outcome(answer: PushAnswer) -> PushAnswer:
     """Of an outcome that this version does not know nothing is merged."""
-    return _plain(answer if answer.outcome else replace(answer, outcome=Outcome.REJECTED))  # type: ignore[no-any-return]
+    return _plain(answer if answer.outcome else replace(answer, outcome=Outcome.REJECTED))
 
 
 _BY_HAND = (
