@@ -10,21 +10,17 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from mutants import replaced
+from mutants import broken_by
 from slips import KEPT, SLIPS
 
-from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import draw
 
 
 def found_by(slip: str, schedules: Iterator[str]) -> tuple[str, str] | None:
     """The first of these schedules that finds it, and what is broken there; None: none does."""
     for name in schedules:
-        try:
-            with replaced(*SLIPS[slip]):
-                run_schedule(draw(name))
-        except ScheduleFailed as failed:
-            return name, getattr(failed.violation, "name", type(failed.violation).__name__)
+        if (broken := broken_by(SLIPS[slip], draw(name))) is not None:
+            return name, broken
     return None
 
 

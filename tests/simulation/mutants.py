@@ -30,6 +30,8 @@ from diloco_server.service import Service
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version import StoredVersion
+from diloco_simulator.cluster import ScheduleFailed, run_schedule
+from diloco_simulator.options import Options
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core import events
@@ -52,6 +54,16 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         yield
     finally:
         setattr(owner, name, original)
+
+
+def broken_by(mutant: Mutant, options: Options) -> str | None:
+    """What is broken in this schedule while the mutant is in place; None: nothing."""
+    try:
+        with replaced(*mutant):
+            run_schedule(options)
+    except ScheduleFailed as failed:
+        return getattr(failed.violation, "name", type(failed.violation).__name__)
+    return None
 
 
 def fence_nobody(original: Any) -> Any:
