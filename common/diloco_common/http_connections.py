@@ -2,7 +2,9 @@
 
 At most `CONNECTIONS_MAX` are open. A newcomer pushes out whoever has not read its answer for longest, else the oldest
 that has no request under way. So neither keeps anybody out. Where all are answered, and read, `HEALTH_MAX` more are let
-in, and are asked for health alone (`Connections.is_crowded`). Where those are busy too, the oldest has to go.
+in, and are asked for health alone (`Connections.is_crowded`). Where those are taken too, the oldest has to go: of the
+silent ones, or of the busy ones if they hold more than `CONNECTIONS_MAX` places. So a crowd of one kind never pushes
+out one of the other.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Connections:
         if found is None and idle is not None and time.monotonic() - self.idle[idle] > SPEAKS_S:
             found = idle
         if found is None and len(self) >= CONNECTIONS_MAX + HEALTH_MAX:
-            found = next(iter(self.busy), idle)
+            found = idle if len(self.idle) > HEALTH_MAX else next(iter(self.busy), idle)
         if found is not None:
             self.gone(found)
             found.transport.abort()
