@@ -7,10 +7,9 @@ The cut: tensors larger than 1/P of the model are split by rows into pieces. The
 fragment, largest piece first, ties by name (greedy bin packing). This keeps the peak of bandwidth low. Fragments go to
 shards by the same rule.
 
-Companion tensors (the momentum of inner optimizers, and buffers) are cut and placed by the same rule, apart from the
-model: their fragments come after those of the model, which are what they would be without companions. Momentum and
-buffers share no fragment. A fragment of buffers is no smaller than those of the model, and what one rule of a module
-needs together, or takes from one learner, is in one fragment.
+Tensors of other kinds (kinds.py) are cut and placed by the same rule, each kind apart: their fragments come after those
+of the model, which are what they would be alone. A fragment of buffers is no smaller than those of the model, and what
+one rule of a module needs together, or takes from one learner, is in one fragment.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from diloco_common import bounds
 from diloco_common.errors import BadRequest
+from diloco_common.kinds import KINDS, TRAITS, Kind, Traits
 
-Kind = Literal["parameter", "momentum", "buffer"]
-"""What a tensor is. Those that are no parameter are companions: they have fragments, and a cadence, of their own, take
-no outer step, and do not count as progress."""
 Rule = Literal["run", "mean", "variance", "most", "one"]
 """How what learners have of a tensor becomes one value, by their weights:
 
@@ -42,12 +39,11 @@ Rule = Literal["run", "mean", "variance", "most", "one"]
 """
 Dtype = Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 """Of a buffer, in the model: exports have it again."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
 MEAN, VARIANCE = "running_mean", "running_var"
 """The last part of their names."""
 
 Momentum = Literal["Adam", "Muon", "SGD"]
-"""Whose momentum a companion is. Averaged are only values of one kind: Adam (and AdamW) and Muon keep a mean of
+"""Whose momentum it is. Averaged are only values of one kind: Adam (and AdamW) and Muon keep a mean of
 gradients, over different times; SGD keeps their sum, which with mu = 0.9 is ten times as long."""
 
 
@@ -66,8 +62,8 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def companion(self) -> bool:
-        return self.kind != "parameter"
+    def traits(self) -> Traits:
+        return TRAITS[self.kind]
 
     @property
     def mark(self) -> str:
@@ -81,7 +77,7 @@ class TensorSpec(NamedTuple):
         also true. Of a buffer: name, shape, rule, dtype."""
         if self.kind == "buffer":
             return [self.name, list(self.shape), self.rule, self.dtype]
-        return [self.name, list(self.shape), self.rule == "mean", *([True] if self.companion else [])]
+        return [self.name, list(self.shape), self.rule == "mean", *([True] if self.kind == "momentum" else [])]
 
 
 BUFFER_RULES: tuple[Rule, ...] = ("mean", "variance", "most", "one")
@@ -135,7 +131,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of the model that is synchronised on its own, or of its companions. Its pieces lie end to end."""
+    """A part of the model that is synchronised on its own, or of another kind. Its pieces lie end to end."""
 
     fragment_id: int
     shard_index: int
@@ -148,17 +144,17 @@ class Fragment:
         return sum(piece.num_elements for piece in self.pieces)
 
     @property
-    def companion(self) -> bool:
-        return self.kind != "parameter"
+    def traits(self) -> Traits:
+        return TRAITS[self.kind]
 
     def encoding(self, of_run: str) -> str:
-        """Of its values on the wire. Buffers are small, and neither counters nor variances bear rounding in blocks."""
-        return "float32" if self.kind == "buffer" else of_run
+        """Of its values on the wire."""
+        return self.traits.encoding or of_run
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole model and its companions, cut and placed."""
+    """The whole model, and what is synchronised beside it, cut and placed."""
 
     tensors: tuple[TensorSpec, ...]
     """Sorted by name."""
@@ -176,23 +172,23 @@ class Manifest:
 
     @cached_property
     def model_tensors(self) -> tuple[TensorSpec, ...]:
-        """Without companions."""
-        return tuple(t for t in self.tensors if not t.companion)
+        """The parameters."""
+        return tuple(t for t in self.tensors if t.traits.is_of_model)
 
     @cached_property
     def model_fragments(self) -> tuple[Fragment, ...]:
-        """Without those of companions."""
-        return tuple(f for f in self.fragments if not f.companion)
+        """The fragments of these."""
+        return tuple(f for f in self.fragments if f.traits.is_of_model)
 
     @cached_property
     def exported(self) -> tuple[TensorSpec, ...]:
         """What a file of the model holds: its parameters and its buffers."""
-        return tuple(t for t in self.tensors if t.kind != "momentum")
+        return tuple(t for t in self.tensors if t.traits.is_exported)
 
     @cached_property
     def exported_fragments(self) -> tuple[Fragment, ...]:
         """The fragments of these."""
-        return tuple(f for f in self.fragments if f.kind != "momentum")
+        return tuple(f for f in self.fragments if f.traits.is_exported)
 
     @cached_property
     def _of_kind(self) -> dict[Kind, tuple[int, int]]:
@@ -226,17 +222,17 @@ class _Rows:
 
 
 def model_digest(tensors: Iterable[TensorSpec]) -> str:
-    """32 hex digits over names, shapes and marks of a model and its companions, in any order, however it is cut."""
+    """32 hex digits over names, shapes and marks of all that is synchronised, in any order, however it is cut."""
     return hashlib.sha256(json.dumps(sorted(t.as_json() for t in tensors)).encode()).hexdigest()[:32]
 
 
 def momentum_of(parameter: str, kind: Momentum) -> str:
-    """What the companion of a parameter is called. The kind comes last, so the cut does not depend on it."""
+    """What the momentum of a parameter is called. The kind comes last, so the cut does not depend on it."""
     return f"momentum of {parameter} ({kind})"
 
 
 def kinds_of(tensors: Iterable[TensorSpec]) -> list[str]:
-    """Whose momentum the companions among these tensors are, by their names."""
+    """Whose momentum is among these tensors, by its names."""
     kinds = (
         kind for kind in get_args(Momentum) for t in tensors if t.kind == "momentum" and t.name.endswith(f" ({kind})")
     )
@@ -268,14 +264,14 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
         )
 
 
-def check_companions(tensors: Sequence[TensorSpec]) -> None:
+def check_kinds(tensors: Sequence[TensorSpec]) -> None:
     """Each momentum is that of a parameter of its shape, and the only one, and each variance has its mean. Raises
     BadRequest."""
     means = {(t.name, t.shape) for t in tensors if t.kind == "buffer" and t.rule == "mean"}
     if alone := [t.name for t in tensors if t.rule == "variance" and (mean_of(t.name), t.shape) not in means]:
         raise BadRequest(f"the buffer {alone[0][:64]!r} is a variance, and no running mean is there that belongs to it")
     companions = [t for t in tensors if t.kind == "momentum"]
-    parameters = [t for t in tensors if not t.companion] if companions else []
+    parameters = [t for t in tensors if t.traits.is_of_model] if companions else []
     known = {(momentum_of(t.name, kind), t.shape): t.name for t in parameters for kind in get_args(Momentum)}
     taken: dict[str, TensorSpec] = {}
     for companion in companions:
@@ -292,7 +288,7 @@ def check_companions(tensors: Sequence[TensorSpec]) -> None:
 
 
 def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
-    """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards; then its companions.
+    """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards; then each other kind.
 
     A model with fewer pieces gives fewer fragments. Tensors without elements are left out. Raises ValueError if there
     is nothing to cut, two tensors have one name, a dimension is negative, or a shard would own nothing of the model.

@@ -20,7 +20,8 @@ from diloco_common.by_name import Converter, Field, within
 from diloco_common.codec import Chunk, Payload, PayloadHeader
 from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.entries import has_at_most, size_of
-from diloco_common.manifest import Kind, TensorSpec, buffer_spec
+from diloco_common.kinds import Kind
+from diloco_common.manifest import TensorSpec, buffer_spec
 from diloco_common.messages import (
     Collect,
     Committed,
@@ -86,7 +87,7 @@ def tensors_to_pb(tensors: Sequence[TensorSpec]) -> list[pb.Tensor]:
 def _tensor_to_pb(t: TensorSpec) -> pb.Tensor:
     if t.kind == "buffer":
         return pb.Tensor(name=t.name, shape=t.shape, buffer=t.rule, dtype=t.dtype)
-    return pb.Tensor(name=t.name, shape=t.shape, mean_merge=t.rule == "mean", companion=t.companion)
+    return pb.Tensor(name=t.name, shape=t.shape, mean_merge=t.rule == "mean", companion=t.kind == "momentum")
 
 
 def tensors_from_pb(tensors: Sequence[pb.Tensor]) -> list[TensorSpec]:

@@ -76,13 +76,13 @@ class EffectDriver:
         outer = shard.settings.outer
         self.rules = find_rules(shard.settings)
         self._of_model = Making(self.rules.merge, make_outer_optimizer(outer, self.rules.outer))
-        self._of_companions = Making("mean", TakeMean(outer))
+        self._as_merged = Making("mean", TakeMean(outer))
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
 
     def making(self, fragment: Fragment) -> Making:
-        """How versions of a fragment are made: of the model by the settings, of companions by their rules alone."""
-        return self._of_companions if fragment.companion else self._of_model
+        """How versions of a fragment are made: of the model by the settings, of other kinds by their rules alone."""
+        return self._of_model if fragment.traits.is_of_model else self._as_merged
 
     def carry_out_all(self) -> None:
         """Everything that the shard asks for, and what it asks for meanwhile."""

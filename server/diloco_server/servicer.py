@@ -21,7 +21,7 @@ from diloco_common.audit import Audit, NoAudit
 from diloco_common.codec import Chunk
 from diloco_common.errors import BadRequest, Refusal
 from diloco_common.identity import Identity
-from diloco_common.manifest import TensorSpec, check_companions
+from diloco_common.manifest import TensorSpec, check_kinds
 from diloco_common.messages import JoinRequest, Outcome, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_common.ports import ShardService
 from diloco_common.rate import Rate
@@ -191,7 +191,7 @@ async def _parsed_join(data: bytes) -> JoinRequest:
     for some in protobuf.tensors_in_turns(message.tensors):
         tensors += some
         await asyncio.sleep(0)
-    check_companions(tensors)
+    check_kinds(tensors)
     return protobuf.join_request_from_pb(message, tensors)
 
 

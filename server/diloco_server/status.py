@@ -99,7 +99,7 @@ def _quarantine(conduct: Conduct, now: float) -> dict[str, Any] | None:
 def _fragment(state: FragmentState) -> dict[str, Any]:
     return {
         "id": state.fragment.fragment_id,
-        "companion": state.fragment.companion,
+        "companion": not state.fragment.traits.is_of_model,
         "seeded": state.seeded,
         "version": state.version,
         "epoch": state.epoch,

@@ -153,7 +153,7 @@ class ShardTelemetry:
         states = shard.fragments.values()
         self._log.event(
             "recovered", fragments=sum(s.seeded for s in states),
-            parameters=sum(s.fragment.num_elements for s in states if s.seeded and not s.fragment.companion),
+            parameters=sum(s.fragment.num_elements for s in states if s.seeded and s.fragment.traits.is_of_model),
             tokens_merged=shard.tokens_merged, epoch=shard.epoch, took_s=round(took_s, 2),
         )  # fmt: skip
 

@@ -296,7 +296,7 @@ class LearnerProcess:
         if self._options.error_feedback and taken.lost is None:
             lost_before = account.lost if account.lost is not None else torch.zeros_like(meant)
             taken.lost = torch.zeros_like(meant) if tensors.loss is None else tensors.loss.float()
-            if not fragment.fragment.companion:
+            if fragment.fragment.traits.feeds_back:
                 decoded = torch.empty_like(meant)
                 decode_payload(payload, decoded)
                 residual = decoded + taken.lost - meant

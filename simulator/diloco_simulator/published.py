@@ -59,7 +59,7 @@ def next_values(
     before: Before, fragment: Fragment, rule: str, outer: OuterSettings, outer_step: int
 ) -> tuple[Tensor, ...]:
     """The values of the next version, float32 [num_elements], and what the outer optimizer keeps with them."""
-    if fragment.companion:  # the mean of what learners have
+    if not fragment.traits.is_of_model:  # the mean of what learners have
         return (before.theta - merged(before.contributions, fragment.pieces, "mean"),)
     gradient = merged(before.contributions, fragment.pieces, rule)
     return stepped(before.theta, gradient, before.buffers, outer, outer_step)
@@ -212,6 +212,6 @@ class PublishedFormula:
         settings = self._cluster.options.settings[0]
         expected = next_values(before, state.fragment, settings.sync.merge, settings.outer, state.version)
         is_exact = settings.sync.merge in ("rda", "mean") and settings.outer.optimizer in ("sgd", "nesterov")
-        is_exact = is_exact or state.fragment.companion
+        is_exact = is_exact or not state.fragment.traits.is_of_model
         for values, wanted in zip((state.values.theta, *state.values.buffers), expected, strict=False):
             invariants.no_healthy_work_is_cut(fragment_id, values, wanted, is_exact=is_exact)

@@ -48,7 +48,7 @@ class Averaging(Training):
     @property
     def versions(self) -> list[int]:
         """Of the fragments of companions that it holds."""
-        return [f.version for f in self.learner.core.fragments.values() if f.fragment.companion]
+        return [f.version for f in self.learner.core.fragments.values() if not f.fragment.traits.is_of_model]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def averaged(shard: InProcessShard, model: torch.nn.Module) -> Tensor:
     """The momentum that the shard holds, in the order of the model's parameters."""
     flat = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
     for state in shard.loop.look(lambda: list(shard.core.fragments.values())):
-        if state.fragment.companion:
+        if not state.fragment.traits.is_of_model:
             for piece in state.fragment.pieces:
                 of = flat[piece.tensor.removeprefix("momentum of ").removesuffix(" (Adam)")]
                 of[piece.tensor_bounds] = state.values.theta[piece.bounds]
@@ -139,14 +139,14 @@ def test_who_comes_back_has_the_averaged_momentum_and_so_has_a_shard_that_starts
     again.learner.close()
     fresh.learner.close()
     address = first.address
-    of_model = first.loop.look(lambda: [s for s in first.core.fragments.values() if not s.fragment.companion])
+    of_model = first.loop.look(lambda: [s for s in first.core.fragments.values() if s.fragment.traits.is_of_model])
     tokens = min(state.tokens_merged for state in of_model)
     first.stop()
     _check_files(tmp_path, a.model, tokens)
     second = serve(settings_with(**settings, shard={"data_dir": str(tmp_path), "listen": address}))
     assert torch.equal(averaged(second, a.model), shared)
     states = second.loop.look(lambda: list(second.core.fragments.values()))
-    assert [(s.fragment.companion, len(s.values.buffers)) for s in states] == [(False, 1)] * 3 + [(True, 0)] * 3
+    assert [(s.fragment.kind, len(s.values.buffers)) for s in states] == [("parameter", 1)] * 3 + [("momentum", 0)] * 3
 
     found = pull_global_model([second.address])
     assert found.tensors.keys() == dict(a.model.named_parameters()).keys(), "who reads the model sees no momentum"
@@ -161,7 +161,7 @@ def _check_files(folder: Path, model: torch.nn.Module, tokens: int) -> None:
         sorted(Replica(model, companions={n: Companion("Adam", p.detach()) for n, p in model.named_parameters()}).specs)
     )
     behind = tuple(
-        replace(file, tokens_merged=0) if manifest.fragments[file.fragment_id].companion else file
+        file if manifest.fragments[file.fragment_id].traits.is_of_model else replace(file, tokens_merged=0)
         for file in whole.contents.files
     )
     assert total_tokens(replace(whole.contents, files=behind)) == total_tokens(whole.contents) == tokens
@@ -169,7 +169,7 @@ def _check_files(folder: Path, model: torch.nn.Module, tokens: int) -> None:
     assert load_file(folder / "model.safetensors").keys() == dict(model.named_parameters()).keys()
     restore_into(folder / "two", [str(folder)], 2)
     split = open_whole([str(folder / "two" / f"shard-{i}") for i in range(2)]).contents.manifest
-    assert {f.shard_index for f in split.fragments if f.companion} == {0, 1}
+    assert {f.shard_index for f in split.fragments if not f.traits.is_of_model} == {0, 1}
     assert decode_manifest(encode_manifest(whole.contents), "here") == whole.contents
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.errors import BadRequest, ModelChanged, UnsupportedModel
-from diloco_common.manifest import check_companions, cut
+from diloco_common.manifest import check_kinds, cut
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 
@@ -60,7 +60,7 @@ def test_a_buffer_has_the_rule_of_its_kind(make, rules: dict[str, str], frozen: 
     found = SharedSet(make(), "all").buffers
     assert {name: f"{b.spec.rule} {b.spec.dtype}" for name, b in found.shared.items()} == rules
     assert list(found.frozen) == frozen
-    check_companions([b.spec for b in found.shared.values()])
+    check_kinds([b.spec for b in found.shared.values()])
 
 
 UNSENDABLE: list[tuple[str, Tensor, str]] = [
@@ -92,7 +92,7 @@ def test_what_is_computed_or_private_is_not_shared() -> None:
     alone = SharedSet(model, private=["norm.running_mean"]).buffers.shared
     assert alone["norm.running_var"].spec.rule == "mean", "without its mean there is nothing to pool"
     with pytest.raises(BadRequest, match="no running mean"):
-        check_companions([alone["norm.running_var"].spec._replace(rule="variance")])
+        check_kinds([alone["norm.running_var"].spec._replace(rule="variance")])
 
 
 def test_a_buffer_of_two_names_is_one() -> None:

@@ -388,7 +388,14 @@ def part_of(shard: int, version: int, companions_every: int = 4) -> Contents:
     manifest = cut([*TENSORS, *(companion_of(t, "Adam") for t in TENSORS)], 6, NUM_SHARDS)
     files = [
         CheckpointFile(
-            "name", 1, "00" * 8, f.fragment_id, shard, 1, version // (companions_every if f.companion else 1), 1
+            "name",
+            1,
+            "00" * 8,
+            f.fragment_id,
+            shard,
+            1,
+            version // (1 if f.traits.is_of_model else companions_every),
+            1,
         )
         for f in manifest.owned_by(shard)
     ]

@@ -49,7 +49,7 @@ def cluster_of(**sections: dict[str, Any]) -> Lockstep:
 def states(cluster: Lockstep) -> tuple[FragmentState, FragmentState]:
     """Of the model, and of its companion."""
     model, companion = cluster.shards[0].shard.fragments.values()
-    assert (model.fragment.companion, companion.fragment.companion) == (False, True)
+    assert (model.fragment.kind, companion.fragment.kind) == ("parameter", "momentum")
     return model, companion
 
 

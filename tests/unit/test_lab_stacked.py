@@ -95,7 +95,9 @@ def test_momentum_is_averaged_by_the_shards_with_and_without_a_stack(optimizer: 
         outcomes.append(run.run())
         losses.append(of.evaluate(run.global_model(), 1, 512))
         assert not outcomes[-1].stalled
-        companions = [s for rig in run.shards for s in rig.shard.fragments.values() if s.fragment.companion]
+        companions = [
+            s for rig in run.shards for s in rig.shard.fragments.values() if not s.fragment.traits.is_of_model
+        ]
         assert {s.version > 0 for s in companions} == ({True} if average else set())
     local, averaged, alone = outcomes
     assert averaged.bytes_pushed == pytest.approx(2 * local.bytes_pushed, rel=0.2)

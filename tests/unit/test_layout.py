@@ -117,7 +117,7 @@ def test_momentum_has_the_layout_of_its_parameter() -> None:
         optimizer.step()
         manifest = cut(replica.specs, 3, 1)
         for fragment in manifest.fragments:
-            if fragment.companion:
+            if not fragment.traits.is_of_model:
                 replica.add(fragment, torch.linspace(-9.0, 9.0, fragment.num_elements), 2)
         averaged.check()
         found.append([optimizer.state[p]["exp_avg"] for p in model.parameters()])

@@ -18,7 +18,7 @@ from diloco_common.manifest import (
     Rule,
     TensorSpec,
     buffer_spec,
-    check_companions,
+    check_kinds,
     companion_of,
     cut,
     differences,
@@ -245,7 +245,7 @@ def test_companions_change_nothing_of_the_model_and_are_never_mixed_with_it(
     assert [f.fragment_id for f in both.fragments] == list(range(len(both.fragments)))
     for fragment in both.fragments:
         marks = {p.tensor.startswith("b of ") for p in fragment.pieces}
-        assert marks == {fragment.companion}
+        assert marks == {not fragment.traits.is_of_model}
     # The same shapes under names of the same order are cut and placed alike.
     assert [(f.shard_index, f.num_elements) for f in companions] == [
         (f.shard_index, f.num_elements) for f in model.fragments
@@ -288,14 +288,14 @@ def test_model_and_companions_share_the_ids_that_there_are() -> None:
 def test_a_companion_is_the_momentum_of_a_parameter_of_its_shape(companion: TensorSpec, is_taken: bool) -> None:
     tensors = [TensorSpec("w", (4, 2)), TensorSpec("momentum of w (Adam)", (4, 2), "mean", "momentum"), companion]
     with nullcontext() if is_taken else pytest.raises(BadRequest, match="the momentum of no parameter of shape"):
-        check_companions(tensors)
+        check_kinds(tensors)
 
 
 def test_a_parameter_has_one_companion() -> None:
     """Else whoever comes first may make everyone's rounds larger."""
     w = TensorSpec("w", (4, 2))
     with pytest.raises(BadRequest, match="are of one parameter"):
-        check_companions([w, companion_of(w, "Adam"), companion_of(w, "SGD")])
+        check_kinds([w, companion_of(w, "Adam"), companion_of(w, "SGD")])
 
 
 def test_the_kind_of_momentum_does_not_change_the_cut() -> None:
@@ -367,5 +367,5 @@ def test_tensors_that_nobody_can_mean_are_refused() -> None:
     with pytest.raises(BadRequest, match="not known here"):
         tensors_from_pb([pb.Tensor(name="w", shape=[1], buffer="median", dtype="float32")])
     with pytest.raises(BadRequest, match="no running mean"):
-        check_companions([TensorSpec("w", (4,)), *norm("n", 4)[1:]])
-    check_companions([TensorSpec("w", (4,)), *norm("n", 4)])
+        check_kinds([TensorSpec("w", (4,)), *norm("n", 4)[1:]])
+    check_kinds([TensorSpec("w", (4,)), *norm("n", 4)])

@@ -123,7 +123,7 @@ class LearnerTelemetry:
 
     def model(self, tensors: Sequence[TensorSpec], num_frozen: int) -> None:
         """What will be synchronised, and how; `num_frozen` parameters will not."""
-        trained = [t for t in tensors if not t.companion]
+        trained = [t for t in tensors if t.traits.is_of_model]
         beside = {
             word: count
             for word, kind in (("companions", "momentum"), ("buffers", "buffer"))

@@ -109,7 +109,9 @@ def link(door: Door, known: Known, step_s: float, params: float | None) -> Findi
 def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measured: str) -> Finding:
     """What the link allows, beside what the run asks for."""
     policy = answer.policy
-    companions_every = 1 if any(tensor.companion for tensor in answer.tensors) else None  # shards do not say how often
+    companions_every = (
+        1 if any(not tensor.traits.is_of_model for tensor in answer.tensors) else None
+    )  # shards do not say how often
     asked = Asked(
         params, max(1, answer.pulse.learners_alive), found, step_s, answer.num_fragments,
         companions_every=companions_every,
@@ -140,7 +142,7 @@ def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measur
 
 def _params(answer: JoinAnswer) -> int:
     """Of the model, without its companions."""
-    return sum(tensor.num_elements for tensor in answer.tensors if not tensor.companion)
+    return sum(tensor.num_elements for tensor in answer.tensors if tensor.traits.is_of_model)
 
 
 def _rates(up: float | None, down: float | None) -> str:

@@ -68,8 +68,8 @@ def step(
     outer_step: int,
     making: Making,
 ) -> None:
-    """Merge a closed round and take one outer step, in place. Buffers take what they are merged to."""
-    if fragment.kind == "buffer":
+    """Merge a closed round and take one outer step, in place. What is contributed whole is merged whole."""
+    if fragment.traits.is_whole:
         for bounds, merged_values in pool(contributions, fragment.pieces):
             values.theta[bounds] = merged_values
         return

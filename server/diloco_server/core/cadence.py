@@ -3,8 +3,7 @@
 Steps are counted per learner, as far as its reports count (trust/trail.py). An absolute clock would stop with the
 fastest learner. No clock at all would let a fast network drive H towards 1, which ruins learning.
 
-Companions keep a cadence of their own: momentum every `sync.companions_every` times as many steps, buffers every
-`sync.buffers_every` times.
+Other kinds keep a cadence of their own: every so many times as many steps (`Traits.every`).
 
 The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
 the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round

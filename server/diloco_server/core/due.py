@@ -1,4 +1,4 @@
-"""Which fragments of a shard are due. The cadence rule decides for the model; companions may be due more rarely.
+"""Which fragments of a shard are due. The cadence rule decides for the model; other kinds may be due more rarely.
 
 Out of turn, a fragment is due where a learner leaves that has trained since it contributed last.
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from diloco_common.manifest import Fragment, Kind
+from diloco_common.manifest import Fragment
 from diloco_common.settings import SyncSettings
 from diloco_server.core.cadence import CadenceRule, Quorum, Rest, interval, is_due, needed
 from diloco_server.core.fragment import FragmentState, Phase, Phases
@@ -93,7 +93,7 @@ class DueFragments:
 
     def usual_steps(self, fragment: Fragment) -> int:
         """Inner steps between two rounds of a fragment, as the settings have it."""
-        return self._sync.sync_every * self._times(fragment)
+        return self._sync.sync_every * fragment.traits.times(self._sync)
 
     # ------------------------------------------------------------ the table
 
@@ -134,7 +134,7 @@ class DueFragments:
                 self._tokens[:, column] = _tensor(_base_tokens(state, member) for state in states)
 
     def _look_at_fragments(self, live: Sequence[Member]) -> None:
-        """Rows of those that have changed. Companions rest for ever once the run is over."""
+        """Rows of those that have changed. Other kinds than the model rest for ever once the run is over."""
         budget, changed = self._versions.budget, self._phases.changed
         if self._versions.done:
             changed.update(self._ids)
@@ -143,7 +143,9 @@ class DueFragments:
             state, row = self._versions.fragments[fragment_id], self._rows[fragment_id]
             rests = state.phase is Phase.RESTING and not self._versions.is_final(state)
             self._intervals[row] = min(self._interval(state), NEVER - 1) if rests else NEVER
-            self._left[row] = NEVER if state.fragment.companion or not rests else budget.tokens - state.tokens_merged
+            self._left[row] = NEVER
+            if rests and state.fragment.traits.is_of_model:
+                self._left[row] = budget.tokens - state.tokens_merged
             if rests:
                 self._steps[row, columns] = _tensor(_base_steps(state, m) for m in live)
                 self._merged[row, columns] = _tensor(_merged_steps(fragment_id, m) for m in live)
@@ -171,12 +173,7 @@ class DueFragments:
         number, total = versions.manifest.place(fragment)
         rest = Rest(number, total, state.version, versions.budget.fraction(state), self._sync.sync_every)
         never = state.rounds_opened == 0 and state.version == 0
-        return interval(self._rule, rest, never=never, times=self._times(fragment))
-
-    def _times(self, fragment: Fragment) -> int:
-        """H of a fragment, in those of the settings."""
-        every: dict[Kind, int] = {"momentum": self._sync.companions_every, "buffer": self._sync.buffers_every}
-        return every.get(fragment.kind, 1)
+        return interval(self._rule, rest, never=never, times=fragment.traits.times(self._sync))
 
     # ------------------------------------------------------------ decisions
 
@@ -203,7 +200,7 @@ class DueFragments:
         if steps == NEVER:
             return False
         there = [m for m in live if m.takes_part(fragment_id)]
-        if not state.fragment.companion:
+        if state.fragment.traits.is_of_model:
             if any(m.wants_last(fragment_id) for m in there):
                 return True
             if self._versions.budget.rest_is_trained(state, there):

@@ -360,10 +360,10 @@ class FragmentState:
     def typical_norm(self) -> float:
         """The usual norm of what is merged, unless it is tiny; the norm of version 0 until there is one.
 
-        Of momentum no norm is unusual: it begins at zero, and grows by any factor once a layer that was made of zeros
-        passes gradients on. What bounds a contribution to it is its round, where the mean cuts all to the median.
+        Where norms tell nothing, none is unusual. What bounds a contribution is its round, where the mean cuts all to
+        the median.
         """
-        if self.fragment.companion:
+        if not self.fragment.traits.norms_tell:
             return math.inf
         seed_norm, usual = self.record.seed_norm, self.record.usual.usual
         if usual:

@@ -19,13 +19,13 @@ SEED_ENCODINGS = ("float32", "bfloat16")
 
 
 def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
-    """Model and companions of the caller are the shard's. Raises ManifestMismatch with the first differences."""
+    """What the caller synchronises is what the shard has. Raises ManifestMismatch with the first differences."""
     different = differences(mine.tensors, theirs)
     if not different:
         return
     table = "; ".join(different)
-    if not differences(mine.exported, [t for t in theirs if t.kind != "momentum"]):
-        here, there = ([t for t in tensors if t.kind == "momentum"] for tensors in (mine.tensors, theirs))
+    if not differences(mine.exported, [t for t in theirs if t.traits.is_exported]):
+        here, there = ([t for t in tensors if not t.traits.is_exported] for tensors in (mine.tensors, theirs))
         raise ManifestMismatch(
             "the models are the same, but the momentum that learners average is not: "
             f"{_what_is_averaged(here, there)}. All learners of a run give the same kind of optimizer for each "
@@ -36,7 +36,7 @@ def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
 
 
 def _what_is_averaged(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str:
-    """Of the companions of both sides, which differ."""
+    """Of the momentum of both sides, which differs."""
     if here and there:
         kinds = [" and ".join(kinds_of(tensors)) or "another optimizer" for tensors in (here, there)]
         if kinds[0] != kinds[1]:
@@ -51,7 +51,7 @@ def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
     """The caller's model is the one that the shard insists on, if it does. Raises ManifestMismatch."""
     if not expected or (found := model_digest(theirs)) == expected:
         return
-    if model_digest(t for t in theirs if t.kind != "momentum") == expected:
+    if model_digest(t for t in theirs if t.traits.is_exported) == expected:
         raise ManifestMismatch(
             f"this shard insists on the model {expected} (run.model), which the caller brings, but that is its digest "
             f"without the momentum that the caller wants averaged: start all shards with run.model={found} (printed by "

@@ -101,7 +101,7 @@ class Nesterov(OuterOptimizer):
 
 
 class TakeMean(OuterOptimizer):
-    """theta <- theta - G: the mean of what learners have. Of companion fragments, whatever the settings say."""
+    """theta <- theta - G: the mean of what learners have. Of other kinds than parameters, whatever the settings say."""
 
     num_buffers = 0
 

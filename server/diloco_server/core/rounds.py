@@ -255,9 +255,9 @@ class Rounds:
         self._outbox.add(ContributionAnswered(member.learner_id, header, answer, staleness))
 
     def _tokens(self, fragment_id: int, tokens: int) -> int:
-        """What of a contribution's tokens the accounts count: they are of what the model learns, not of companions."""
+        """What of a contribution's tokens the accounts count: they are of what the model learns."""
         state = self._versions.fragments.get(fragment_id)
-        return 0 if state is not None and state.fragment.companion else tokens
+        return tokens if state is None or state.fragment.traits.is_of_model else 0
 
     def _accept(self, state: FragmentState, contribution: Contribution, now: float) -> None:
         collecting = state.round
@@ -476,7 +476,7 @@ class Rounds:
         return median_low(m.arrivals.expected_at(state.call, state.fragment.num_elements) for m in members)
 
     def _close_if_ready(self, state: FragmentState, collecting: Round, waits_until: float, now: float) -> None:
-        is_over = self._versions.done and state.fragment.companion
+        is_over = self._versions.done and not state.fragment.traits.is_of_model
         if collecting.is_void or is_over:
             state.abandon_round(is_over=is_over)
             return
@@ -495,7 +495,7 @@ class Rounds:
         fragment_id = state.fragment.fragment_id
         contributions = [closed.contributions[i] for i in sorted(closed.contributions)]
         beside: list[Contribution] = []
-        if state.fragment.kind == "buffer":
+        if state.fragment.traits.is_whole:
             live = {m.learner_id for m in self._membership.live() if not self.quarantine.holds(m.learner_id)}
             contributions, beside = state.latest.take(closed, live)
         open_s, asked = now - closed.opened_at, len(closed.asked)
@@ -504,7 +504,7 @@ class Rounds:
 
     def _judge(self, state: FragmentState, collecting: Round) -> tuple[str, ...]:
         """A round is about to close: everybody in it gets a vote, and what is far off is left out. Returns whose."""
-        if state.fragment.companion:
+        if not state.fragment.traits.norms_tell:
             return ()  # their norms tell nothing, so such a vote would only thin out those that do
         evidence = self.trust.evidence(collecting.contributions, state, self._due.usual_steps(state.fragment))
         for learner_id, words in evidence.items():

@@ -218,7 +218,7 @@ class Shard:
 
     @property
     def of_model(self) -> list[FragmentState]:
-        """The same, without those of companions."""
+        """Of these, what the progress of the run is counted by."""
         return self._versions.of_model
 
     @property

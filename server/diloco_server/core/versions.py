@@ -167,8 +167,8 @@ class Versions:
 
     @property
     def of_model(self) -> list[FragmentState]:
-        """The fragments without those of companions: what the progress of the run is counted by."""
-        return [s for s in self.fragments.values() if not s.fragment.companion]
+        """The fragments that the progress of the run is counted by."""
+        return [s for s in self.fragments.values() if s.fragment.traits.is_of_model]
 
     @property
     def tokens_merged(self) -> int:
@@ -177,8 +177,8 @@ class Versions:
         return sum(s.tokens_merged for s in states) // len(states) if states else 0
 
     def is_final(self, state: FragmentState) -> bool:
-        """Whether no version of a fragment is made any more. Companions go on as long as the model."""
-        return self.done if state.fragment.companion else self.budget.is_reached(state)
+        """Whether no version of a fragment is made any more. Other kinds go on as long as the model."""
+        return self.budget.is_reached(state) if state.fragment.traits.is_of_model else self.done
 
     @property
     def all_seeded(self) -> bool:
@@ -201,7 +201,7 @@ class Versions:
 
     def _announce(self, state: FragmentState) -> None:
         self._outbox.tell_live(state.announcement())
-        if state.fragment.companion or self.budget.is_reached(state):  # else the run cannot be over
+        if not state.fragment.traits.is_of_model or self.budget.is_reached(state):  # else the run cannot be over
             self._check_budget()
 
     def _check_budget(self) -> None:
@@ -209,7 +209,7 @@ class Versions:
         if self.done or not states or not all(s.seeded and self.budget.is_reached(s) for s in states):
             return
         if any(s.computing for s in self.fragments.values()):
-            return  # a version of companions: learners take the last ones of buffers, too, and all the same
+            return  # a version of another kind: learners take the last ones of buffers, too, and all the same
         self.done = True
         self._outbox.add(BudgetReached(self.tokens_merged))
         self._outbox.tell_live(Stop())

@@ -94,13 +94,13 @@ class Contents:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The lowest and the highest version in it: of the model, as companions have numbers of their own."""
+        """The lowest and the highest version in it: of the model, as other kinds have numbers of their own."""
         versions = [file.version for file in self.model_files or self.files]
         return min(versions), max(versions)
 
     @property
     def model_files(self) -> list[CheckpointFile]:
-        """Without those of companions."""
+        """Those of the model."""
         of_model = {fragment.fragment_id for fragment in self.manifest.model_fragments}
         return [file for file in self.files if file.fragment_id in of_model]
 

@@ -1,8 +1,8 @@
 """The regular checkpoints of a shard, one every `checkpoint.every` versions: `checkpoints/version-NNN` in its folder.
 
 Checkpoint N takes the first version of each fragment, from N on, that reaches the disk. That is N itself, unless
-versions are written by interval. So all shards agree on names and contents without talking. Companions number their
-versions more slowly: the newest of each is taken once those of the model are there. Not thread-safe.
+versions are written by interval. So all shards agree on names and contents without talking. Other kinds
+number their versions more slowly: the newest of each is taken once those of the model are there. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RegularCheckpoints:
         self._folder = data_dir / FOLDER
         self._done: list[int] = []  # ascending
         self._open: dict[int, set[int]] = {}  # checkpoint -> fragments that are in it
-        self._newest: dict[int, int] = {}  # companion -> its newest version on disk
+        self._newest: dict[int, int] = {}  # fragment of another kind -> its newest version on disk
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest, shard_index: int) -> list[int]:
         """Go on after earlier epochs. `recovered`: fragment -> the version it came back with. Raises OSError."""
@@ -43,7 +43,7 @@ class RegularCheckpoints:
         self._newest = {
             f.fragment_id: recovered[f.fragment_id]
             for f in manifest.owned_by(shard_index)
-            if f.companion and f.fragment_id in recovered
+            if not f.traits.is_of_model and f.fragment_id in recovered
         }
         finished: list[int] = []
         for fragment_id, newest in recovered.items():
@@ -62,7 +62,7 @@ class RegularCheckpoints:
         Raises OSError. Then the fragment's next version takes its place.
         """
         owned = manifest.owned_by(shard_index)
-        of_model = {fragment.fragment_id for fragment in owned if not fragment.companion}
+        of_model = {fragment.fragment_id for fragment in owned if fragment.traits.is_of_model}
         is_of_model = fragment_id in of_model
         if is_of_model:
             self._open_if_due(version)
@@ -94,7 +94,7 @@ class RegularCheckpoints:
 
     def _finish(self, number: int, owned: Sequence[Fragment]) -> bool:
         folder = self._folder / _name(number)
-        if folder.is_dir() and not self._link_companions(folder, owned):
+        if folder.is_dir() and not self._link_newest(folder, owned):
             return False
         if not folder.is_dir() or set(fragments_in(folder)) != {fragment.fragment_id for fragment in owned}:
             del self._open[number]  # somebody has deleted files of it
@@ -116,13 +116,15 @@ class RegularCheckpoints:
             del self._done[0]
         return True
 
-    def _link_companions(self, folder: Path, owned: Sequence[Fragment]) -> bool:
-        """The newest version of each companion. False if one is not on disk, or has gone already: a newer one comes."""
+    def _link_newest(self, folder: Path, owned: Sequence[Fragment]) -> bool:
+        """The newest version of the other kinds. False if one is not there, or no longer: a newer one comes."""
         there = fragments_in(folder)
-        for companion in (f.fragment_id for f in owned if f.companion and f.fragment_id not in there):
-            if companion not in self._newest:
+        for fragment in owned:
+            if fragment.traits.is_of_model or fragment.fragment_id in there:
+                continue
+            if fragment.fragment_id not in self._newest:
                 return False
-            name = version_name(companion, self._newest[companion])
+            name = version_name(fragment.fragment_id, self._newest[fragment.fragment_id])
             try:
                 hard_link(self._data_dir / name, folder / name)
             except FileNotFoundError:

@@ -47,9 +47,9 @@ class LearnerCore:
             f.fragment_id: LearnerFragment(f, FragmentTensors(replica.held(f), replica, policy))
             for f in manifest.fragments
         }
-        self.of_model = [f for f in self.fragments.values() if not f.fragment.companion]
+        self.of_model = [f for f in self.fragments.values() if f.fragment.traits.is_of_model]
         """Without companions."""
-        self.exported = [f for f in self.fragments.values() if f.fragment.kind != "momentum"]
+        self.exported = [f for f in self.fragments.values() if f.fragment.traits.is_exported]
         """What a file of the model holds: with buffers."""
 
     @property
@@ -199,7 +199,7 @@ class LearnerCore:
         """The contribution was not merged: its work goes on into the next one."""
         assert fragment.contribution is not None
         self.contributions[Fate.CARRIED.value] += 1
-        if not fragment.fragment.companion:
+        if fragment.fragment.traits.is_of_model:
             self.tokens_carried += fragment.contribution.tokens
         self._carried.append(fragment.contribution)
         fragment.give_back()

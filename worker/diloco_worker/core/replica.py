@@ -260,7 +260,7 @@ class Replica:
                     copy.copy_(value)
 
     def _copies(self, fragment: Fragment) -> Copies | None:
-        return None if fragment.companion else self.copies
+        return self.copies if fragment.traits.is_of_model else None
 
     def _all_copies(self) -> list[tuple[str, Tensor]]:
         """Each with the name of its parameter."""

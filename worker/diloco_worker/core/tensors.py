@@ -232,7 +232,7 @@ class FragmentTensors:
         self.contribution = ContributionTensors(
             round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
             dtype=get_codec(self.fragment.encoding(self._policy.push_encoding)).progress_dtype,
-            error_feedback=self._policy.error_feedback and not self.fragment.companion,
+            error_feedback=self._policy.error_feedback and self.fragment.traits.feeds_back,
             own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
             given_back=self._given_back,
         )  # fmt: skip

@@ -117,7 +117,11 @@ class Laid:
         """For a `with`: a version of the fragment is applied inside."""
         if self._watched is not None and self._watched.fragment_id == fragment.fragment_id:
             self._end(self._watched)
-        places = [] if self._watched is not None or self._rest > 0 or fragment.companion else self._places(fragment)
+        places = (
+            []
+            if self._watched is not None or self._rest > 0 or not fragment.traits.is_of_model
+            else self._places(fragment)
+        )
         if not places:
             yield
             return

@@ -1,7 +1,7 @@
 """Learners whose contributions are outliers again and again: for a while nobody asks them, and nobody waits for them.
 
 The last contributions of a learner are its votes, one per round that waited for it: an outlier was refused or left out
-because of its values. Those to companions vote only where they are refused. Everything is relative to the other
+because of its values. Where norms tell nothing, only what was refused votes. Everything is relative to the other
 learners, so at most half of them can be left out: beyond that nobody can say who is the outlier.
 
 All of it goes by the learner's id. A learner that leaves, joins again, or starts as another process is the same one.

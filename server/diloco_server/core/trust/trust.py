@@ -63,7 +63,7 @@ class Trust:
             return
         typical = state.typical_norm()
         most, why = self._norm_factor * typical, f"{self._norm_factor:g} times is merged (guard.norm_factor)"
-        if not self._strangers and not fragment.companion:
+        if not self._strangers and fragment.traits.norms_tell:
             way = Way(norm, self._believed_steps(member, header, every, now), now)
             can_be = self._too_long(state, member.learner_id, way, every, self._live())
             if can_be is not None:
