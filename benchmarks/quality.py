@@ -28,6 +28,8 @@ from torch import nn
 from diloco_common.allocator import tune_allocator
 from diloco_common.codec import CHUNK_ELEMENTS_MAX, num_payload_bytes
 from diloco_common.settings import Settings
+from diloco_demo.data import load_corpus
+from diloco_demo.gpt import evaluate
 from diloco_lab import protocol_page, runner
 from diloco_lab.arms import Conditions, load_arm
 from diloco_lab.lockstep import LockstepRun, Outcome
@@ -35,8 +37,6 @@ from diloco_lab.protocol import carried_out, load_protocol
 from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.report import gap
 from diloco_lab.tasks import BuiltIn
-from diloco_worker.builtin.data import load_corpus
-from diloco_worker.builtin.evaluation import evaluate
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PLOT = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality.png"

@@ -75,7 +75,7 @@ def run(delays_s: dict[str, float], seconds: float) -> dict[str, Any]:
         shard = Member("shard-0", "diloco_server", folder, stack)
         workers = {
             name: Member(
-                name, "diloco_worker", folder, stack,
+                name, "diloco_demo", folder, stack,
                 worker__shards=shard.endpoints.grpc, worker__learner_id=name, worker__step_delay_s=delay_s,
             )
             for name, delay_s in delays_s.items()

@@ -390,7 +390,7 @@ def _python(system: str, venvs: Path | None) -> str | None:
 
 
 def _text() -> tuple[bytes, bytes]:
-    from diloco_worker.builtin.data import STDLIB, load_corpus
+    from diloco_demo.data import STDLIB, load_corpus
 
     corpus = load_corpus(STDLIB, held_out=0.05)
     return corpus.train.numpy().tobytes(), corpus.held_out.numpy().tobytes()

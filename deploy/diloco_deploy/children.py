@@ -9,10 +9,10 @@ from pathlib import Path
 
 from diloco_common.endpoints import Endpoints, Role, dialable
 from diloco_common.settings import Settings
+from diloco_demo.shapes import declared_digest
 from diloco_deploy.folder import Files
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates
 from diloco_deploy.supervisor import ChildSpec
-from diloco_worker.declared import declared_digest
 
 EVALUATE = "evaluate"
 
@@ -22,7 +22,7 @@ class Programs:
     """The modules of the children."""
 
     server: str = "diloco_server"
-    worker: str = "diloco_worker"
+    worker: str = "diloco_demo"
 
 
 class Children:

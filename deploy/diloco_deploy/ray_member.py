@@ -113,7 +113,7 @@ class Member:
     def _start(self) -> None:
         self._again_at = None
         log = self._files.logs / f"{self._plan.name}.{self._life}.log"
-        module = "diloco_server" if self._plan.role == "shard" else "diloco_worker"
+        module = "diloco_server" if self._plan.role == "shard" else "diloco_demo"
         kind, address_file = self._plan.role, self._own / "address.json"
         self._supervisor.start(ChildSpec(self._plan.name, kind, module, self._arguments, log, address_file))
 

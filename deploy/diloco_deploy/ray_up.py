@@ -20,6 +20,7 @@ from diloco_common.errors import EXIT_INTERRUPTED, CannotConnect, ConfigError, D
 from diloco_common.identity import subject_of
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_demo.shapes import declared_digest
 from diloco_deploy.certs.authority import make_authority, open_authority
 from diloco_deploy.folder import Files, Outputs, anchored
 from diloco_deploy.interrupts import Interrupts
@@ -33,7 +34,6 @@ from diloco_deploy.status import addresses_in
 from diloco_deploy.status_schema import ClusterRecord, MemberRecord
 from diloco_deploy.supervisor import Action
 from diloco_deploy.up import check_cluster
-from diloco_worker.declared import declared_digest
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 10.0
@@ -254,7 +254,7 @@ class _RayRun:
         shards = shard_files(self._files.folder, self._settings.cluster.shards)
         child = subprocess.Popen(
             [
-                sys.executable, "-m", "diloco_worker", "evaluate", f"--settings={self._files.settings}",
+                sys.executable, "-m", "diloco_demo", "evaluate", f"--settings={self._files.settings}",
                 f"--shards={shards}", *proof, f"--export={self._files.model}", f"--out={self._files.evaluation}",
             ],
             stdout=subprocess.DEVNULL,

@@ -28,12 +28,12 @@ from diloco_common.codec.change import decode_version
 from diloco_common.errors import NotFinite
 from diloco_common.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings, ShardSettings
+from diloco_demo.training import share_at
 from diloco_lab.arms import Conditions
 from diloco_lab.inner import InnerSteps
 from diloco_lab.shard import LockstepShard
 from diloco_lab.tasks import Task
 from diloco_server.core.effects import Tell
-from diloco_worker.builtin.schedule import share_at
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica

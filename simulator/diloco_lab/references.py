@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from diloco_common.settings import Settings
+from diloco_demo.training import share_at
 from diloco_lab.tasks import Stream, Task, inner_step
-from diloco_worker.builtin.schedule import share_at
 
 Watch = Callable[[float, nn.Module], None]
 """Called now and then with the progress and the present model."""

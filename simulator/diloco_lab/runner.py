@@ -23,11 +23,11 @@ from torch import nn
 
 from diloco_common.allocator import tune_allocator
 from diloco_common.child import end_with_parent
+from diloco_demo.tracking import check_tracker, open_tracker
 from diloco_lab.arms import Arm, key_today
 from diloco_lab.lockstep import LockstepRun
 from diloco_lab.references import classic_diloco, data_parallel
 from diloco_lab.tasks import CURVE_TOKENS, EVALUATION_TOKENS, Task, builder
-from diloco_worker.builtin.tracking import check_tracker, open_tracker
 
 Line = dict[str, Any]
 """One result."""
@@ -42,7 +42,7 @@ def run_all(
     arms: Sequence[Arm], seeds: Sequence[int], path: Path, jobs: int, say: Callable[[str], None], track: str = ""
 ) -> dict[str, Line]:
     """Run what is missing in the file of results. Returns all that were asked for, by key. `track`: where their curves
-    go too, as `diloco_worker.builtin.tracking` has it. Raises ConfigError."""
+    go too, as `diloco_demo.tracking` has it. Raises ConfigError."""
     if track:
         check_tracker(track)
     done = load(path)

@@ -1,7 +1,7 @@
 """The built-in models of all learners as one, so that an inner step of all is a few large operations.
 
 Every parameter becomes a tensor [learners, rows, columns]; the models that learners hold are views into it. The
-mathematics is that of `diloco_worker.builtin`, learner by learner: forward, backward, clip, Muon or AdamW. Only the
+mathematics is that of `diloco_demo`, learner by learner: forward, backward, clip, Muon or AdamW. Only the
 order in which sums are rounded differs. Written out, because `torch.func.vmap` loses the fused attention.
 
 Shapes: R learners that step, B sequences, T bytes, N = B T.
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diloco_common.settings import TrainSettings
-from diloco_worker.builtin.gpt import GPT, Layer, norm, rotate
-from diloco_worker.builtin.muon import RMS_OF_ADAMW, orthogonal
-from diloco_worker.builtin.shapes import BYTES
+from diloco_demo.gpt import GPT, Layer, norm, rotate
+from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
+from diloco_demo.shapes import BYTES
 from diloco_worker.companions import most_of
 from diloco_worker.core.replica import Companion, Pace
 
@@ -107,7 +107,7 @@ class Stack:
     def _muon(
         self, theta: dict[str, Tensor], gradients: dict[str, Tensor], first: dict[str, Tensor], share: Tensor
     ) -> None:
-        """As `diloco_worker.builtin.muon`."""
+        """As `diloco_demo.muon`."""
         train = self._train
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, parts in self._parts.items():

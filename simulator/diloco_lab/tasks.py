@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from diloco_common.errors import ConfigError
 from diloco_common.extensions import find, is_extension
 from diloco_common.settings import Settings
+from diloco_demo import training
+from diloco_demo.data import Corpus, TokenStream, load_corpus
+from diloco_demo.gpt import GPT, build_gpt, evaluate
 from diloco_lab.stacked import Stack
-from diloco_worker.builtin import training
-from diloco_worker.builtin.data import Corpus, TokenStream, load_corpus
-from diloco_worker.builtin.evaluation import evaluate
-from diloco_worker.builtin.gpt import GPT, build_gpt
 
 EVALUATION_TOKENS = 131_072
 CURVE_TOKENS = 16_384

@@ -147,7 +147,7 @@ def test_a_mistake_is_one_line(addresses, tmp_path, capsys, more, code):
 def test_the_evaluation_of_the_built_in_model_refuses_another_one(addresses, tmp_path):
     trained(addresses, nn.Linear(4, 4))
     out = tmp_path / "model.safetensors"
-    command = [sys.executable, "-m", "diloco_worker", "evaluate", "--shards", addresses, "--export", str(out)]
+    command = [sys.executable, "-m", "diloco_demo", "evaluate", "--shards", addresses, "--export", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert "`diloco pull --out DIR` writes it [BAD_CONFIG]" in ended.stderr

@@ -270,7 +270,7 @@ def test_two_ranks_that_train_alone_are_two_learners(serve) -> None:
 def test_the_built_in_worker_trains_alone_whatever_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    command = [sys.executable, "-m", "diloco_worker", "--shards=127.0.0.1:9", "--set=worker.device=cpu"]
+    command = [sys.executable, "-m", "diloco_demo", "--shards=127.0.0.1:9", "--set=worker.device=cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
         assert worker.stderr is not None
         said = ""

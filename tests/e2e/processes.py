@@ -213,7 +213,7 @@ class LocalCluster:
         def arguments() -> list[str]:
             return [f"--shards={','.join(shard.endpoints.grpc for shard in self.shards)}", *sets(given)]
 
-        self.workers[name] = self._process(name, "diloco_worker", arguments)
+        self.workers[name] = self._process(name, "diloco_demo", arguments)
         return self.workers[name]
 
     @contextmanager

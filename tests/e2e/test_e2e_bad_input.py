@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from processes import LocalCluster, Process, http_get, run_module, until
 
+import diloco_demo.cli
 import diloco_deploy.cli
 import diloco_server.cli
-import diloco_worker.cli
 from diloco_common.endpoints import Endpoints
 from diloco_deploy.status import ANSWER_WITHIN_S
 
 Ended = subprocess.CompletedProcess[str]
 MAINS = {
     "diloco_deploy": diloco_deploy.cli.main, "diloco_server": diloco_server.cli.main,
-    "diloco_worker": diloco_worker.cli.main,
+    "diloco_demo": diloco_demo.cli.main,
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def absent() -> str:
         return f"127.0.0.1:{closed.getsockname()[1]}"
 
 
-WORDS = {"diloco_deploy": ["up"], "diloco_server": [], "diloco_worker": []}
+WORDS = {"diloco_deploy": ["up"], "diloco_server": [], "diloco_demo": []}
 
 
 @pytest.mark.parametrize("program", WORDS)
@@ -105,18 +105,18 @@ def test_an_open_address_wants_certificates(command) -> None:
     assert_one_line(ended, 2, "0.0.0.0", "diloco certs init", "security.tls", "security.insecure")
 
 
-@pytest.mark.parametrize("arguments", [["diloco_server"], ["diloco_worker", "--shards=127.0.0.1:1"]])
+@pytest.mark.parametrize("arguments", [["diloco_server"], ["diloco_demo", "--shards=127.0.0.1:1"]])
 def test_an_open_http_address_wants_one_too(command, arguments: list[str]) -> None:
     ended = command(*arguments, "--http=0.0.0.0:0")
     assert_one_line(ended, 2, ".http = 0.0.0.0", "security.token_file", "security.insecure")
 
 
 def test_a_worker_without_shards_is_refused(command) -> None:
-    assert_one_line(command("diloco_worker"), 2, "--shards")
+    assert_one_line(command("diloco_demo"), 2, "--shards")
 
 
 def test_data_that_is_not_there_is_refused(command, deaf: str, tmp_path: Path) -> None:
-    ended = command("diloco_worker", f"--shards={deaf}", f"--data={tmp_path / 'absent'}")
+    ended = command("diloco_demo", f"--shards={deaf}", f"--data={tmp_path / 'absent'}")
     assert_one_line(ended, 3, "absent")
 
 

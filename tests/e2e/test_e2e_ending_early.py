@@ -60,9 +60,9 @@ def catches_sigterm(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.parametrize("module", ["diloco_server", "diloco_worker"])
+@pytest.mark.parametrize("module", ["diloco_server", "diloco_demo"])
 def test_a_process_ends_while_it_starts(tmp_path: Path, module: str, absent: str) -> None:
-    one = process(module, tmp_path, *([f"--shards={absent}"] if module == "diloco_worker" else []))
+    one = process(module, tmp_path, *([f"--shards={absent}"] if module == "diloco_demo" else []))
     one.start()
     try:
         until(lambda: catches_sigterm(one.pid), "a handler")
@@ -74,7 +74,7 @@ def test_a_process_ends_while_it_starts(tmp_path: Path, module: str, absent: str
 
 
 def test_a_worker_ends_while_it_waits_for_shards(tmp_path: Path, absent: str) -> None:
-    worker = process("diloco_worker", tmp_path, f"--shards={absent}", "--learner-id=ann")
+    worker = process("diloco_demo", tmp_path, f"--shards={absent}", "--learner-id=ann")
     worker.start()
     try:
         code, text = http_get(worker.endpoints.http, "/readyz")

@@ -55,7 +55,7 @@ def test_prometheus_finds_nothing_to_complain_about(address: str) -> None:
 def test_a_worker_with_another_token_is_refused(cluster: LocalCluster, tmp_path: Path) -> None:
     wrong = secret_file(tmp_path / "token", "another-secret-of-somebody\n")
     shards = cluster.shards[0].endpoints.grpc
-    ended = run_module("diloco_worker", f"--shards={shards}", f"--set=security.token_file={wrong}")
+    ended = run_module("diloco_demo", f"--shards={shards}", f"--set=security.token_file={wrong}")
     assert ended.returncode == 6
     assert "[UNAUTHENTICATED]" in ended.stderr
     assert "Traceback" not in ended.stderr

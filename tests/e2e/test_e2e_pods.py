@@ -21,7 +21,7 @@ def pod(name: str, kind: str, folder: Path, here: Mapping[str, object]) -> Proce
     variables = environment(DEMO, one(DEMO, kind)["spec"]["template"])
     given = {name.removeprefix("DILOCO_").lower().replace("__", "."): value for name, value in variables.items()}
     given |= {"security.token_file": folder / "token", **{key: here[key] for key in here if key in given}}
-    module = {"StatefulSet": "diloco_server", "Job": "diloco_worker"}[kind]
+    module = {"StatefulSet": "diloco_server", "Job": "diloco_demo"}[kind]
     process = Process(name, module, lambda: sets(given), folder)
     process.start()
     return process

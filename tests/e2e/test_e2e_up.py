@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 
 from diloco_common.endpoints import read_address
 from diloco_common.settings import Settings
-from diloco_worker.builtin.data import load_corpus
-from diloco_worker.builtin.evaluation import evaluate
-from diloco_worker.builtin.gpt import build_gpt
+from diloco_demo.data import load_corpus
+from diloco_demo.gpt import build_gpt, evaluate
 
 BUDGET = 100_000
 WORKERS = ["worker-0", "worker-1"]

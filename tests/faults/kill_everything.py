@@ -29,9 +29,8 @@ from processes import TINY, until
 from test_e2e_up import Up
 
 from diloco_common.settings import ModelSettings
-from diloco_worker.builtin.data import load_corpus
-from diloco_worker.builtin.evaluation import evaluate
-from diloco_worker.builtin.gpt import build_gpt
+from diloco_demo.data import load_corpus
+from diloco_demo.gpt import build_gpt, evaluate
 
 SETTINGS = {
     "worker.checkpoint_every_s": 0.5,

@@ -20,7 +20,7 @@ from pages import followed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TWO, TWENTY = (followed(DOCS / f"{name}-machines.md") for name in ("two", "twenty"))
-PROGRAMS = {"diloco": "diloco_deploy", "diloco-worker": "diloco_worker"}
+PROGRAMS = {"diloco": "diloco_deploy", "diloco-worker": "diloco_demo"}
 
 
 class Terminal:

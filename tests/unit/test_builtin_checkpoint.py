@@ -9,10 +9,10 @@ import torch
 
 from diloco_common.errors import EXIT_DATA, DataError
 from diloco_common.settings import ModelSettings, TrainSettings
-from diloco_worker.builtin import checkpoint
-from diloco_worker.builtin.checkpoint import Saved, TrainingProgress, load_checkpoint, save_checkpoint
-from diloco_worker.builtin.gpt import build_gpt
-from diloco_worker.builtin.training import make_optimizer
+from diloco_demo import checkpoint
+from diloco_demo.checkpoint import Saved, TrainingProgress, load_checkpoint, save_checkpoint
+from diloco_demo.gpt import build_gpt
+from diloco_demo.training import make_optimizer
 from diloco_worker.state import LearnerState
 
 PROGRESS = TrainingProgress(inner_step=3, tokens=96, data_position=12)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diloco_common.errors import EXIT_DATA, DataError
-from diloco_worker.builtin import data
-from diloco_worker.builtin.data import TokenStream, is_held_out, load_corpus
+from diloco_demo import data
+from diloco_demo.data import TokenStream, is_held_out, load_corpus
 
 
 def stream(text, learner_id="a", seed=0, context=8, batch=4, position=0):

@@ -7,8 +7,7 @@ import torch
 
 from diloco_common.errors import DataError
 from diloco_common.settings import ModelSettings
-from diloco_worker.builtin.evaluation import evaluate
-from diloco_worker.builtin.gpt import build_gpt
+from diloco_demo.gpt import build_gpt, evaluate
 
 MODEL = build_gpt(ModelSettings(layers=1, heads=2, width=16, context=16), seed=0)
 TEXT = torch.randint(256, (1000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)

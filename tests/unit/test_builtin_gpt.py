@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco_common.settings import ModelSettings
-from diloco_worker.builtin.gpt import BYTES, build_gpt
+from diloco_demo.gpt import BYTES, build_gpt
 
 TINY = ModelSettings(layers=2, heads=2, width=16, context=16)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from diloco_common.errors import DataError
 from diloco_common.settings import ModelSettings, Settings, SyncSettings, TrainSettings
-from diloco_worker.builtin.checkpoint import load_checkpoint, save_checkpoint
-from diloco_worker.builtin.gpt import GPT, build_gpt
-from diloco_worker.builtin.muon import orthogonal
-from diloco_worker.builtin.training import make_optimizer
+from diloco_demo.checkpoint import load_checkpoint, save_checkpoint
+from diloco_demo.gpt import GPT, build_gpt
+from diloco_demo.muon import orthogonal
+from diloco_demo.training import make_optimizer
 
 MODEL = ModelSettings(layers=2, heads=2, width=32, context=8)
 TRAIN = TrainSettings(optimizer="muon", lr=1e-2, muon_lr=3e-2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_common.settings import TrainSettings
-from diloco_worker.builtin.schedule import scheduled, share_at
+from diloco_demo.training import scheduled, share_at
 from diloco_worker.progress_lr import WARMUP_FLOOR, WARMUP_STEPS
 
 

@@ -11,11 +11,10 @@ from torch import nn
 from diloco_common.errors import ConfigError
 from diloco_common.logs import Log
 from diloco_common.settings import ModelSettings, TrainSettings
-from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
-from diloco_worker.builtin.data import TokenStream
-from diloco_worker.builtin.evaluation import evaluate
-from diloco_worker.builtin.gpt import build_gpt
-from diloco_worker.builtin.training import InnerStep, ProgressLog, Saver, choose_device, make_optimizer, train
+from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
+from diloco_demo.data import TokenStream
+from diloco_demo.gpt import build_gpt, evaluate
+from diloco_demo.training import InnerStep, ProgressLog, Saver, choose_device, make_optimizer, train
 from diloco_worker.state import LearnerState
 
 MODEL = ModelSettings(layers=1, heads=2, width=32, context=16)

@@ -30,7 +30,7 @@ def errors_of_the_project() -> dict[str, type[DilocoError]]:
     """Code -> a class that has it."""
     for package in (diloco_common, diloco_server, diloco_worker, diloco_deploy):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith(NOT_IMPORTED) and "builtin" not in module.name:
+            if not module.name.endswith(NOT_IMPORTED):
                 importlib.import_module(module.name)
     found: dict[str, type[DilocoError]] = {}
     left: list[type[DilocoError]] = [DilocoError]

@@ -17,12 +17,12 @@ from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, plugin_names
 from diloco_common.manifest import Piece
 from diloco_common.settings import ModelSettings, TrainSettings
+from diloco_demo.gpt import build_gpt
+from diloco_demo.training import make_optimizer
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import SLICE, Nesterov, OuterOptimizer
 from diloco_server.core.outer_rules import OUR_RULES, make_outer_optimizer
 from diloco_server.rules import check_codecs, find_rules
-from diloco_worker.builtin.gpt import build_gpt
-from diloco_worker.builtin.training import make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTER = [*OUR_RULES, "own_outer_rule:Averaged", "delayed_nesterov:DelayedNesterov", "heloco:HeLoCo"]

@@ -15,7 +15,7 @@ from diloco_common.errors import ChildOfLearner
 from diloco_common.forks import danger
 from diloco_worker import children
 
-ROOTS = ("common", "server", "worker", "deploy", "simulator")
+ROOTS = ("common", "server", "worker", "deploy", "simulator", "examples/demo")
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from diloco_common.settings import ModelSettings, RunSettings, Settings, TrainSettings
+from diloco_demo.data import Corpus
+from diloco_demo.gpt import GPT
 from diloco_lab.arms import Conditions
 from diloco_lab.lockstep import LockstepRun
 from diloco_lab.tasks import BuiltIn, inner_step
-from diloco_worker.builtin.data import Corpus
-from diloco_worker.builtin.gpt import GPT
 
 TEXT = (torch.arange(4096) ** 2 % 251).to(torch.uint8)
 MODEL = ModelSettings(layers=2, heads=2, width=16, context=8)

@@ -21,6 +21,7 @@ OURS = {
     "diloco_simulator": "simulator",
     "diloco_lab": "simulator",
     "diloco_deploy": "deploy",
+    "diloco_demo": "examples/demo",
 }
 """Package -> its source root."""
 
@@ -113,16 +114,23 @@ RULES = {
     ),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
-    "diloco_worker.builtin": allow(
-        "diloco_worker.builtin", "diloco_worker.progress_lr", "diloco_common", never=NETWORK
-    ),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server", "diloco_worker", never=PRODUCTION),
     "diloco_simulator.wire": allow("diloco_common", never=frozenset({"diloco_common.rpc", "grpc"})),
     "diloco_simulator.cli": allow("diloco_simulator", "diloco_common"),
-    "diloco_lab": allow("diloco_lab", "diloco_common", "diloco_server", "diloco_worker", never=NETWORK),
+    "diloco_lab": allow("diloco_lab", "diloco_common", "diloco_server", "diloco_worker", "diloco_demo", never=NETWORK),
     "diloco_lab.cli": allow("diloco_lab", "diloco_common"),
     "diloco_deploy": allow(*OURS),
+    "diloco_demo": allow(  # as a script of a user's: what docs/api.md shows, and what commands share
+        "diloco_demo",
+        "diloco_common",
+        "diloco_worker.digest_of",
+        "diloco_worker.join",
+        "diloco_worker.pull_global_model",
+        "diloco_worker.write_model",
+        "diloco_worker.progress_lr",
+        never=NETWORK,
+    ),
 }
 
 

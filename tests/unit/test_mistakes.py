@@ -10,10 +10,10 @@ import pytest
 
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_demo import cli as worker
 from diloco_deploy import cli as diloco
 from diloco_deploy.doctor.command import Patient
 from diloco_server import cli as server
-from diloco_worker import cli as worker
 
 Main = Callable[[Sequence[str]], int]
 D, S, W = diloco.main, server.main, worker.main

@@ -11,11 +11,11 @@ from torch import nn
 
 from diloco_common.manifest import Momentum, TensorSpec, companion_of, model_digest
 from diloco_common.settings import ModelSettings, Settings, TrainSettings
-from diloco_worker import cli, digest_of
-from diloco_worker.builtin.gpt import build_gpt
-from diloco_worker.builtin.shapes import gpt_tensors
-from diloco_worker.builtin.training import make_optimizer
-from diloco_worker.declared import declared_digest
+from diloco_demo import cli
+from diloco_demo.gpt import build_gpt
+from diloco_demo.shapes import declared_digest, gpt_tensors
+from diloco_demo.training import make_optimizer
+from diloco_worker import digest_of
 from parts import Parts
 
 A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,), rule="mean")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco_demo.checkpoint import save_checkpoint
 from diloco_server.storage import linking
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.linking import take_checkpoint
 from diloco_server.storage.lock import FolderLock
-from diloco_worker.builtin.checkpoint import save_checkpoint
 from diloco_worker.export import write_model
 from stores import MANIFEST, make_version, open_store
 

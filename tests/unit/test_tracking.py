@@ -14,11 +14,11 @@ import torch
 
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings, WorkerSettings
-from diloco_worker import cli, joining
-from diloco_worker.builtin import tracking
-from diloco_worker.builtin.checkpoint import TrainingProgress
-from diloco_worker.builtin.tracking import FIGURES, WAITING_MAX, StepTracker, Tracker, open_tracker
-from diloco_worker.builtin.training import InnerStep
+from diloco_demo import cli, tracking
+from diloco_demo.checkpoint import TrainingProgress
+from diloco_demo.tracking import FIGURES, WAITING_MAX, StepTracker, Tracker, open_tracker
+from diloco_demo.training import InnerStep
+from diloco_worker import joining
 
 
 class Kept:

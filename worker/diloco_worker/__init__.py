@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
 
 if TYPE_CHECKING:
+    from diloco_worker.export import write_model
+    from diloco_worker.global_model import pull_global_model
     from diloco_worker.island_start import init_island
     from diloco_worker.joining import digest_of, join
     from diloco_worker.learner import Learner
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
     from diloco_worker.progress_lr import ProgressLR
     from diloco_worker.state import blank_state
 
-__all__ = ["Learner", "ProgressLR", "blank_state", "digest_of", "init_island", "join", "take_number"]
+__all__ = [
+    "Learner",
+    "ProgressLR",
+    "blank_state",
+    "digest_of",
+    "init_island",
+    "join",
+    "pull_global_model",
+    "take_number",
+    "write_model",
+]
 _MODULES = {
     "Learner": "diloco_worker.learner",
     "ProgressLR": "diloco_worker.progress_lr",
@@ -30,7 +42,9 @@ _MODULES = {
     "digest_of": "diloco_worker.joining",
     "init_island": "diloco_worker.island_start",
     "join": "diloco_worker.joining",
+    "pull_global_model": "diloco_worker.global_model",
     "take_number": "diloco_worker.number",
+    "write_model": "diloco_worker.export",
 }
 
 

@@ -31,12 +31,17 @@ from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
 from diloco_common.manifest import Momentum
-from diloco_worker.builtin.muon import MuonWithAdamW
 from diloco_worker.core.replica import Companion, Pace
 from diloco_worker.core.shared_set import SharedSet
 
 ADAM = torch.optim.Adam, torch.optim.AdamW
-MUON = (MuonWithAdamW, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))
+MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+KEPT: dict[Momentum, tuple[str, ...]] = {
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "Muon": ("momentum_buffer",),
+    "SGD": ("momentum_buffer",),
+}
+"""Kind of momentum -> what it is called in the optimizer's state, and the second moment, if any."""
 
 
 class _Held(NamedTuple):
@@ -102,7 +107,8 @@ class Companions:
 
     def _add(self, of: str, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         state = optimizer.state[parameter]
-        kind, keys = _kept(optimizer, group)
+        kind = _kind(optimizer, group)
+        keys = KEPT[kind]
         if keys[0] not in state:
             state.update(_first_state(group, parameter, keys))
         first, *second = (state[key] for key in keys)
@@ -149,19 +155,22 @@ def _pace(group: dict[str, Any]) -> Pace:
     return Pace(beta1, most_of(beta1, beta2))
 
 
-def _kept(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Momentum, tuple[str, ...]]:
-    """Of what kind a group's momentum is; what it is called in the optimizer's state, and the second moment, if any.
+def _kind(optimizer: Optimizer, group: dict[str, Any]) -> Momentum:
+    """Of a group's momentum. With nesterov, Muon and SGD step another way, but keep the same.
 
-    With nesterov, Muon and SGD step another way, but keep the same.
+    An optimizer of the user's own says it itself, by a method `kind_of_momentum(group)`.
 
     Raises UnsupportedModel for an optimizer that is not known.
     """
-    if isinstance(optimizer, ADAM) or (isinstance(optimizer, MuonWithAdamW) and "betas" in group):
-        return "Adam", ("exp_avg", "exp_avg_sq")
+    if says := getattr(optimizer, "kind_of_momentum", None):
+        kind: Momentum = says(group)
+        return kind
+    if isinstance(optimizer, ADAM):
+        return "Adam"
     if isinstance(optimizer, MUON):
-        return "Muon", ("momentum_buffer",)
+        return "Muon"
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-        return "SGD", ("momentum_buffer",)
+        return "SGD"
     if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
         raise UnsupportedModel(
             "companions=: an SGD with momentum=0 keeps no momentum, so there is nothing to average: give it one, or "

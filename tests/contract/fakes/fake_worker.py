@@ -1,4 +1,4 @@
-"""Stands in for `diloco_worker`. FAKE_WORKER says how it behaves:
+"""Stands in for `diloco_demo`. FAKE_WORKER says how it behaves:
 
 ends       has reached the budget once somebody has seen its status
 dies-once  worker-0 is killed in its first life, then as "ends"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import ConfigError
-from diloco_worker.builtin.training import InnerStep, Synchroniser
+from diloco_demo.training import InnerStep, Synchroniser
 
 log = logging.getLogger(__name__)
 

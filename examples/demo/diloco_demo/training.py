@@ -19,11 +19,11 @@ from diloco_common.errors import ConfigError
 from diloco_common.extensions import find, is_extension
 from diloco_common.logs import Log
 from diloco_common.settings import TrainSettings
-from diloco_worker.builtin.checkpoint import TrainingProgress
-from diloco_worker.builtin.data import TokenStream
-from diloco_worker.builtin.gpt import GPT
-from diloco_worker.builtin.muon import MuonWithAdamW
-from diloco_worker.builtin.schedule import share_at
+from diloco_demo.checkpoint import TrainingProgress
+from diloco_demo.data import TokenStream
+from diloco_demo.gpt import GPT
+from diloco_demo.muon import MuonWithAdamW
+from diloco_worker.progress_lr import WARMUP_STEPS, share
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,20 @@ def train(
     if saver is not None:
         saver.now(progress)
     return progress
+
+
+def scheduled(fraction: float, train: TrainSettings) -> float:
+    """The share at this progress, as the settings say."""
+    return share(train.schedule, fraction, train.warmup, train.lr_final, train.decay)
+
+
+def share_at(*, fraction: float, inner_step: int, budget: int, train: TrainSettings) -> float:
+    """The share of one inner step. `inner_step` counts from 0 at the optimizer's first step.
+
+    It is the schedule (or 1 in a run without end, `budget` 0), times the rise of the first steps.
+    """
+    rise = min(1.0, (inner_step + 1) / WARMUP_STEPS)
+    return rise * (scheduled(fraction, train) if budget else 1.0)
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:

@@ -18,8 +18,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.manifest import TensorSpec, differences
 from diloco_common.options import NO_SETTINGS, SettingsOptions, setting, settings_from
 from diloco_common.settings import Settings
-from diloco_worker.builtin.shapes import gpt_tensors
-from diloco_worker.declared import declared_digest
+from diloco_demo.shapes import declared_digest, gpt_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,12 +90,12 @@ def work(
 def _train(settings: Settings, outputs: _Outputs) -> None:
     from diloco_common.endpoints import write_json
     from diloco_common.http import check_http_is_meant
-    from diloco_worker.builtin import training
-    from diloco_worker.builtin.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
-    from diloco_worker.builtin.data import TokenStream, load_corpus
-    from diloco_worker.builtin.gpt import build_gpt
-    from diloco_worker.builtin.tracking import StepTracker, check_tracker, open_tracker
-    from diloco_worker.joining import join
+    from diloco_demo import training
+    from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
+    from diloco_demo.data import TokenStream, load_corpus
+    from diloco_demo.gpt import build_gpt
+    from diloco_demo.tracking import StepTracker, check_tracker, open_tracker
+    from diloco_worker import join
 
     worker, run, security = settings.worker, settings.run, settings.security
     check_http_is_meant("worker.http", worker.http, security)
@@ -163,11 +162,9 @@ def _evaluate(settings: Settings, outputs: _Outputs) -> None:
     import torch
 
     from diloco_common.endpoints import write_json
-    from diloco_worker.builtin.data import load_corpus
-    from diloco_worker.builtin.evaluation import evaluate
-    from diloco_worker.builtin.gpt import build_gpt
-    from diloco_worker.export import write_model
-    from diloco_worker.global_model import pull_global_model
+    from diloco_demo.data import load_corpus
+    from diloco_demo.gpt import build_gpt, evaluate
+    from diloco_worker import pull_global_model, write_model
 
     found = pull_global_model(
         settings.worker.shards,

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco_common.manifest import Momentum
+
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of a Newton-Schulz step: they raise small singular values fastest."""
 NEWTON_SCHULZ_STEPS = 5
@@ -56,6 +58,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             if "parts" in group:
                 self._step(group)
+
+    def kind_of_momentum(self, group: Mapping[str, Any]) -> Momentum:
+        """For `join(companions=)`."""
+        return "Adam" if "betas" in group else "Muon"
 
     def _share(self) -> None:
         """AdamW keeps its state here, and finds its groups here."""
