@@ -31,7 +31,8 @@ from diloco_common.codec import Payload, decode_payload, encode_payload
 from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import GuardSettings
 from diloco_lab.lockstep import TICK, ShardRig
-from diloco_server.core.effects import Fact, LearnerQuarantined, MergeRound
+from diloco_server.core.effects import MergeRound
+from diloco_server.core.ledger import Fact, LearnerQuarantined
 from diloco_server.core.trust.conduct import OUTLIERS
 from honest import Learner, Row, Run, Shard
 

@@ -24,7 +24,8 @@ from diloco_common.codec.change import decode_version
 from diloco_common.messages import Collect, Committed, Progress, PushHeader
 from diloco_common.settings import Settings, SyncSettings
 from diloco_lab.shard import LockstepShard
-from diloco_server.core.effects import ContributionAnswered, Fact, Tell
+from diloco_server.core.effects import Tell
+from diloco_server.core.ledger import ContributionAnswered, Fact
 from diloco_server.core.membership import Member
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica

@@ -25,7 +25,8 @@ from diloco_common.manifest import cut
 from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_common.settings import Settings, ShardSettings
 from diloco_lab.shard import LockstepShard, run_to_end
-from diloco_server.core.effects import Fact, Tell
+from diloco_server.core.effects import Tell
+from diloco_server.core.ledger import Fact
 from diloco_server.core.membership import Member
 from diloco_server.driver import Job
 from diloco_worker.core.copies import FindCopies

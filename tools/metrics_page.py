@@ -12,13 +12,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from diloco_common.metrics.certificates import Certificates
-from diloco_common.metrics.contributions import Contributions
-from diloco_common.metrics.learners import Learners
-from diloco_common.metrics.registry import Declare, Totals
-from diloco_common.metrics.rounds import Rounds
-from diloco_common.metrics.shard import Itself
-from diloco_common.metrics.storage import Storage
+from diloco_common.metrics.registry import Certificates, Declare, Totals
+from diloco_common.metrics.shard import Contributions, Itself, Learners, Rounds, Storage
 from diloco_common.metrics.worker import Exchange, Training
 from written import ROOT, written
 

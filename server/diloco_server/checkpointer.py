@@ -54,8 +54,8 @@ class Checkpointer:
     def _work(self, work: Callable[[], list[int]]) -> None:
         try:
             for number in work():
-                self._metrics.storage.checkpointed(number)
+                self._metrics.storage.checkpoint_version.set(number)
                 self._log.event("checkpoint made", version=number)
         except (OSError, DataError) as error:
-            self._metrics.storage.checkpoint_failed()
+            self._metrics.storage.checkpoint_failures.inc()
             self._log.error("checkpoint failed; the next version tries again", code="CHECKPOINT", why=error)

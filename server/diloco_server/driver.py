@@ -17,8 +17,9 @@ from diloco_common.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Published, Values
-from diloco_server.core.effects import Effect, Fact, MergeRound, SeedFragment, Tell, TellAll
+from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, TellAll
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.ledger import Fact
 from diloco_server.core.outer import TakeMean
 from diloco_server.core.outer_rules import make_outer_optimizer
 from diloco_server.core.record import Record

@@ -76,7 +76,7 @@ class ShardHost:
         self.stopwatch = world.clock
         self.started_at = self.clock()
         self.metrics, self.log = metrics, log
-        self.telemetry = ShardTelemetry(self.shard, metrics, log, self.clock, history)
+        self.telemetry = ShardTelemetry(self.shard, metrics, log, history)
         self.driver = EffectDriver(self.shard, self, self.telemetry)
         self.streams = ControlStreams()
         self._checkpointer = Checkpointer(settings, world, metrics, log)
@@ -98,6 +98,7 @@ class ShardHost:
         self._later: asyncio.TimerHandle | None = None  # the decision that events wait for
         self._decision_s = 0.0  # how long the last decision took
         self._moved = asyncio.Event()  # set whenever something that `_until` asks about may have changed
+        metrics.registry.before_scrape = self._sample
 
     # ------------------------------------------------------------ from start to end
 
@@ -133,8 +134,6 @@ class ShardHost:
             if now >= next_pulse:
                 self.shard.send_pulses()
                 next_pulse = now + self.settings.lease.heartbeat_s
-                self.telemetry.sample(now, is_ready=self.ready()[0])
-                self.metrics.storage.not_durable(self.keeper.not_durable)
             self.advance()
             await asyncio.sleep(self._tick_s)
 
@@ -183,6 +182,12 @@ class ShardHost:
         if self.keeper.failing:
             return False, f"storage: {self.keeper.failing}"
         return True, "serving"
+
+    def _sample(self) -> None:
+        """Somebody looks at the metrics."""
+        self.telemetry.sample(self.clock(), is_ready=self.ready()[0])
+        self.metrics.storage.not_durable.set(self.keeper.not_durable)
+        self.metrics.storage.saved_bytes.follow(self.keeper.bytes_saved)
 
     # ------------------------------------------------------------ when the core decides
 

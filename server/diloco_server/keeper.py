@@ -150,7 +150,7 @@ class Keeper:
             return False
         now = self._clock()
         self._written_at[record.fragment_id] = now
-        self._metrics.storage.saved(num_bytes, now - began)
+        self._metrics.storage.save_seconds.observe(now - began)
         self.bytes_saved += num_bytes
         self._written(record.fragment_id, record.version, manifest)
         if self._failing.pop(record.fragment_id, None) and not self._failing:
@@ -165,11 +165,11 @@ class Keeper:
             with contextlib.suppress(OSError):
                 free = self._store.free_bytes()
                 if free is not None:
-                    self._metrics.storage.disk_free(free)
+                    self._metrics.storage.disk_free.set(free)
                     self.free_bytes = free
 
     def _failed(self, version: StoredVersion, error: OSError) -> None:
-        self._metrics.storage.save_failed()
+        self._metrics.storage.save_failures.inc()
         record, now = version.record, self._clock()
         if not self._failing or now - self._said_at > SAY_AGAIN_S:
             what = "version not durable" if self._interval_s else "version not durable, so not announced"

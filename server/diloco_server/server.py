@@ -40,7 +40,7 @@ from diloco_server.host import ShardHost
 from diloco_server.probe import Probe
 from diloco_server.service import Service
 from diloco_server.servicer import ParameterServer
-from diloco_server.status import shard_status
+from diloco_server.status import rounds_since, shard_status
 from diloco_server.storage.folder import open_store
 
 DRAIN_S = 5.0
@@ -163,8 +163,7 @@ class ShardServer:
 
     def _rounds(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of /rounds?epoch=E&after=N. Raises ValueError where these are no numbers."""
-        telemetry, now = self.host.telemetry, self.host.clock()
-        return telemetry.timeline.since(int(asked.get("epoch", 0)), int(asked.get("after", 0)), now)
+        return rounds_since(self.host, int(asked.get("epoch", 0)), int(asked.get("after", 0)))
 
     def _bind(self, address: str) -> int:
         """The port that gRPC took. Raises RuntimeError."""

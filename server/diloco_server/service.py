@@ -236,7 +236,7 @@ class Service:
                 raise BadRequest("after its header a push has chunks only")
             receiver.add(part)
             self._host.inspect(norms, part)
-            self._host.telemetry.received(len(part))
+            self._host.telemetry.bytes_pushed += len(part)
         if not receiver.is_complete:  # a connection broke, or the sender did: the round still waits for it
             raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
         return receiver.finish(), norms.finish()
@@ -334,7 +334,7 @@ class Service:
                 async with self._outgoing.held(num_bytes):  # before a chunk is cut
                     yield unread.next(num_bytes)
                     unread.taken()
-                self._host.telemetry.sent(num_bytes)
+                self._host.telemetry.bytes_pulled += num_bytes
 
     @contextmanager
     def _pull_place(self, caller: Identity) -> Iterator[str]:

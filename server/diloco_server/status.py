@@ -1,15 +1,20 @@
-"""The answer of a shard at /status."""
+"""What a shard answers at /status and /rounds: JSON views of its state and its ledger."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.ledger import Event, TracedRound
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.conduct import Conduct
 from diloco_server.host import ShardHost
-from diloco_server.machine import resident_bytes
+
+EVENTS_SHOWN = 50
+"""The last ones, at /status; /rounds has more."""
 
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "grace_s": shard.grace_s(),
         "rules": host.driver.rules.sources,
         "learners": [
-            _learner(m, shard.quarantine.conduct(m.learner_id), host.telemetry.staleness.get(m.learner_id), now)
+            _learner(m, shard.quarantine.conduct(m.learner_id), ledger.staleness.get(m.learner_id), now)
             for m in shard.membership.all()
         ],
         "fragments": [_fragment(s) for _, s in sorted(shard.fragments.items())],
@@ -55,14 +60,33 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
             "late": ledger.tokens_late,
             "refused": dict(ledger.tokens_refused),
         },
-        "events": host.telemetry.recent(now),
+        "events": _events(ledger.last_events(EVENTS_SHOWN), now),
         "bytes_pushed": host.telemetry.bytes_pushed,
         "bytes_pulled": host.telemetry.bytes_pulled,
         "bytes_saved": host.keeper.bytes_saved,
         "disk_free_bytes": host.keeper.free_bytes,
-        "memory_bytes": resident_bytes(),
-        "versions_lost": host.telemetry.versions_lost,
+        "memory_bytes": _resident_bytes(),
+        "versions_lost": ledger.versions_lost,
     }
+
+
+def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
+    """What is newer than a number of an epoch, for those who draw it. Ages in seconds.
+
+    Another epoch than this one: everything. `seq` of the answer is the number to ask with next time.
+    """
+    shard, now = host.shard, host.clock()
+    upto, rounds, events = shard.ledger.since(seq if epoch == shard.epoch else 0)
+    return {
+        "epoch": shard.epoch,
+        "seq": upto,
+        "rounds": [_round(traced, now) for traced in rounds],
+        "events": _events(events, now),
+    }
+
+
+def _events(events: Iterable[Event], now: float) -> list[dict[str, Any]]:
+    return [{"ago_s": round(now - at, 3), "event": told.words, **told.facts} for _, at, told in events]
 
 
 def _learner(member: Member, conduct: Conduct, staleness: int | None, now: float) -> dict[str, Any]:
@@ -109,3 +133,33 @@ def _fragment(state: FragmentState) -> dict[str, Any]:
         "contributions": len(state.round.contributions) if state.round else 0,
         "tokens_merged": state.tokens_merged,
     }
+
+
+def _round(traced: TracedRound, now: float) -> dict[str, Any]:
+    return {
+        "fragment": traced.fragment_id,
+        "round": traced.round,
+        "ago_s": round(now - traced.opened_at, 3),
+        "asked": traced.asked,
+        "quorum_s": _rounded(traced.quorum_s),
+        "closed_s": _rounded(traced.closed_s),
+        "why": traced.why,
+        "participants": traced.participants,
+        "announced_s": _rounded(traced.announced_s),
+        "tokens": traced.tokens,
+        "late": traced.late,
+        "refused": dict(traced.refused),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _resident_bytes() -> int | None:
+    """Memory of this process that is in RAM; None where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None

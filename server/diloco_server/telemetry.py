@@ -1,127 +1,87 @@
-"""What happened on a shard, told five ways: log lines, metrics, the recent events of /status, /rounds, the history.
+"""What a shard tells: log lines, metrics, and the history that its promises are checked by.
 
-It decides nothing, and branches on nothing that a log or a metric returns: in another world they may be silent.
+What has happened is said by the core, and counted in its ledger; `status.py` shows that as JSON. This decides nothing,
+and branches on nothing that a log or a metric returns: in another world they may be silent.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Literal, cast
+import torch
 
 from diloco_common import ports
+from diloco_common.codec import decode_payload
+from diloco_common.history import fingerprint
 from diloco_common.logs import Log
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.metrics import ShardMetrics
-from diloco_common.ports import Clock
-from diloco_server.core.effects import (
-    BudgetReached,
+from diloco_server.core.effects import MergeRound
+from diloco_server.core.fragment import FragmentState
+from diloco_server.core.ledger import (
     ContributionAnswered,
     Fact,
     LearnerForgotten,
     LearnerGone,
     LearnerJoined,
-    LearnerQuarantined,
-    LearnerReleased,
-    MergeRound,
     QuorumReached,
     RoundClosed,
     RoundOpened,
-    SameLosses,
     VersionCommitted,
-    VersionsLost,
+    told_of,
 )
-from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, State
 from diloco_server.core.shard import Shard
-from diloco_server.history import ShardHistory
-from diloco_server.timeline import Timeline
-
-EVENTS_MAX = 50
 
 
 class ShardTelemetry:
     """Tells of one shard. Owned by its event loop."""
 
-    def __init__(
-        self, shard: Shard, metrics: ShardMetrics, log: Log, clock: Clock, history: ports.History | None
-    ) -> None:
-        """`clock` is the shard's; None for `history`: nothing is recorded."""
+    def __init__(self, shard: Shard, metrics: ShardMetrics, log: Log, history: ports.History | None) -> None:
+        """None for `history`: nothing is recorded."""
         self._shard = shard
         self._metrics = metrics
         self._log = log
-        self._clock = clock
-        self._events: deque[tuple[float, dict[str, Any]]] = deque(maxlen=EVENTS_MAX)
-        self.timeline = Timeline(shard.epoch)
-        self.versions_lost = 0
-        self.staleness: dict[str, int] = {}
-        """Learner -> that of its last accepted contribution, in versions. As long as the learner is remembered."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._history = None if history is None else ShardHistory(history, shard.epoch)
-        metrics.itself.epoch(shard.epoch)
+        metrics.itself.epoch.set(shard.epoch)
         settings = shard.settings
         compared = {"shard.count": settings.shard.count, "sync.staleness_max": settings.sync.staleness_max}
         if settings.sync.quorum != "all":
             compared["sync.quorum"] = settings.sync.quorum
         metrics.itself.settings(compared)
 
-    def note(self, event: Fact) -> None:
-        """An event of the core."""
+    # ------------------------------------------------------------ what happens
+
+    def note(self, fact: Fact) -> None:
+        """The core says that something has happened."""
         if self._history is not None:
-            self._history.note(event)
-        self.timeline.note(event, self._clock())
-        match event:
-            case ContributionAnswered():
-                self._answered(event)
-            case RoundOpened():
-                self._log.debug("round opened", fragment=event.fragment_id, round=event.round, asked=event.asked)
+            self._history.note(fact)
+        self._observe(fact)
+        if (told := told_of(fact)) is not None:
+            getattr(self._log, told.level)(told.words, **told.facts)
+
+    def _observe(self, fact: Fact) -> None:
+        """What the ledger does not keep: how the numbers of single facts are distributed."""
+        rounds = self._metrics.rounds
+        match fact:
+            case ContributionAnswered(answer=PushAnswer(outcome=Outcome.ACCEPTED)):
+                self._metrics.contributions.staleness.observe(fact.staleness)
             case QuorumReached():
-                self._metrics.rounds.quorum_reached(event.after_s)
+                rounds.quorum_seconds.observe(fact.after_s)
             case RoundClosed():
-                why = cast(Literal["all", "grace", "lease"], event.why)
-                self._metrics.rounds.closed(why, event.participants)
-                self._log.debug(
-                    "round closed", fragment=event.fragment_id, round=event.round, why=event.why,
-                    participants=event.participants, asked=event.asked, open_s=round(event.open_s, 3),
-                )  # fmt: skip
+                rounds.participants.observe(fact.participants)
             case VersionCommitted():
-                self._metrics.rounds.committed(event.fragment_id, event.version, event.round_s)
-                self._log.debug(
-                    "version committed", fragment=event.fragment_id, version=event.version,
-                    participants=event.participants, tokens=event.tokens, round_s=round(event.round_s, 3),
-                )  # fmt: skip
-            case VersionsLost():
-                self._metrics.storage.lost(event.seen - event.recovered)
-                self.versions_lost += event.seen - event.recovered
-                self._say(
-                    "versions lost", self._log.error, fragment=event.fragment_id, epoch=event.epoch,
-                    recovered=event.recovered, seen=event.seen, learner=event.learner_id,
-                )  # fmt: skip
-            case LearnerJoined():
-                self._metrics.learners.joined()
-                what = "returned" if event.returned else "joined"
-                self._say(what, learner=event.learner_id, generation=event.generation)
-            case LearnerGone():
-                self._gone(event)
+                rounds.round_seconds.observe(fact.round_s)
+                rounds.version(fact.fragment_id, fact.version)
             case LearnerForgotten():
-                self._metrics.learners.forget(event.learner_id)
-                self.staleness.pop(event.learner_id, None)
-            case LearnerQuarantined():
-                self._metrics.learners.put_in_quarantine()
-                self._say(
-                    "quarantined", self._log.warning, learner=event.learner_id, why=event.why, outliers=event.outliers,
-                    for_s=round(event.for_s),
-                )  # fmt: skip
-            case LearnerReleased():
-                self._say("released", learner=event.learner_id)
-            case SameLosses():
-                self._say(
-                    "same losses: these learners train on the same batches; order their data by learner.seed",
-                    self._log.warning, learner=event.learner_id, other=event.other,
-                )  # fmt: skip
-            case BudgetReached():
-                self._say("budget reached", tokens_merged=event.tokens_merged)
+                self._metrics.learners.forget(fact.learner_id)
+            case _:
+                pass
+
+    def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
+        """A push got its outcome. What counts as a contribution, the core says (`ContributionAnswered`)."""
+        if self._history is not None:
+            self._history.answered(member.learner_id, member.generation, header, answer)
 
     def merging(self, merge: MergeRound) -> None:
         """A closed round is about to become a version."""
@@ -130,7 +90,7 @@ class ShardTelemetry:
 
     def merged(self, seconds: float) -> None:
         """It took so long to merge it and to take the outer step."""
-        self._metrics.rounds.merged(seconds)
+        self._metrics.rounds.merge_seconds.observe(seconds)
 
     def announcing(self, state: FragmentState) -> None:
         """A version is durable, and nobody has heard of it yet."""
@@ -157,91 +117,121 @@ class ShardTelemetry:
             tokens_merged=shard.tokens_merged, epoch=shard.epoch, took_s=round(took_s, 2),
         )  # fmt: skip
 
-    def answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
-        """A push got its outcome. What counts as a contribution, the core says (`ContributionAnswered`)."""
-        if self._history is not None:
-            self._history.answered(member.learner_id, member.generation, header, answer)
-
     def call_refused(self, learner_id: str, code: str, words: str) -> None:
         """A call ended with an error status."""
-        self._metrics.itself.call_refused(code)
+        self._metrics.itself.refused_calls.labels(code).inc()
         self._log.warning("call refused", learner=learner_id, code=code, why=words)
 
-    def received(self, num_bytes: int) -> None:
-        self.bytes_pushed += num_bytes
-        self._metrics.contributions.received(num_bytes)
-
-    def sent(self, num_bytes: int) -> None:
-        self.bytes_pulled += num_bytes
-        self._metrics.contributions.sent(num_bytes)
+    # ------------------------------------------------------------ what is, when somebody looks
 
     def sample(self, now: float, *, is_ready: bool) -> None:
-        """Set the gauges; about once per heartbeat."""
-        shard, metrics = self._shard, self._metrics
-        live = shard.membership.live()
-        metrics.itself.ready(is_ready)
-        metrics.learners.live(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
+        """Set what is looked at, at a scrape: gauges, and the counters of the ledger."""
+        shard, itself, rounds = self._shard, self._metrics.itself, self._metrics.rounds
+        itself.ready.set(is_ready)
+        itself.tokens_merged.follow(shard.tokens_merged)
+        itself.tokens_budget.set(shard.settings.run.tokens)
         opened_at = [s.round.opened_at for s in shard.fragments.values() if s.round is not None]
-        metrics.rounds.open(len(opened_at), oldest_s=now - min(opened_at, default=now))
-        metrics.rounds.grace(shard.grace_s())
-        metrics.itself.tokens(merged=shard.tokens_merged, budget=shard.settings.run.tokens)
-        ledger = shard.ledger
-        metrics.contributions.tokens(
-            accepted=ledger.tokens_accepted,
-            merged=ledger.tokens_merged,
-            late=ledger.tokens_late,
-            refused=sum(ledger.tokens_refused.values()),
-            fenced=ledger.tokens_fenced,
-        )
+        rounds.open.set(len(opened_at))
+        rounds.oldest.set(now - min(opened_at, default=now))
+        rounds.grace.set(shard.grace_s())
+        self._sample_ledger()
+        live = shard.membership.live()
+        self._metrics.learners.live(alive=len(live), stalled=sum(m.state is State.STALLED for m in live))
         for member in shard.membership.all():
-            metrics.learners.state(member.learner_id, member.state.value)
-            metrics.learners.contributions(
-                member.learner_id, asked=member.asked, contributed=member.contributed, merged=member.merged
-            )
-            metrics.learners.quarantined(member.learner_id, is_so=shard.quarantine.holds(member.learner_id))
-            metrics.learners.silent(member.learner_id, now - member.last_heard)
-            p = member.progress
-            metrics.learners.progress(
-                member.learner_id,
-                inner_step=p.inner_step,
-                tokens=p.tokens,
-                step_seconds=p.step_time_s,
-                loss=p.loss,
-            )
+            self._sample_learner(member, now)
 
-    def recent(self, now: float) -> list[dict[str, Any]]:
-        """The last events, oldest first, with their age in seconds."""
-        return [{"ago_s": round(now - at, 3), **event} for at, event in self._events]
+    def _sample_ledger(self) -> None:
+        ledger, learners, contributions = self._shard.ledger, self._metrics.learners, self._metrics.contributions
+        learners.joins.follow(ledger.joins)
+        learners.evictions.follow_all(ledger.evictions)
+        learners.quarantines.follow(ledger.quarantines)
+        contributions.outcomes.follow_all(
+            {"accepted": ledger.accepted, "duplicate": ledger.duplicates, "late": ledger.late}
+        )
+        contributions.rejected.follow_all(ledger.rejected)
+        contributions.tokens.follow_all({
+            "accepted": ledger.tokens_accepted, "merged": ledger.tokens_merged, "late": ledger.tokens_late,
+            "refused": ledger.tokens_refused.total(), "fenced": ledger.tokens_fenced,
+        })  # fmt: skip
+        contributions.received.follow(self.bytes_pushed)
+        contributions.sent.follow(self.bytes_pulled)
+        self._metrics.rounds.closed.follow_all(ledger.closed)
+        self._metrics.storage.versions_lost.follow(ledger.versions_lost)
 
-    def _answered(self, event: ContributionAnswered) -> None:
-        header, answer = event.header, event.answer
-        match answer.outcome:
-            case Outcome.ACCEPTED:
-                self._metrics.contributions.accepted(staleness=event.staleness)
-                self.staleness[event.learner_id] = event.staleness
-            case Outcome.DUPLICATE:
-                self._metrics.contributions.duplicate()
-            case Outcome.LATE:
-                self._metrics.contributions.late()
-            case Outcome.REJECTED:
-                self._metrics.contributions.rejected(answer.code)
-                self._log.warning(
-                    "contribution refused", fragment=header.fragment_id, round=header.round,
-                    code=answer.code, why=answer.message,
-                )  # fmt: skip
+    def _sample_learner(self, member: Member, now: float) -> None:
+        learners, learner, progress = self._metrics.learners, member.learner_id, member.progress
+        learners.state(learner, member.state.value)
+        learners.contributions.follow_all(
+            {"asked": member.asked, "contributed": member.contributed, "merged": member.merged}, learner
+        )
+        learners.quarantined.labels(learner).set(self._shard.quarantine.holds(learner))
+        learners.silent.labels(learner).set(now - member.last_heard)
+        learners.inner_step.labels(learner).set(progress.inner_step)
+        learners.tokens.labels(learner).set(progress.tokens)
+        learners.step_seconds.labels(learner).set(progress.step_time_s)
+        if progress.loss is not None:
+            learners.loss.labels(learner).set(progress.loss)
 
-    def _gone(self, event: LearnerGone) -> None:
-        learner, generation = event.learner_id, event.generation
-        if event.code == "LEFT":
-            self._say("left", learner=learner, generation=generation)
-        elif event.code in ("SUPERSEDED", "STALE_GENERATION"):
-            self._say("replaced", learner=learner, generation=generation, code=event.code)
-        else:
-            self._metrics.learners.evicted(event.code)
-            self._say("evicted", learner=learner, generation=generation, code=event.code)
 
-    def _say(self, event: str, say: Callable[..., None] | None = None, /, **facts: Any) -> None:
-        (say or self._log.event)(event, **facts)
-        now, told = self._clock(), {"event": event, **facts}
-        self._events.append((now, told))
-        self.timeline.event(told, now)
+class ShardHistory:
+    """Writes down what happens to one shard in one epoch. `diloco_common/histories.py` has all lines."""
+
+    def __init__(self, history: ports.History, epoch: int) -> None:
+        self._history = history
+        history.write("born", role="shard", epoch=epoch)
+
+    def note(self, fact: Fact) -> None:
+        """Something that the core says has happened."""
+        match fact:
+            case RoundOpened():
+                self._history.write("opened", fragment=fact.fragment_id, round=fact.round, asked=fact.asked)
+            case LearnerJoined():
+                self._history.write("joined", learner=fact.learner_id, generation=fact.generation)
+            case LearnerGone():
+                self._history.write("gone", learner=fact.learner_id, generation=fact.generation, code=fact.code)
+
+    def answered(self, learner_id: str, generation: int, header: PushHeader, answer: PushAnswer) -> None:
+        """A push got its outcome."""
+        if header.is_seed:
+            return
+        what = "accepted" if answer.outcome is Outcome.ACCEPTED else "declined"
+        facts = {} if what == "accepted" else {"outcome": answer.outcome.value, "code": answer.code}
+        self._history.write(
+            what, learner=learner_id, generation=generation, fragment=header.fragment_id, round=header.round,
+            epoch=header.epoch, base=header.base_version, tokens=header.tokens, steps=header.steps, **facts,
+        )  # fmt: skip
+
+    def merging(self, merge: MergeRound) -> None:
+        """A closed round is about to become a version. Written first: after a crash, the version tells if it did."""
+        contributions = [
+            {"learner": c.learner_id, "generation": c.generation, "round": c.round, "base": c.base_version,
+             "tokens": c.tokens, "steps": c.steps} | ({} if c.counted == c.tokens else {"counted": c.counted})
+            for c in merge.contributions
+        ]  # fmt: skip
+        self._history.write(
+            "merging", fragment=merge.fragment_id, version=merge.version, contributions=contributions,
+            **({"left_out": list(merge.left_out)} if merge.left_out else {}),
+        )  # fmt: skip
+
+    def announcing(self, state: FragmentState) -> None:
+        """A version is durable, the core has it, and nobody has heard of it yet."""
+        self._version("announced", state)
+
+    def restored(self, state: FragmentState) -> None:
+        """This epoch begins with a version that an earlier one has left; it may have another name now."""
+        assert state.recovered is not None
+        self._version("restored", state, stored_epoch=state.recovered[0])
+
+    def _version(self, what: str, state: FragmentState, **facts: int) -> None:
+        values, published = state.values, state.published
+        assert values is not None
+        assert published is not None
+        decoded = torch.empty(published.values.header.num_elements)
+        decode_payload(published.values, decoded)
+        self._history.write(
+            what, fragment=state.fragment.fragment_id, epoch=state.epoch, version=state.version,
+            checksum=fingerprint(decoded.numpy().tobytes()),
+            state=fingerprint(*(part.view(torch.uint8).numpy().tobytes() for part in (values.theta, *values.buffers))),
+            tokens_merged=state.tokens_merged, **facts,
+            **({} if state.fragment.traits.is_of_model else {"companion": True}),
+        )  # fmt: skip

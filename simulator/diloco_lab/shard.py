@@ -15,8 +15,9 @@ from diloco_common.messages import PushAnswer, PushHeader
 from diloco_common.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
-from diloco_server.core.effects import Fact, MergeRound, Tell
+from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.ledger import Fact
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard

@@ -12,7 +12,7 @@ from builders import make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Outcome, Progress, PushHeader
-from diloco_server.core.effects import RoundClosed
+from diloco_server.core.ledger import RoundClosed
 from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary
 from diloco_server.core.trust.trail import Trail
 from lockstep import ShardShell

@@ -15,8 +15,8 @@ from diloco_common.messages import Progress
 from diloco_server.core import rounds
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import first_interval, is_due
-from diloco_server.core.effects import RoundOpened
 from diloco_server.core.fragment import FragmentState, Phase, Restored
+from diloco_server.core.ledger import RoundOpened
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
@@ -92,7 +92,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
                     for asked in list(state.round.asked):
                         state.round.lose(asked, quorum)
         shard._leases.expire(float(now))
-        shard._rounds._now = float(now)
+        shard._rounds._outbox.now = float(now)
         for state in [s for s in shard.fragments.values() if s.round is not None and s.round.is_void]:
             state.abandon_round()
         found = {p: dumb(shard, state, 4, quorum) for p, state in shard.fragments.items()}

@@ -16,7 +16,7 @@ import diloco_server
 import diloco_worker
 from diloco_common import rpc
 from diloco_common.errors import ConfigError, DilocoError, Refusal
-from diloco_common.metrics.contributions import REJECTIONS
+from diloco_common.metrics.shard import rejections
 from diloco_deploy.explain.catalogue import CODES, ENTRIES, find, of_kind
 from diloco_deploy.explain.command import explain, plain_text
 from diloco_deploy.explain.entry import Kind
@@ -63,7 +63,7 @@ def test_no_error_is_explained_that_there_is_not() -> None:
 
 def test_every_code_of_a_rejected_contribution_is_explained_as_one() -> None:
     rejected = {entry.code for entry in ENTRIES if "rejected contributions" in (entry.kind.value, entry.also)}
-    assert rejected == set(REJECTIONS)
+    assert rejected == set(rejections())
 
 
 def test_every_alert_is_explained(repository: Path) -> None:

@@ -123,14 +123,12 @@ def test_what_is_unknown_is_not_zero():
     m = ShardMetrics()
     free = values(m.registry)["diloco_shard_disk_free_bytes"]
     assert free != free
-    m.learners.progress("worker-1", inner_step=0, tokens=0, step_seconds=0, loss=None)
-    assert "diloco_shard_learner_loss{learner=worker-1}" not in values(m.registry)
 
 
 def test_tokens_merged_never_fall_and_begin_where_a_restored_shard_does():
     m = ShardMetrics()
     for merged in (5000, 4000, 6000):
-        m.itself.tokens(merged=merged, budget=0)
+        m.itself.tokens_merged.follow(merged)
 
     assert values(m.registry)["diloco_shard_tokens_merged_total"] == 6000
 
@@ -149,7 +147,7 @@ def test_a_learner_is_in_one_state():
 
 def test_a_learner_that_is_forgotten_leaves_no_series():
     m = busy_shard()
-    m.learners.silent("worker-2", 0.1)
+    m.learners.silent.labels("worker-2").set(0.1)
 
     m.learners.forget("worker-1")
     m.learners.forget("worker-1")

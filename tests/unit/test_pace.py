@@ -17,7 +17,7 @@ from diloco_common.codec import encode_payload
 from diloco_common.errors import Implausible
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
-from diloco_server.core.effects import RoundOpened
+from diloco_server.core.ledger import RoundOpened
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.trail import (
     AWAY_S,

@@ -42,7 +42,8 @@ from diloco_common.messages import (
     Stop,
 )
 from diloco_server.core.cadence import Rest
-from diloco_server.core.effects import (
+from diloco_server.core.fragment import DECLINED_MAX
+from diloco_server.core.ledger import (
     BudgetReached,
     LearnerForgotten,
     LearnerGone,
@@ -51,7 +52,6 @@ from diloco_server.core.effects import (
     RoundOpened,
     VersionCommitted,
 )
-from diloco_server.core.fragment import DECLINED_MAX
 from diloco_server.core.membership import Member
 from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver

@@ -3,12 +3,10 @@
 Names follow the Prometheus conventions (base units, `_total` for counters) and the glossary. Each process has its own
 registry, because a worker may live in a process with metrics of its own. Labels are bounded: fragments, codes of
 errors.py, and learner ids. The shard checks learner ids before they get here, and forgets learners that are gone.
-
-Methods are named after events. Gauges of one sort are set together. docs/metrics.md lists all metrics.
+docs/metrics.md lists all metrics.
 """
 
-from diloco_common.metrics.rounds import CloseReason, ComputePhase
-from diloco_common.metrics.shard import ShardMetrics
+from diloco_common.metrics.shard import ComputePhase, ShardMetrics
 from diloco_common.metrics.worker import PushOutcome, SyncPhase, WorkerMetrics
 
-__all__ = ["CloseReason", "ComputePhase", "PushOutcome", "ShardMetrics", "SyncPhase", "WorkerMetrics"]
+__all__ = ["ComputePhase", "PushOutcome", "ShardMetrics", "SyncPhase", "WorkerMetrics"]

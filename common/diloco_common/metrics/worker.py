@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from diloco_common.metrics.certificates import Certificates
-from diloco_common.metrics.registry import SECONDS, Declare, new_registry, start_at_zero
+from diloco_common.metrics.registry import SECONDS, Certificates, Declare, Registry, start_at_zero
 
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """The four answers of the protocol, and "failed" for no answer."""
@@ -127,7 +126,7 @@ class WorkerMetrics:
     """All metrics of a worker. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.registry = new_registry()
+        self.registry = Registry()
         declare = Declare(self.registry)
         self.training = Training(declare)
         self.exchange = Exchange(declare, clock)

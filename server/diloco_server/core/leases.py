@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from diloco_common.errors import Revoked, StaleGeneration, Superseded
 from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Evicted, FrozenTensor, Held, Tie
-from diloco_server.core.effects import LearnerForgotten, LearnerGone, LearnerJoined, Outbox
+from diloco_server.core.effects import Outbox
+from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined
 from diloco_server.core.membership import Member, Membership, superseded
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
@@ -43,7 +44,7 @@ class Leases:
         self._versions.frozen.adopt(learner_id, frozen)
         self._versions.ties = self._versions.ties or tuple(ties)
         self._membership.replace(member, self._versions.forget_others(learner_id, process_id))
-        self._outbox.add(LearnerJoined(learner_id, member.generation, returned=old is not None))
+        self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
         for state in self._versions.look_for_losses(learner_id, held):
             self._rounds.ask_missing(state)
         return member
@@ -51,28 +52,26 @@ class Leases:
     def leave(self, member: Member) -> None:
         """A learner says goodbye."""
         self._membership.leave(member)
-        self._outbox.add(LearnerGone(member.learner_id, member.generation, "LEFT"))
+        self._outbox.note(LearnerGone(member.learner_id, member.generation, "LEFT"))
         self._rounds.leave(member)
 
     def revoke(self, member: Member) -> None:
         """A learner may call no longer."""
         self._membership.revoke(member)
-        self._rounds.ledger.evictions[member.evicted_for] += 1
         self._end(member, Revoked.code, f"{member.learner_id} was revoked")
 
     def expire(self, now: float) -> None:
         """End the leases that ran out, and forget learners that have been gone for too long."""
         for member in self._membership.expire(now):
-            self._rounds.ledger.evictions[member.evicted_for] += 1
             refusal = self._membership.eviction(member)
             self._end(member, refusal.code, str(refusal))
         for learner_id in self._membership.forget():
             self._versions.forget(learner_id)
             self._rounds.trust.forget(learner_id)
-            self._outbox.add(LearnerForgotten(learner_id))
+            self._outbox.note(LearnerForgotten(learner_id))
 
     def _end(self, member: Member, code: str, words: str) -> None:
         """A generation is over: tell it, and fence it off."""
         self._outbox.tell(member, Evicted(code, words))
-        self._outbox.add(LearnerGone(member.learner_id, member.generation, code))
+        self._outbox.note(LearnerGone(member.learner_id, member.generation, code))
         self._rounds.lose(member, code)

@@ -1,27 +1,301 @@
-"""Honest accounting: what became of everything that was pushed to this shard."""
+"""What happens on a shard: the facts that its core notes, and the one account that is kept of them.
+
+A fact is noted once (`effects.Outbox.note`), and counted here and nowhere else. Whatever the shell tells is a view of
+that: the log says single facts, in the words of `told_of`; /status, /rounds and the counters of /metrics show the
+account. Pure: times come in.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
-from diloco_common.messages import Outcome, PushAnswer
+from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_server.core.round import CloseReason
+
+ROUNDS_MAX = 2048
+"""Of all fragments together. The oldest go first."""
+EVENTS_MAX = 512
+ANSWER_MAX = 512
+"""Rounds of one answer. The next one goes on from there."""
+
+# ------------------------------------------------------------------ facts
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionAnswered:
+    """A contribution got its answer: one that comes in parts once, and a seed only if it is refused."""
+
+    learner_id: str
+    header: PushHeader
+    answer: PushAnswer
+    staleness: int
+    """In versions."""
+    tokens: int
+    """That the account counts: they are of what the model learns, not of companions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionDropped:
+    """It was accepted, and comes into no version: its learner has lost its lease, or it is far from the others."""
+
+    learner_id: str
+    fragment_id: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOpened:
+    fragment_id: int
+    round: int
+    asked: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumReached:
+    fragment_id: int
+    round: int
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClosed:
+    fragment_id: int
+    round: int
+    why: CloseReason
+    participants: int
+    asked: int
+    late: int
+    """Learners that were still expected: what they bring is too late, and they carry it."""
+    open_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCommitted:
+    fragment_id: int
+    version: int
+    participants: int
+    tokens: int
+    round_s: float
+    """From the opening of the round to the announcement."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsLost:
+    """A learner holds a later version than the one that this shard was restored with."""
+
+    fragment_id: int
+    epoch: int
+    """That the lost version was made in."""
+    recovered: int
+    """The version that was restored; 0 also where none was, and a learner seeds the fragment again."""
+    seen: int
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerJoined:
+    learner_id: str
+    generation: int
+    returned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerGone:
+    """Evicted (the code says why), left (LEFT), or replaced by its next generation (SUPERSEDED, STALE_GENERATION)."""
+
+    learner_id: str
+    generation: int
+    code: str
+
+    @property
+    def how(self) -> Literal["left", "replaced", "evicted"]:
+        if self.code == "LEFT":
+            return "left"
+        return "replaced" if self.code in ("SUPERSEDED", "STALE_GENERATION") else "evicted"
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerForgotten:
+    """Gone for so long that what was kept about it was dropped."""
+
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerQuarantined:
+    learner_id: str
+    why: str
+    """The last evidence against it."""
+    outliers: int
+    """Among its last contributions."""
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerReleased:
+    """Its quarantine is over."""
+
+    learner_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SameLosses:
+    """Two learners report the same losses: they train on the same batches."""
+
+    learner_id: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetReached:
+    tokens_merged: int
+
+
+Fact = (
+    ContributionAnswered
+    | ContributionDropped
+    | RoundOpened
+    | QuorumReached
+    | RoundClosed
+    | VersionCommitted
+    | VersionsLost
+    | LearnerJoined
+    | LearnerGone
+    | LearnerForgotten
+    | LearnerQuarantined
+    | LearnerReleased
+    | SameLosses
+    | BudgetReached
+)
+
+# ------------------------------------------------------------------ their words
+
+
+class Told(NamedTuple):
+    """A fact as people hear of it."""
+
+    words: str
+    facts: Mapping[str, Any]
+    level: Literal["debug", "event", "warning", "error"] = "event"
+    """Of its line in the log."""
+    is_news: bool = True
+    """It is among the events of /status and /rounds; else it is in the log alone."""
+
+
+def told_of(fact: Fact) -> Told | None:
+    """None: nobody is told of it by itself."""
+    match fact:
+        case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
+            facts = {"fragment": header.fragment_id, "round": header.round, "code": answer.code, "why": answer.message}
+            return Told("contribution refused", facts, "warning", is_news=False)
+        case RoundOpened():
+            facts = {"fragment": fact.fragment_id, "round": fact.round, "asked": fact.asked}
+            return Told("round opened", facts, "debug", is_news=False)
+        case RoundClosed():
+            facts = {
+                "fragment": fact.fragment_id, "round": fact.round, "why": fact.why,
+                "participants": fact.participants, "asked": fact.asked, "open_s": round(fact.open_s, 3),
+            }  # fmt: skip
+            return Told("round closed", facts, "debug", is_news=False)
+        case VersionCommitted():
+            facts = {
+                "fragment": fact.fragment_id, "version": fact.version, "participants": fact.participants,
+                "tokens": fact.tokens, "round_s": round(fact.round_s, 3),
+            }  # fmt: skip
+            return Told("version committed", facts, "debug", is_news=False)
+        case VersionsLost():
+            facts = {
+                "fragment": fact.fragment_id, "epoch": fact.epoch, "recovered": fact.recovered, "seen": fact.seen,
+                "learner": fact.learner_id,
+            }  # fmt: skip
+            return Told("versions lost", facts, "error")
+        case LearnerJoined():
+            facts = {"learner": fact.learner_id, "generation": fact.generation}
+            return Told("returned" if fact.returned else "joined", facts)
+        case LearnerGone():
+            facts = {"learner": fact.learner_id, "generation": fact.generation}
+            return Told(fact.how, facts if fact.how == "left" else facts | {"code": fact.code})
+        case LearnerQuarantined():
+            facts = {
+                "learner": fact.learner_id, "why": fact.why, "outliers": fact.outliers, "for_s": round(fact.for_s),
+            }  # fmt: skip
+            return Told("quarantined", facts, "warning")
+        case LearnerReleased():
+            return Told("released", {"learner": fact.learner_id})
+        case SameLosses():
+            words = "same losses: these learners train on the same batches; order their data by learner.seed"
+            return Told(words, {"learner": fact.learner_id, "other": fact.other}, "warning")
+        case BudgetReached():
+            return Told("budget reached", {"tokens_merged": fact.tokens_merged})
+        case _:
+            return None
+
+
+# ------------------------------------------------------------------ the account
+
+
+class Event(NamedTuple):
+    """Something that people want to hear of."""
+
+    seq: int
+    at: float
+    told: Told
+
+
+@dataclass
+class TracedRound:
+    """One round, as far as it has come. Seconds count from its opening."""
+
+    fragment_id: int
+    round: int
+    opened_at: float
+    asked: int
+    seq: int = 0
+    """Of its last change."""
+    quorum_s: float | None = None
+    closed_s: float | None = None
+    why: str = ""
+    """Why it closed: all, grace or lease."""
+    participants: int = 0
+    announced_s: float | None = None
+    """When its version was announced."""
+    tokens: int = 0
+    late: int = 0
+    """Learners that it had asked and that were not there when it closed: those that /status counts as LATE."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Contributions to it that were refused, by code."""
 
 
 @dataclass
 class Ledger:
-    """Counts that only grow. Tokens count once per fragment of the model that they were pushed for."""
+    """Counts of one epoch, which only grow, and its last rounds and events.
+
+    Tokens count once per fragment of the model that they were pushed for. Every change of a round, and every event,
+    takes the next number: whoever has seen all up to one of them asks for what came after it.
+    """
 
     rounds: int = 0
     """Rounds that became a version."""
     participants: int = 0
     """Contributions merged, over all rounds."""
+    closed: Counter[str] = field(default_factory=Counter)
+    """Rounds that were closed, by why."""
+    accepted: int = 0
     duplicates: int = 0
     late: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     """Refusals by stable code."""
+    joins: int = 0
     evictions: Counter[str] = field(default_factory=Counter)
     """Evictions by stable code."""
+    quarantines: int = 0
+    versions_lost: int = 0
+    staleness: dict[str, int] = field(default_factory=dict)
+    """Learner -> that of its last accepted contribution, in versions. As long as the learner is remembered."""
     tokens_accepted: int = 0
     tokens_merged: int = 0
     tokens_late: int = 0
@@ -29,19 +303,9 @@ class Ledger:
     tokens_refused: Counter[str] = field(default_factory=Counter)
     tokens_fenced: int = 0
     """Accepted, then dropped: the learner lost its lease before the round closed. It carries the work if it lives."""
-
-    def answered(self, answer: PushAnswer, tokens: int) -> None:
-        """Count the answer to a contribution of so many tokens."""
-        if answer.outcome is Outcome.REJECTED:
-            self.rejected[answer.code] += 1
-            self.tokens_refused[answer.code] += tokens
-        elif answer.outcome is Outcome.ACCEPTED:
-            self.tokens_accepted += tokens
-        elif answer.outcome is Outcome.LATE:
-            self.late += 1
-            self.tokens_late += tokens
-        else:
-            self.duplicates += 1
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
+    _seq: int = 0  # grows; never reset within an epoch
+    _traced: OrderedDict[tuple[int, int], TracedRound] = field(default_factory=OrderedDict)  # as they changed last
 
     @property
     def tokens_in_flight(self) -> int:
@@ -50,3 +314,104 @@ class Ledger:
     @property
     def participants_mean(self) -> float:
         return self.participants / self.rounds if self.rounds else 0.0
+
+    def since(self, seq: int) -> tuple[int, Sequence[TracedRound], Sequence[Event]]:
+        """What is newer than a number, oldest first, at most `ANSWER_MAX` rounds; and the number to ask with next."""
+        newer: list[TracedRound] = []
+        for traced in reversed(self._traced.values()):
+            if traced.seq <= seq:
+                break
+            newer.append(traced)
+        newer.reverse()
+        shown = newer[:ANSWER_MAX]
+        upto = shown[-1].seq if len(shown) < len(newer) else self._seq
+        return upto, shown, [event for event in self.events if seq < event.seq <= upto]
+
+    def last_events(self, count: int) -> Sequence[Event]:
+        """Oldest first."""
+        return list(islice(self.events, max(0, len(self.events) - count), None))
+
+    # ------------------------------------------------------------ reducing
+
+    def note(self, fact: Fact, now: float) -> None:
+        """Count a fact. The only way that this changes."""
+        self._count(fact)
+        self._trace(fact, now)
+        told = told_of(fact)
+        if told is not None and told.is_news:
+            self._seq += 1
+            self.events.append(Event(self._seq, now, told))
+
+    def _count(self, fact: Fact) -> None:
+        match fact:
+            case ContributionAnswered():
+                self._answered(fact)
+            case ContributionDropped():
+                self.tokens_fenced += fact.tokens
+            case RoundClosed():
+                self.closed[fact.why.value] += 1
+            case VersionCommitted():
+                self.rounds += 1
+                self.participants += fact.participants
+                self.tokens_merged += fact.tokens
+            case VersionsLost():
+                self.versions_lost += fact.seen - fact.recovered
+            case LearnerJoined():
+                self.joins += 1
+            case LearnerGone(how="evicted"):
+                self.evictions[fact.code] += 1
+            case LearnerForgotten():
+                self.staleness.pop(fact.learner_id, None)
+            case LearnerQuarantined():
+                self.quarantines += 1
+            case _:
+                pass
+
+    def _answered(self, fact: ContributionAnswered) -> None:
+        match fact.answer.outcome:
+            case Outcome.ACCEPTED:
+                self.accepted += 1
+                self.tokens_accepted += fact.tokens
+                self.staleness[fact.learner_id] = fact.staleness
+            case Outcome.DUPLICATE:
+                self.duplicates += 1
+            case Outcome.LATE:
+                self.late += 1
+                self.tokens_late += fact.tokens
+            case Outcome.REJECTED:
+                self.rejected[fact.answer.code] += 1
+                self.tokens_refused[fact.answer.code] += fact.tokens
+
+    def _trace(self, fact: Fact, now: float) -> None:
+        """What a fact says of a round."""
+        match fact:
+            case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
+                if (traced := self._changed(header.fragment_id, header.round)) is not None:
+                    traced.refused[answer.code] += 1
+            case RoundOpened():
+                self._traced[fact.fragment_id, fact.round] = TracedRound(fact.fragment_id, fact.round, now, fact.asked)
+                self._changed(fact.fragment_id, fact.round)
+            case QuorumReached():
+                if (traced := self._changed(fact.fragment_id, fact.round)) is not None:
+                    traced.quorum_s = fact.after_s
+            case RoundClosed():
+                if (traced := self._changed(fact.fragment_id, fact.round)) is not None:
+                    traced.closed_s, traced.why = fact.open_s, fact.why.value
+                    traced.participants, traced.asked, traced.late = fact.participants, fact.asked, fact.late
+            case VersionCommitted():
+                if (traced := self._changed(fact.fragment_id, fact.version)) is not None:
+                    traced.announced_s, traced.tokens = fact.round_s, fact.tokens
+            case _:
+                pass
+
+    def _changed(self, fragment_id: int, number: int) -> TracedRound | None:
+        """The round, as the newest. None: it is too old, or of another epoch."""
+        traced = self._traced.get((fragment_id, number))
+        if traced is None:
+            return None
+        self._seq += 1
+        traced.seq = self._seq
+        self._traced.move_to_end((fragment_id, number))
+        if len(self._traced) > ROUNDS_MAX:
+            self._traced.popitem(last=False)
+        return traced

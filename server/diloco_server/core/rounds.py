@@ -22,21 +22,19 @@ from diloco_server.core import admission, guards
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
 from diloco_server.core.cadence import CadenceRule, Quorum, every_h_steps
 from diloco_server.core.due import DueFragments
-from diloco_server.core.effects import (
+from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
+from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
+from diloco_server.core.grace import GraceWindow
+from diloco_server.core.ledger import (
     ContributionAnswered,
+    ContributionDropped,
     LearnerQuarantined,
     LearnerReleased,
-    MergeRound,
-    Outbox,
     QuorumReached,
     RoundClosed,
     RoundOpened,
-    SeedFragment,
     VersionCommitted,
 )
-from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
-from diloco_server.core.grace import GraceWindow
-from diloco_server.core.ledger import Ledger
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.parts import HalfContribution, Part, PartedPayload, is_part, whole_of
 from diloco_server.core.round import Contribution, Round, total_norm
@@ -91,7 +89,6 @@ class Rounds:
         cadence: CadenceRule = every_h_steps,
     ) -> None:  # fmt: skip
         self.grace = GraceWindow(settings.sync)
-        self.ledger = Ledger()
         self.trust = Trust(settings.guard, membership)
         self._sync = settings.sync
         self._due = DueFragments(settings.sync, cadence, versions)
@@ -99,11 +96,14 @@ class Rounds:
         self._membership = membership
         self._versions = versions
         self._outbox = outbox
-        self._now = 0.0  # of the last event that had a time
 
     @property
     def quarantine(self) -> Quarantine:
         return self.trust.quarantine
+
+    @property
+    def _now(self) -> float:
+        return self._outbox.now
 
     # ------------------------------------------------------------ pushes
 
@@ -128,7 +128,6 @@ class Rounds:
 
         A part is held until the others are there. Raises Busy: another learner is bringing version 0 in parts.
         """
-        self._now = now
         call = self._call(header)
         if call is not None:
             member.arrivals.bytes_came(call, header.payload.num_elements, now)
@@ -249,13 +248,18 @@ class Rounds:
     def _count(self, member: Member, header: PushHeader, answer: PushAnswer) -> None:
         if header.is_seed and answer.outcome is not Outcome.REJECTED:
             return  # no learner's work
-        self.ledger.answered(answer, self._tokens(header.fragment_id, header.tokens))
         state = self._versions.fragments.get(header.fragment_id)
         staleness = 0 if state is None else max(0, state.version - header.base_version)
-        self._outbox.add(ContributionAnswered(member.learner_id, header, answer, staleness))
+        tokens = self._tokens(header.fragment_id, header.tokens)
+        self._outbox.note(ContributionAnswered(member.learner_id, header, answer, staleness, tokens))
+
+    def _drop(self, contribution: Contribution) -> None:
+        """What was accepted comes into no version."""
+        tokens = self._tokens(contribution.fragment_id, contribution.tokens)
+        self._outbox.note(ContributionDropped(contribution.learner_id, contribution.fragment_id, tokens))
 
     def _tokens(self, fragment_id: int, tokens: int) -> int:
-        """What of a contribution's tokens the accounts count: they are of what the model learns."""
+        """What of a contribution's tokens the account counts."""
         state = self._versions.fragments.get(fragment_id)
         return tokens if state is None or state.fragment.traits.is_of_model else 0
 
@@ -267,7 +271,7 @@ class Rounds:
         if not had_quorum and collecting.quorum_at is not None:
             after_s = now - collecting.opened_at
             self.grace.to_quorum.add(after_s)
-            self._outbox.add(QuorumReached(contribution.fragment_id, collecting.round, after_s))
+            self._outbox.note(QuorumReached(contribution.fragment_id, collecting.round, after_s))
 
     # ------------------------------------------------------------ outliers
 
@@ -278,7 +282,7 @@ class Rounds:
         if for_s is None:
             return
         outliers = self.quarantine.conduct(learner_id).outliers
-        self._outbox.add(LearnerQuarantined(learner_id, evidence, outliers, for_s))
+        self._outbox.note(LearnerQuarantined(learner_id, evidence, outliers, for_s))
         member = self._membership.get(learner_id)
         if member is None:
             return
@@ -305,7 +309,7 @@ class Rounds:
             fenced = collecting.lose(member.learner_id, self.quorum(collecting))
             if fenced is not None:
                 member.missed["FENCED"] += 1
-                self.ledger.tokens_fenced += self._tokens(fenced.fragment_id, fenced.tokens)
+                self._drop(fenced)
             elif was_missing:
                 member.missed[code] += 1
 
@@ -340,9 +344,8 @@ class Rounds:
 
     def tick(self, now: float, *, may_open: bool) -> None:
         """Open and close what is due."""
-        self._now = now
         for learner_id in self.quarantine.release(now):
-            self._outbox.add(LearnerReleased(learner_id))
+            self._outbox.note(LearnerReleased(learner_id))
             if self._membership.get(learner_id) is None:
                 self.trust.forget(learner_id)
         grace_s: float | None = None  # computed once, and only where a round has its quorum
@@ -402,11 +405,8 @@ class Rounds:
                 member.merged += 1
                 member.tokens_merged += counted
         participants = len(closed.contributions)
-        self.ledger.rounds += 1
-        self.ledger.participants += participants
-        self.ledger.tokens_merged += tokens
         self.grace.to_publish.add(now - closed.closed_at)
-        self._outbox.add(VersionCommitted(fragment_id, closed.round, participants, tokens, now - closed.opened_at))
+        self._outbox.note(VersionCommitted(fragment_id, closed.round, participants, tokens, now - closed.opened_at))
 
     def _open_due(self, now: float) -> None:
         """Quarantined learners count for nothing here: neither for when a round is due, nor for its quorum."""
@@ -453,7 +453,7 @@ class Rounds:
         opened, live = state.open_round(calling.asking, steps, now), calling.members
         fragment_id = state.fragment.fragment_id
         opened.last_of |= {m.learner_id for m in calling.leaving if m.takes_last(fragment_id)}
-        self._outbox.add(RoundOpened(fragment_id, opened.round, len(live)))
+        self._outbox.note(RoundOpened(fragment_id, opened.round, len(live)))
         for member in live:
             member.asked += 1
         self._outbox.tell_all(live, state.request())
@@ -499,7 +499,7 @@ class Rounds:
             live = {m.learner_id for m in self._membership.live() if not self.quarantine.holds(m.learner_id)}
             contributions, beside = state.latest.take(closed, live)
         open_s, asked = now - closed.opened_at, len(closed.asked)
-        self._outbox.add(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
+        self._outbox.note(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(late), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside), left_out))
 
     def _judge(self, state: FragmentState, collecting: Round) -> tuple[str, ...]:
@@ -513,8 +513,7 @@ class Rounds:
             return ()
         far = tuple(one for one, words in evidence.items() if words)
         for learner_id in far:
-            left_out = collecting.leave_out(learner_id)
-            self.ledger.tokens_fenced += self._tokens(left_out.fragment_id, left_out.tokens)
+            self._drop(collecting.leave_out(learner_id))
             member = self._membership.get(learner_id)
             if member is not None:
                 member.missed[NormTooLarge.code] += 1

@@ -32,11 +32,11 @@ from diloco_common.settings import Settings
 from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import CadenceRule, Quorum, every_h_steps
-from diloco_server.core.effects import Effect, Outbox, SameLosses
+from diloco_server.core.effects import Effect, Outbox
 from diloco_server.core.fragment import FragmentState, Restored
 from diloco_server.core.grace import GraceWindow
 from diloco_server.core.leases import Leases
-from diloco_server.core.ledger import Ledger
+from diloco_server.core.ledger import Ledger, SameLosses
 from diloco_server.core.likeness import Likeness
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.record import Record
@@ -77,6 +77,7 @@ class Shard:
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
         self._check_not_draining()
+        self._outbox.now = now
         return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index, age_s)
 
     def take_number(self, learner_id: str, now: float) -> int:
@@ -116,9 +117,10 @@ class Shard:
 
     def progress(self, member: Member, progress: Progress, now: float) -> None:
         """A learner reports, which renews its lease."""
+        self._outbox.now = now
         other = self._likeness.heard(member.learner_id, progress)
         if other is not None:
-            self._outbox.add(SameLosses(member.learner_id, other))
+            self._outbox.note(SameLosses(member.learner_id, other))
         self.membership.heard(member, progress, now)
 
     def leave(self, member: Member) -> None:
@@ -139,6 +141,7 @@ class Shard:
         self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
     ) -> PushAnswer:
         """Take a push that was admitted, once its bytes are whole and valid. Raises Busy."""
+        self._outbox.now = now
         return self._rounds.contribute(member, header, payload, piece_norms, now)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
@@ -172,6 +175,7 @@ class Shard:
 
     def committed(self, record: Record, published: Published, now: float) -> None:
         """The next version is durable with this record: announce it."""
+        self._outbox.now = now
         closed = self.fragments[record.fragment_id].closed
         assert closed is not None
         self._rounds.committed(closed, record.fragment_id, now)
@@ -181,6 +185,7 @@ class Shard:
 
     def tick(self, now: float) -> None:
         """Let time pass: leases end, rounds open and close. Call often, and after every event."""
+        self._outbox.now = now
         self._leases.expire(now)
         self._rounds.tick(now, may_open=not self.draining)
 
@@ -228,7 +233,7 @@ class Shard:
 
     @property
     def ledger(self) -> Ledger:
-        return self._rounds.ledger
+        return self._outbox.ledger
 
     @property
     def quarantine(self) -> Quarantine:

@@ -16,9 +16,10 @@ from diloco_common.settings import Settings
 from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.budget import Budget
-from diloco_server.core.effects import BudgetReached, Outbox, VersionsLost
+from diloco_server.core.effects import Outbox
 from diloco_server.core.fragment import FragmentState, Phases, Restored
 from diloco_server.core.frozen import Frozen
+from diloco_server.core.ledger import BudgetReached, VersionsLost
 from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, next_record
 
@@ -156,7 +157,7 @@ class Versions:
             epoch, version = state.recovered or (None, 0)
             if theirs.version > state.seen_lost:
                 state.seen_lost = theirs.version
-                self._outbox.add(VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id))
+                self._outbox.note(VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id))
             if theirs.epoch == epoch == state.epoch:
                 state.rename(self.epoch)
                 self._outbox.tell_live(state.announcement())
@@ -211,5 +212,5 @@ class Versions:
         if any(s.computing for s in self.fragments.values()):
             return  # a version of another kind: learners take the last ones of buffers, too, and all the same
         self.done = True
-        self._outbox.add(BudgetReached(self.tokens_merged))
+        self._outbox.note(BudgetReached(self.tokens_merged))
         self._outbox.tell_live(Stop())
