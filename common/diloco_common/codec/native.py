@@ -36,7 +36,7 @@ class Kernels:
         self, bits: int, values: Tensor, plus: Tensor | None, loss: Tensor | None,
         limits: tuple[float, float, float], out: Tensor,
     ) -> bool:  # fmt: skip
-        """Encode `values + plus` (n,) float32 as int8, int4 or e3m0 into `out` uint8. `loss` gets the error.
+        """Encode `values + plus` (n,) float32 as int8 or int4 into `out` uint8. `loss` gets the error.
 
         `values` may be bfloat16. So may `plus` and `loss`, if both are. `limits`: code_max, scale_min, scale_max of the
         codec. Returns False if an element is not finite.

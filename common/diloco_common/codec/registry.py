@@ -6,14 +6,14 @@ from functools import cache
 
 from diloco_common.codec.base import Codec
 from diloco_common.codec.int8 import Int8
-from diloco_common.codec.nibbles import E3M0, Int4
+from diloco_common.codec.nibbles import Int4
 from diloco_common.codec.plain import Bfloat16, Float32
 from diloco_common.codec.topk import TopK
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, plugin_names
 
 GROUP = "diloco.codec"
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Bfloat16(), Int8(), Int4(), E3M0(), TopK())}
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Bfloat16(), Int8(), Int4(), TopK())}
 
 
 def encoding_names() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-/* The encodings int8 (bits = 8), int4 (bits = 4) and e3m0 (bits = E3M0), in one pass over the values. */
+/* The encodings int8 (bits = 8) and int4 (bits = 4), in one pass over the values. */
 
 #include "common.h"
 
@@ -49,7 +49,7 @@ int diloco_check(int bits, const uint8_t *data, int64_t n, float scale_min, floa
         int held = n - first < BLOCK ? (int)(n - first) : BLOCK;                            \
         const int8_t *code = block_codes_of(bits, codes, first, held, unpacked) + (at - first); \
         int count = (int)(end - at);                                                        \
-        float scale = load_unit(bits, data, block);                                         \
+        float scale = load_scale(data, block);                                         \
         BODY at = end;                                                                      \
     }
 

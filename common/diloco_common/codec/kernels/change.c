@@ -15,7 +15,7 @@ int64_t diloco_encode_change(int bits, const float *values, const bfloat16_t *ba
         if (!encode_block(bits, x, NO_FEEDBACK, count, code_max, scale_min, scale_max, out + 4 * block, block_codes))
             return block;
         store_codes(bits, block_codes, start, count, codes);
-        float unit = load_unit(bits, out, block);
+        float unit = load_scale(out, block);
         for (int i = 0; i < count; i++) {
             float after = before[i] + (float)block_codes[i] * unit;
             anchor[start + i] = to_bfloat16(clamped(after, anchor_max));

@@ -14,9 +14,6 @@
 
 #define BLOCK 256
 
-/* What `bits` says of the codes: int8, int4, or e3m0, whose nibbles are a sign and an exponent. */
-#define E3M0 3
-
 /* In a chunk, so at any address; a bfloat16 as its bits. */
 typedef uint16_t bfloat16_t __attribute__((aligned(1)));
 typedef float float32_t __attribute__((aligned(1)));
@@ -27,14 +24,6 @@ static inline float load_scale(const uint8_t *data, int64_t block) {
     float scale;
     memcpy(&scale, data + 4 * block, 4);
     return scale;
-}
-
-/* Outside of a chunk, a code of e3m0 is its level in 64ths of the scale: 0, or a power of two up to 64, with a sign. */
-static inline float unit_of(int bits, float scale) { return bits == E3M0 ? scale * 0x1p-6f : scale; }
-
-/* What one of a block's codes is worth. */
-static inline float load_unit(int bits, const uint8_t *data, int64_t block) {
-    return unit_of(bits, load_scale(data, block));
 }
 
 static inline int stored_bits(int bits) { return bits == 8 ? 8 : 4; }
@@ -120,17 +109,6 @@ static inline uint32_t largest_bits(const float *x, int count) {
     return largest;
 }
 
-/* The nearest level of e3m0, ties away from zero. As in codec/nibbles.py, half of the mantissa's range is added to the
-   bits: it carries into the exponent from 1.5 * 2^k on. */
-static inline int8_t nearest_level(float scaled) {
-    uint32_t bits, magnitude;
-    memcpy(&bits, &scaled, 4);
-    magnitude = bits & 0x7fffffff;
-    int exponent = (int)((magnitude + 0x400000) >> 23) - (127 - 7), least = magnitude >= (127u - 7) << 23;
-    int e = exponent > least ? exponent : least, level = (1 << e) >> 1;
-    return (int8_t)(bits >> 31 ? -level : level);
-}
-
 /* Encode one block, and store its scale and codes. What is lost of x goes to `feedback`. Returns 0 if an element is not
    finite. Overwrites x. */
 static inline int encode_block(int bits, float x[BLOCK], struct feedback feedback, int count, float code_max,
@@ -144,13 +122,9 @@ static inline int encode_block(int bits, float x[BLOCK], struct feedback feedbac
     if (scale > scale_max) scale = scale_max;
     if (scale < scale_min) scale = 1.0f;
     memcpy(scale_out, &scale, 4);
-    if (bits == E3M0)
-        for (int i = 0; i < BLOCK; i++) codes[i] = nearest_level(x[i] / scale);
-    else
-        for (int i = 0; i < BLOCK; i++) codes[i] = (int8_t)(int32_t)rintf(x[i] / scale);
+    for (int i = 0; i < BLOCK; i++) codes[i] = (int8_t)(int32_t)rintf(x[i] / scale);
     if (feedback.loss) {
-        float unit = unit_of(bits, scale);
-        for (int i = 0; i < BLOCK; i++) x[i] -= (float)codes[i] * unit;
+        for (int i = 0; i < BLOCK; i++) x[i] -= (float)codes[i] * scale;
         store_loss(feedback, count, x);
     }
     return 1;
@@ -160,22 +134,10 @@ static inline void pack_nibbles(const int8_t *codes, int count, uint8_t *out) {
     for (int i = 0; i < (count + 1) / 2; i++) out[i] = (uint8_t)((codes[2 * i] & 0x0f) | ((uint8_t)codes[2 * i + 1] << 4));
 }
 
-/* A level of e3m0 as its nibble, sign << 3 | e. */
-static inline int8_t nibble_of(int8_t level) {
-    int m = level < 0 ? -level : level;
-    int e = (m > 0) + (m > 1) + (m > 2) + (m > 4) + (m > 8) + (m > 16) + (m > 32);
-    return (int8_t)((level < 0) << 3 | e);
-}
-
 static inline void store_codes(int bits, const int8_t *block_codes, int64_t start, int count, uint8_t *codes) {
     if (bits == 8) {
         memcpy(codes + start, block_codes, (size_t)count);
         return;
-    }
-    int8_t nibbles[BLOCK];
-    if (bits == E3M0) {
-        for (int i = 0; i < BLOCK; i++) nibbles[i] = nibble_of(block_codes[i]);
-        block_codes = nibbles;
     }
     pack_nibbles(block_codes, count, codes + start / 2);
 }
@@ -191,10 +153,5 @@ static inline void unpack_nibbles(const uint8_t *packed, int count, int8_t *code
 static inline const int8_t *block_codes_of(int bits, const uint8_t *codes, int64_t first, int count, int8_t *unpacked) {
     if (bits == 8) return (const int8_t *)(codes + first);
     unpack_nibbles(codes + first / 2, count, unpacked);
-    if (bits == E3M0)
-        for (int i = 0; i < count; i++) {
-            int level = (1 << (unpacked[i] & 7)) >> 1;
-            unpacked[i] = (int8_t)(unpacked[i] < 0 ? -level : level);
-        }
     return unpacked;
 }

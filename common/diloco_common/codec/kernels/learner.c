@@ -59,7 +59,7 @@ void diloco_decode_change(int bits, const uint8_t *data, const bfloat16_t *base,
     for (int64_t block = 0, start = 0; start < n; block++, start += BLOCK) {
         int count = n - start < BLOCK ? (int)(n - start) : BLOCK;
         const int8_t *code = block_codes_of(bits, codes, start, count, unpacked);
-        float unit = load_unit(bits, data, block);
+        float unit = load_scale(data, block);
         for (int i = 0; i < count; i++) {
             float sum = from_bfloat16(base[start + i]) + (float)code[i] * unit;
             after[start + i] = to_bfloat16(clamped(sum, anchor_max));

@@ -1,4 +1,4 @@
-/* Merging contributions in int8, int4 or e3m0: their weighted sum is formed block by block and never stored. */
+/* Merging contributions in int8 or int4: their weighted sum is formed block by block and never stored. */
 
 #include "merging.h"
 
@@ -22,7 +22,7 @@ static int sum_block(int bits, const struct source *sources, int num_sources, in
         const int8_t *code = block_codes_of(bits, source->codes, first, to, unpacked) + from;
         for (int i = 0; i < BLOCK * stored_bits(bits) / 8; i += CACHE_LINE)
             __builtin_prefetch(source->codes + (first + AHEAD) * stored_bits(bits) / 8 + i);
-        float factor = source->weight * load_unit(bits, source->scales, block);
+        float factor = source->weight * load_scale(source->scales, block);
         for (int i = 0; i < count; i++) x[i] = fmaf(factor, (float)code[i], x[i]);
     }
     return count;
