@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_common.endpoints import read_address
-from diloco_deploy.polling import fetch_status
+from diloco_deploy.cluster.asking import fetch_status
 
 LOSS_MAX = 0.05
 SLOW = "slow"

@@ -17,8 +17,7 @@ from diloco_common.endpoints import read_address
 from diloco_common.settings_loader import load
 from diloco_deploy import up
 from diloco_deploy.folder import Outputs
-from diloco_deploy.live import view
-from diloco_deploy.snapshot import Snapshot
+from diloco_deploy.show.terminal import Snapshot, view
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs/images/demo.png"
 DEMO = ("cluster.shards=2", "cluster.workers=3", "run.tokens=1_500_000", "sync.merge=mean", "cluster.page=")

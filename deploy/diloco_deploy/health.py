@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_deploy import reading
+from diloco_deploy.cluster import reading
 
 TIMEOUT_S = 3.0
 OK = 200

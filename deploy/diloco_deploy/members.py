@@ -11,8 +11,8 @@ from pathlib import Path
 
 from diloco_common.endpoints import Role
 from diloco_common.settings import Settings
-from diloco_deploy.status_schema import ClusterRecord, MemberRecord
-from diloco_deploy.watch import Watch
+from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
+from diloco_deploy.show.watch import Watch
 
 
 class Members:
@@ -56,7 +56,7 @@ class Members:
 
     def left(self, name: str) -> None:
         """A member that was told to go is gone, and is not missed."""
-        self.watch.left(name)
+        self.watch.process(name, "left")
         self._record.members.pop(name, None)
         self._write()
 

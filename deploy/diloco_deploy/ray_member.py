@@ -60,7 +60,7 @@ class Look:
     """What happened since the last look."""
 
 
-class Member:
+class OnRay:
     """In the process of the actor. All calls come from one thread, the one that made it."""
 
     def __init__(self, plan: Plan, host: str) -> None:

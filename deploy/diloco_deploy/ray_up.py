@@ -22,16 +22,15 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_demo.shapes import declared_digest
 from diloco_deploy.certs.authority import make_authority, open_authority
+from diloco_deploy.cluster.asking import Asker, fetch_all
+from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.model import Cluster
+from diloco_deploy.cluster.record import ClusterRecord, MemberRecord, addresses_in
 from diloco_deploy.folder import Files, Outputs, anchored
 from diloco_deploy.interrupts import Interrupts
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates
 from diloco_deploy.placing import settle
-from diloco_deploy.polling import Asker, fetch_all
-from diloco_deploy.ray_member import Look, Member, Plan, shard_files
-from diloco_deploy.snapshot import Member as Inquired
-from diloco_deploy.snapshot import Snapshot
-from diloco_deploy.status import addresses_in
-from diloco_deploy.status_schema import ClusterRecord, MemberRecord
+from diloco_deploy.ray_member import Look, OnRay, Plan, shard_files
 from diloco_deploy.supervisor import Action
 from diloco_deploy.up import check_cluster
 
@@ -244,7 +243,7 @@ class _RayRun:
         answers = fetch_all(addresses_in(self._files.folder), 1.0, Asker(self._observer))
         if not answers:
             return  # nobody is up yet
-        totals = Snapshot(tuple(Inquired(name, each["role"], "up", each) for name, each in answers.items())).totals()
+        totals = Cluster({name: Member(name, each["role"], "up", each) for name, each in answers.items()}).totals()
         loss = "-" if totals.loss is None else f"{totals.loss:.3f}"
         _say(f"tokens merged {totals.tokens_merged:,} of {totals.tokens_budget:,}, loss {loss}")
 
@@ -287,7 +286,7 @@ class _RayRun:
             self._ray.wait(asked, num_returns=len(asked), timeout=_DRAIN_S + 5)
 
 
-class _Actor(Member):
+class _Actor(OnRay):
     """A member on the node where Ray has put it."""
 
     def __init__(self, plan: Plan) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diloco_common.endpoints import write_json
 from diloco_common.errors import CannotConnect, ConfigError
-from diloco_deploy.status_schema import ClusterRecord, read_record
+from diloco_deploy.cluster.record import ClusterRecord, read_record
 
 WORKERS_MAX = 256
 ANSWER_WITHIN_S = 30.0

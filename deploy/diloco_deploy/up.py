@@ -22,16 +22,16 @@ from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataErr
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_deploy.children import EVALUATE, Children, Programs, names
+from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
 from diloco_deploy.folder import Files, Outputs, anchored, shown
 from diloco_deploy.hanging import Hanging
 from diloco_deploy.interrupts import Interrupts
-from diloco_deploy.live import Display, display_for
 from diloco_deploy.members import Members
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates, own_certificates
 from diloco_deploy.placing import settle
-from diloco_deploy.polling import Asker, Poller, fetch_all
-from diloco_deploy.report import Report, make_report, summary
 from diloco_deploy.scale import take_wish
+from diloco_deploy.show.report import Report, make_report, summary
+from diloco_deploy.show.terminal import Display, display_for
 from diloco_deploy.supervisor import Action, Exit, Supervisor
 from diloco_deploy.web.beside import PageThread
 
@@ -396,7 +396,7 @@ class LocalRun:
             self._next_sample = now + _SAMPLE_EVERY_S
             self._watch.sample_loss()
         snapshot = self._watch.snapshot(now)
-        if not self._has_loss and (loss := snapshot.totals().loss) is not None:
+        if not self._has_loss and (loss := snapshot.cluster.totals().loss) is not None:
             self._has_loss = True
             self._watch.doing = "training"
             self._display.tell(f"first loss {loss:.3f} after {snapshot.elapsed_s:.1f} s")
@@ -404,8 +404,7 @@ class LocalRun:
     # ------------------------------------------------------------ results
 
     def _make_report(self, wall_s: float, *, interrupted: bool = False) -> Report:
-        snapshot = self._watch.snapshot(time.monotonic())
-        return make_report(snapshot, self._settings, wall_s=wall_s, evaluation=None, interrupted=interrupted)
+        return make_report(self._watch.cluster, self._settings, wall_s=wall_s, evaluation=None, interrupted=interrupted)
 
 
 def _losses(evaluation: dict[str, Any]) -> Report:

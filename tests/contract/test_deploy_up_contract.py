@@ -20,9 +20,9 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_deploy.children import Programs
 from diloco_deploy.cli import main
+from diloco_deploy.cluster.record import ClusterRecord, read_record
 from diloco_deploy.folder import Outputs
 from diloco_deploy.scale import take_wish, wish_file
-from diloco_deploy.status_schema import ClusterRecord, read_record
 from diloco_deploy.supervisor import DEATHS_MAX, ChildSpec, Supervisor
 from diloco_deploy.up import bring_up
 from waiting import until
@@ -255,7 +255,10 @@ def test_a_killed_shard_comes_back_on_the_same_ports(
     children[1].kill()
 
     def again() -> Any:
-        found = json.loads(file.read_text()) if file.exists() else before
+        try:
+            found = json.loads(file.read_text())
+        except FileNotFoundError:  # until the next process is up
+            return None
         return found if found["pid"] != before["pid"] else None
 
     after = until(again, "the next start", 30.0)

@@ -21,7 +21,7 @@ from diloco_common.errors import ConfigError, InUse
 from diloco_common.http import HttpServer, check_http_is_meant
 from diloco_common.http_listener import HttpListener
 from diloco_common.settings import SecuritySettings
-from diloco_deploy.polling import Asker, fetch_status
+from diloco_deploy.cluster.asking import Asker, fetch_status
 from waiting import DEADLINE_S, until_async
 
 

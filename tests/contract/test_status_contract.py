@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from diloco_common.endpoints import write_address
-from diloco_deploy import status
 from diloco_deploy.cli import main
-from diloco_deploy.polling import Poller, fetch_all, fetch_status
+from diloco_deploy.cluster.asking import Poller, fetch_all, fetch_status
+from diloco_deploy.show import status
 from waiting import DEADLINE_S
 
 SHARD = {

@@ -19,10 +19,9 @@ from certificates import Certificates
 from diloco_common.endpoints import write_address
 from diloco_common.errors import ConfigError
 from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
-from diloco_deploy.polling import Asker
-from diloco_deploy.status_schema import ClusterRecord, MemberRecord
+from diloco_deploy.cluster.asking import Answered, Asker, NoAnswer, ask
+from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 from diloco_deploy.web import app, command, credentials, live_page
-from diloco_deploy.web.asking import Answered, NoAnswer, ask
 from diloco_deploy.web.beside import PageThread
 from diloco_deploy.web.credentials import Credentials
 from diloco_deploy.web.live_page import LivePage

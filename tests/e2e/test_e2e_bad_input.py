@@ -19,7 +19,7 @@ import diloco_demo.cli
 import diloco_deploy.cli
 import diloco_server.cli
 from diloco_common.endpoints import Endpoints
-from diloco_deploy.status import ANSWER_WITHIN_S
+from diloco_deploy.show.status import ANSWER_WITHIN_S
 
 Ended = subprocess.CompletedProcess[str]
 MAINS = {

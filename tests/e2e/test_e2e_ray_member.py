@@ -18,9 +18,9 @@ from diloco_common.history import read_history
 from diloco_common.judge import violations
 from diloco_common.settings_loader import Given, load, save
 from diloco_deploy import ray_up
+from diloco_deploy.cluster.record import read_record
 from diloco_deploy.folder import Files, Outputs
 from diloco_deploy.ray_member import Look, Member, Plan
-from diloco_deploy.status_schema import read_record
 
 HOST = "127.0.0.1"
 Make = Callable[[str], Member]

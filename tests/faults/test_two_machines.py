@@ -15,7 +15,7 @@ from networks import Namespace, need_namespaces
 from processes import TINY, environment, until
 
 from diloco_common.endpoints import read_address
-from diloco_deploy.polling import Asker, fetch_status
+from diloco_deploy.cluster.asking import Asker, fetch_status
 from pages import followed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

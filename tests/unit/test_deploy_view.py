@@ -12,13 +12,14 @@ from rich.console import Console, RenderableType
 
 from diloco_common.settings import Settings
 from diloco_deploy import units
-from diloco_deploy.live import LineDisplay, line, tables, view
-from diloco_deploy.report import make_report, summary
-from diloco_deploy.roll_call import roll_call
-from diloco_deploy.snapshot import Member, Snapshot
-from diloco_deploy.status import cluster_status
-from diloco_deploy.watch import Watch
-from diloco_deploy.web.learners import Sight, put_together
+from diloco_deploy.cluster.learners import put_together
+from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.model import Cluster
+from diloco_deploy.cluster.roll_call import roll_call
+from diloco_deploy.show.report import make_report, summary
+from diloco_deploy.show.status import ClusterStatus
+from diloco_deploy.show.terminal import LineDisplay, Snapshot, line, tables, view
+from diloco_deploy.show.watch import Watch
 
 
 def shard(index: int, **changed: Any) -> dict[str, Any]:
@@ -62,10 +63,14 @@ def worker(index: int, **changed: Any) -> dict[str, Any]:
     } | changed
 
 
+def of(*members: Member) -> Cluster:
+    return Cluster({member.name: member for member in members})
+
+
 def cluster(*, elapsed_s: float = 83.0, eta_s: float | None = 249.0) -> Snapshot:
     members = [Member(f"shard-{i}", "shard", "up", shard(i)) for i in range(2)]
     members += [Member(f"worker-{i}", "worker", "up", worker(i)) for i in range(2)]
-    return Snapshot(tuple(members), elapsed_s, (5.5, 4.0, 3.0, 2.5), eta_s)
+    return Snapshot(of(*members), elapsed_s, elapsed_s, (5.5, 4.0, 3.0, 2.5), eta_s)
 
 
 def drawn(what: RenderableType, width: int) -> list[str]:
@@ -76,7 +81,7 @@ def drawn(what: RenderableType, width: int) -> list[str]:
 
 
 def test_sums_are_taken_over_shards_and_workers() -> None:
-    totals = cluster().totals()
+    totals = cluster().cluster.totals()
     assert (totals.tokens, totals.tokens_merged, totals.tokens_budget) == (600_000, 500_000, 2_000_000)
     assert (totals.loss, totals.tokens_per_s, totals.tokens_carried) == (2.5, 2000.0, 20)
     assert (totals.rounds, totals.participants_mean, totals.late, totals.evictions) == (20, 2.0, 2, 2)
@@ -85,15 +90,15 @@ def test_sums_are_taken_over_shards_and_workers() -> None:
 
 def test_the_versions_of_a_shard_are_those_of_the_model() -> None:
     fragments = [{"id": 0, "version": 40}, {"id": 1, "version": 10, "companion": True}]
-    found = Snapshot((Member("shard-0", "shard", "up", shard(0, fragments=fragments)),))
+    found = Snapshot(of(Member("shard-0", "shard", "up", shard(0, fragments=fragments))))
     assert "40-40" in " ".join(drawn(tables(found, 100), 100))
 
 
 def test_people_read_samples_where_workers_count_them() -> None:
     members = [Member("shard-0", "shard", "up", shard(0))]
     members += [Member(f"worker-{i}", "worker", "up", worker(i, unit="samples")) for i in range(2)]
-    found = Snapshot(tuple(members))
-    said = summary(make_report(found, Settings(), wall_s=1.0, evaluation=None), {})
+    found = Snapshot(of(*members))
+    said = summary(make_report(found.cluster, Settings(), wall_s=1.0, evaluation=None), {})
     for text in (" ".join(drawn(view(found, 100), 100)), line(found, 200), said):
         assert " samples" in text
         assert "tok" not in text
@@ -103,8 +108,7 @@ def test_people_read_samples_where_workers_count_them() -> None:
 def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
     three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
     one = shard(1, tokens_merged=800, fragments=[{"id": 3, "version": 1}])
-    members = (Member("shard-0", "shard", "up", three), Member("shard-1", "shard", "up", one))
-    assert Snapshot(members).totals().tokens_merged == 500
+    assert of(Member("shard-0", "shard", "up", three), Member("shard-1", "shard", "up", one)).tokens_merged == 500
 
 
 def test_progress_does_not_move_while_a_shard_starts_again() -> None:
@@ -113,11 +117,11 @@ def test_progress_does_not_move_while_a_shard_starts_again() -> None:
         watch.expect(f"shard-{index}", "shard")
         watch.heard(f"shard-{index}", shard(index, tokens_merged=merged), 1.0)
     watch.expect("shard-1", "shard")
-    assert watch.snapshot(2.0).totals().tokens_merged == 600, "it has not answered yet"
+    assert watch.cluster.totals().tokens_merged == 600, "it has not answered yet"
     watch.heard("shard-1", shard(1, tokens_merged=0, fragments=[], tokens_budget=2_000_000), 3.0)
-    assert watch.snapshot(3.0).totals().tokens_merged == 600, "it reads its versions"
+    assert watch.cluster.totals().tokens_merged == 600, "it reads its versions"
     watch.heard("shard-1", shard(1, tokens_merged=802), 4.0)
-    assert watch.snapshot(4.0).totals().tokens_merged == 601
+    assert watch.cluster.totals().tokens_merged == 601
 
 
 def test_the_budget_is_known_while_the_only_shard_starts_again() -> None:
@@ -125,7 +129,7 @@ def test_the_budget_is_known_while_the_only_shard_starts_again() -> None:
     watch.expect("shard-0", "shard")
     watch.heard("shard-0", shard(0), 1.0)
     watch.expect("shard-0", "shard")
-    assert watch.snapshot(2.0).totals().tokens_budget == 2_000_000
+    assert watch.cluster.totals().tokens_budget == 2_000_000
 
 
 def test_counters_survive_the_end_of_a_life() -> None:
@@ -136,10 +140,10 @@ def test_counters_survive_the_end_of_a_life() -> None:
     watch.heard("shard-0", shard(0, rounds=10, participants_mean=2.0, bytes_pushed=100), 1.0)
     for name in ("worker-0", "shard-0"):
         watch.expect(name, "worker" if name == "worker-0" else "shard")
-    assert watch.snapshot(2.0).totals().tokens == 500, "what a dead worker did still counts"
+    assert watch.cluster.totals().tokens == 500, "what a dead worker did still counts"
     watch.heard("worker-0", worker(0, tokens=700, tokens_carried=5), 3.0)
     watch.heard("shard-0", shard(0, rounds=30, participants_mean=4.0, bytes_pushed=50), 3.0)
-    totals = watch.snapshot(3.0).totals()
+    totals = watch.cluster.totals()
     assert totals.tokens == 700, "a worker goes on counting from its checkpoint"
     assert (totals.tokens_carried, totals.rounds, totals.bytes_pushed) == (15, 40, 150)
     assert totals.participants_mean == 3.5
@@ -163,20 +167,20 @@ def test_status_and_page_say_the_same_of_a_learner(at_0: str, at_1: str, word: s
         f"shard-{index}": shard(index, count=2, learners=[{"id": "ann", "state": state}])
         for index, state in enumerate((at_0, at_1))
     }
-    present = roll_call(dict.fromkeys(answers, "host:1"), answers, None, 0.0)
-    (shown,) = [member.state for member in cluster_status(present).members if member.name == "ann"]
-    sights = [Sight(name, True, 0.0, answer["learners"], {}) for name, answer in answers.items()]
-    assert (shown, put_together(sights, {})["ann"].state) == (word, word)
+    roll = roll_call(dict.fromkeys(answers, "host:1"), answers, None, 0.0)
+    (shown,) = [member.state for member in ClusterStatus.of(roll).members if member.name == "ann"]
+    shards = [Member(name, "shard", "up", answer) for name, answer in answers.items()]
+    assert (shown, put_together(shards, {})["ann"].state) == (word, word)
 
 
 @pytest.mark.parametrize("step_time_s", [5e-324, 0.0, 1e-7])
 def test_a_step_that_takes_no_time_has_no_rate(step_time_s: float) -> None:
     said = {"id": "ann", "state": "alive", "inner_step": 10, "tokens": 1000, "step_time_s": step_time_s}
     answers = {"shard-0": shard(0, count=1, learners=[said])}
-    (ann,) = [one for one in roll_call({"shard-0": "host:1"}, answers, None, 0.0) if one.name == "ann"]
+    (ann,) = [one for one in roll_call({"shard-0": "host:1"}, answers, None, 0.0).present if one.name == "ann"]
     assert ann.status is not None
     assert ann.status["tokens_per_s"] == 0.0
-    assert put_together([Sight("shard-0", True, 0.0, [said], {})], {})["ann"].tokens_per_s == 0.0
+    assert put_together([Member("shard-0", "shard", "up", answers["shard-0"])], {})["ann"].tokens_per_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -187,15 +191,14 @@ def test_a_step_that_takes_no_time_has_no_rate(step_time_s: float) -> None:
         (Member("worker-0", "worker", "up", worker(0)), "training"),
         (Member("worker-1", "worker", "up", worker(1)), "away"),
         (Member("worker-2", "worker", "up", worker(2)), "quarantined"),
-        (Member("worker-0", "worker", "up", worker(0), silent_s=7.0), "silent 7s"),
+        (Member("worker-0", "worker", "up", worker(0), heard_at=0.0), "silent 7s"),
         (Member("worker-0", "worker", "died", worker(0)), "died"),
         (Member("shard-0", "shard", "up", shard(0, ready=False)), "not ready"),
         (Member("shard-0", "shard", "up", shard(0, done=True)), "done"),
     ],
 )
 def test_a_member_is_described_by_the_worst_that_is_known(member: Member, state: str) -> None:
-    snapshot = Snapshot((Member("shard-9", "shard", "up", shard(9)), member))
-    assert snapshot.state_of(member) == state
+    assert of(Member("shard-9", "shard", "up", shard(9)), member).state_of(member, 7.0) == state
 
 
 def test_an_event_is_told_once_however_often_it_is_polled() -> None:
@@ -285,7 +288,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
 
 
 def test_a_cluster_of_which_nothing_is_known_can_be_shown() -> None:
-    unknown = Snapshot((Member("shard-0", "shard"), Member("worker-0", "worker")), doing="starting shards")
+    unknown = Snapshot(of(Member("shard-0", "shard"), Member("worker-0", "worker")), doing="starting shards")
     assert "starting shards" in "\n".join(drawn(view(unknown, 80), 80))
     assert "starting shards" in line(unknown, 80)
 
@@ -324,7 +327,7 @@ def test_plain_lines_come_at_their_pace() -> None:
 
 def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
     evaluation = {"eval_loss_first": 5.545, "eval_loss_final": 2.31}
-    report = make_report(cluster(), Settings(), wall_s=83.4, evaluation=evaluation)
+    report = make_report(cluster().cluster, Settings(), wall_s=83.4, evaluation=evaluation)
     promised = (
         "eval_loss_first eval_loss_final train_loss_final tokens wall_s versions rounds participants_mean late "
         "tokens_merged tokens_carried evictions bytes_pushed bytes_pulled tokens_per_s sync_stall_s seed settings"
@@ -347,7 +350,7 @@ def test_the_report_holds_what_is_promised_and_its_summary_has_units() -> None:
 
 def test_the_summary_tells_the_last_tokens_from_those_that_workers_dropped_on_the_way() -> None:
     workers = tuple(Member(f"worker-{i}", "worker", "up", worker(i, tokens_unmerged=10_000)) for i in range(2))
-    said = summary(make_report(Snapshot(workers), Settings(), wall_s=1.0, evaluation=None), {})
+    said = summary(make_report(of(*workers), Settings(), wall_s=1.0, evaluation=None), {})
     assert "the last 20.0k tokens (3.3%) came after the last version: worker-0 10.0k, worker-1 10.0k\n" in said
     dropped = "580k more tokens are in no version: a worker drops what it has not sent when it is interrupted or dies\n"
     assert dropped in said
@@ -358,14 +361,16 @@ def test_the_summary_tells_the_last_tokens_from_those_that_workers_dropped_on_th
     [(200_000, 201_000, "400k"), (200_000, 30_000, "400k"), (5, 31_000, "62.0k")],
 )
 def test_the_budget_that_is_proposed_next_is_above_what_is_merged(budget: int, merged: int, proposed: str) -> None:
-    report = make_report(cluster(), Settings.model_validate({"run": {"tokens": budget}}), wall_s=1.0, evaluation=None)
+    report = make_report(
+        cluster().cluster, Settings.model_validate({"run": {"tokens": budget}}), wall_s=1.0, evaluation=None
+    )
     said = summary(report | {"tokens_merged": merged}, {}, Path("run"))
     assert f"diloco resume run --tokens {proposed} trains on" in said
 
 
 def test_the_summary_names_at_most_eight_workers_whose_last_tokens_were_not_merged() -> None:
     workers = tuple(Member(f"worker-{i}", "worker", "up", worker(i, tokens_unmerged=i)) for i in range(11))
-    report = make_report(Snapshot(workers), Settings(), wall_s=1.0, evaluation=None)
+    report = make_report(of(*workers), Settings(), wall_s=1.0, evaluation=None)
     assert report["tokens_unmerged"] == {f"worker-{i}": i for i in range(11)}
     named = ", ".join(f"worker-{i} {i}" for i in range(10, 2, -1))
     assert f"after the last version: {named}, 2 more\n" in summary(report, {})

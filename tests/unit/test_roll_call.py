@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from diloco_deploy.live import line
-from diloco_deploy.roll_call import Present, as_snapshot, problems, roll_call
-from diloco_deploy.status import cluster_status
-from diloco_deploy.status_schema import EXIT_DEGRADED, ClusterRecord, ClusterStatus, MemberRecord
+from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
+from diloco_deploy.cluster.roll_call import Roll, roll_call
+from diloco_deploy.show.status import EXIT_DEGRADED, ClusterStatus, snapshot_of
+from diloco_deploy.show.terminal import line
 
 NOW = 1000.0
 
@@ -49,21 +49,21 @@ def away(index: int, for_s: float) -> list[dict[str, Any]]:
     return [{"address": f"ps-{index}:50051", "index": index, "for_s": for_s}]
 
 
-def called(present: list[Present]) -> dict[str, str]:
-    return {one.name: one.presence for one in present}
+def called(roll: Roll) -> dict[str, str]:
+    return {one.name: one.presence for one in roll.present}
 
 
 def test_a_run_is_as_old_as_its_oldest_process() -> None:
     answers = {"shard-0": shard(0, uptime_s=12.0), "shard-1": shard(1, uptime_s=725.0)}
-    present = roll_call(dict.fromkeys(answers, "ps:1"), answers, None, NOW)
-    assert line(as_snapshot(present), 200).startswith("12:05  ")
+    roll = roll_call(dict.fromkeys(answers, "ps:1"), answers, None, NOW)
+    assert line(snapshot_of(roll), 200).startswith("12:05  ")
 
 
 def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:
     learners = [learner("a", away=away(1, 12.0)), learner("b", away=away(1, 14.0)), learner("c", "evicted", 60.0)]
-    present = roll_call({"ps-0:8080": "ps-0:8080"}, {"ps-0:8080": shard(0, learners=learners)}, None, NOW)
-    assert called(present) == {"shard-0": "alive", "shard-1": "away", "a": "alive", "b": "alive", "c": "away"}
-    (gone, c) = problems(present)
+    roll = roll_call({"ps-0:8080": "ps-0:8080"}, {"ps-0:8080": shard(0, learners=learners)}, None, NOW)
+    assert called(roll) == {"shard-0": "alive", "shard-1": "away", "a": "alive", "b": "alive", "c": "away"}
+    (gone, c) = roll.problems
     assert (gone.code, gone.member) == ("SHARD_AWAY", "shard-1")
     assert "away for 0:13 (2 of 2 learners do not reach it): half of the model is away" in gone.words
     assert (c.code, c.words.split(":")[0]) == ("WORKER_AWAY", "c is away for 1")
@@ -72,37 +72,37 @@ def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:
 def test_a_shard_that_no_learner_has_ever_reached_is_away() -> None:
     """A learner that was started after the shard had died does not know which one it is."""
     never = [{"address": "ps-1:50051", "index": None, "for_s": 12.0}]
-    present = roll_call({"x": "x"}, {"x": shard(0, learners=[learner("a", away=never)])}, None, NOW)
-    assert called(present)["shard-1"] == "away"
+    roll = roll_call({"x": "x"}, {"x": shard(0, learners=[learner("a", away=never)])}, None, NOW)
+    assert called(roll)["shard-1"] == "away"
 
 
 def test_one_learner_alone_makes_no_shard_away() -> None:
     learners = [learner("a", away=away(1, 12.0)), learner("b"), learner("c")]
-    present = roll_call({"x": "x"}, {"x": shard(0, learners=learners)}, None, NOW)
-    assert called(present)["shard-1"] == "alive"
-    assert present[1].why == "2 of 3 learners reach it"
-    assert not present[1].answered
+    roll = roll_call({"x": "x"}, {"x": shard(0, learners=learners)}, None, NOW)
+    assert called(roll)["shard-1"] == "alive"
+    assert roll.present[1].why == "2 of 3 learners reach it"
+    assert not roll.present[1].answered
 
 
 def test_a_shard_of_which_nobody_speaks_is_unknown_and_not_alive() -> None:
-    present = roll_call({"x": "x"}, {"x": shard(0)}, None, NOW)
-    assert called(present) == {"shard-0": "alive", "shard-1": "unknown"}
-    assert problems(present)[0].code == "SHARD_UNKNOWN"
+    roll = roll_call({"x": "x"}, {"x": shard(0)}, None, NOW)
+    assert called(roll) == {"shard-0": "alive", "shard-1": "unknown"}
+    assert roll.problems[0].code == "SHARD_UNKNOWN"
 
 
 def test_the_only_silent_address_is_the_only_missing_shard() -> None:
-    present = roll_call({"x": "x:1", "ps-1:8080": "ps-1:8080"}, {"x": shard(0)}, None, NOW)
-    assert called(present) == {"shard-0": "alive", "shard-1": "away"}
-    assert present[1].why == "nobody answers at ps-1:8080"
+    roll = roll_call({"x": "x:1", "ps-1:8080": "ps-1:8080"}, {"x": shard(0)}, None, NOW)
+    assert called(roll) == {"shard-0": "alive", "shard-1": "away"}
+    assert roll.present[1].why == "nobody answers at ps-1:8080"
 
 
 def test_workers_that_were_not_asked_are_shown_as_the_shards_hear_them() -> None:
-    present = roll_call({"x": "x"}, {"x": shard(0, 1, [learner("a"), learner("b", "left")])}, None, NOW)
-    a = next(one for one in present if one.name == "a")
+    roll = roll_call({"x": "x"}, {"x": shard(0, 1, [learner("a"), learner("b", "left")])}, None, NOW)
+    a = next(one for one in roll.present if one.name == "a")
     assert a.status is not None
     assert (a.status["tokens_per_s"], a.status["loss"], a.status["contributions"]["merged"]) == (640.0, 3.0, 4)
     assert (a.answered, a.why) == (False, "heard by 1 shard")
-    status = cluster_status(present)
+    status = ClusterStatus.of(roll)
     assert (status.complete, status.expected.workers) == (True, 1), "who said goodbye is not expected"
 
 
@@ -114,7 +114,7 @@ def test_the_record_says_who_died_and_since_when(process: str, presence: str, si
     asked = {"shard-1": "h:2", "worker-0": "h:3"}
     answers = {"shard-1": shard(1), "worker-0": worker("worker-0")}
     known = record(shard_0="up", shard_1="up", worker_0="up", worker_1=process)
-    found = {one.name: one for one in roll_call(asked, answers, known, NOW)}
+    found = {one.name: one for one in roll_call(asked, answers, known, NOW).present}
     assert (found["worker-1"].presence, found["worker-1"].since_s) == (presence, since_s)
 
 
@@ -130,18 +130,18 @@ def test_the_record_says_who_died_and_since_when(process: str, presence: str, si
 )
 def test_nobody_is_told_to_start_what_starts_by_itself(process: str | None, then: str) -> None:
     known = None if process is None else record(shard_0=process, shard_1="up")
-    (problem,) = problems(roll_call({"shard-0": "h:1", "shard-1": "h:2"}, {"shard-1": shard(1)}, known, NOW))
+    (problem,) = roll_call({"shard-0": "h:1", "shard-1": "h:2"}, {"shard-1": shard(1)}, known, NOW).problems
     assert problem.words.endswith(f"lose nothing; {then}")
 
 
 def test_a_shard_killed_a_moment_ago_is_missed_although_its_record_says_up() -> None:
     asked = {"shard-0": "h:1", "shard-1": "h:2"}
-    present = roll_call(asked, {"shard-1": shard(1)}, record(shard_0="up", shard_1="up"), NOW)
-    assert called(present) == {"shard-0": "away", "shard-1": "alive"}
+    roll = roll_call(asked, {"shard-1": shard(1)}, record(shard_0="up", shard_1="up"), NOW)
+    assert called(roll) == {"shard-0": "away", "shard-1": "alive"}
 
 
 def test_what_is_printed_as_json_is_what_the_schema_reads() -> None:
-    status = cluster_status(
+    status = ClusterStatus.of(
         roll_call({"x": "x"}, {"x": shard(0, learners=[learner("a", away=away(1, 1.0))])}, None, NOW)
     )
     again = ClusterStatus.model_validate_json(status.model_dump_json())
@@ -154,5 +154,5 @@ def test_what_is_printed_as_json_is_what_the_schema_reads() -> None:
 
 def test_a_complete_cluster_has_no_problems() -> None:
     answers = {"s0": shard(0, learners=[learner("a")]), "s1": shard(1, learners=[learner("a")]), "w": worker("a")}
-    status = cluster_status(roll_call({name: name for name in answers}, answers, None, NOW))
+    status = ClusterStatus.of(roll_call({name: name for name in answers}, answers, None, NOW))
     assert (status.complete, status.problems, status.exit_code(strict=True)) == (True, [], 0)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from diloco_deploy.watch import Watch
-from diloco_deploy.web import course, events, learners, rounds
-from diloco_deploy.web.feed import Feed
+from diloco_deploy.cluster import learners
+from diloco_deploy.show.watch import Watch
+from diloco_deploy.web import course, events, rounds
+from diloco_deploy.web.feed import PAGE, Feed
 
 NOW = 1_000_000.0
 
@@ -354,7 +355,7 @@ def test_what_a_shard_tells_again_after_a_cut_is_one_event():
 
 
 def test_everything_that_is_kept_has_a_bound(monkeypatch):
-    monkeypatch.setattr(learners, "ROWS_MAX", 300)
+    monkeypatch.setattr(learners, "LEARNERS_MAX", 300)
     feed = feed_of("shard-0")
     for second in range(2000):
         names = [learner(f"l-{second}-{i}") for i in range(3)]
@@ -388,7 +389,7 @@ def test_thousands_of_learners_come_a_page_at_a_time_and_the_troubled_first():
     many = [learner(f"l-{i:04}", "evicted" if i == 4321 else "alive") for i in range(5000)]
     feed.heard("shard-0", shard(learners=many), None, NOW)
     page = feed.learners(sort="attention", descending=False, find="", page=0, now=NOW)
-    assert (page["rows"][0]["id"], len(page["rows"]), page["pages"]) == ("l-4321", learners.PAGE, 100)
+    assert (page["rows"][0]["id"], len(page["rows"]), page["pages"]) == ("l-4321", PAGE, 100)
     assert len(json.dumps(feed.since(0, NOW))) < 20_000, "what every viewer gets every second holds no rows"
     with pytest.raises(ValueError, match="sort: one of"):
         feed.learners(sort="nonsense", descending=False, find="", page=0, now=NOW)

@@ -36,7 +36,7 @@ def status(
     """
     from diloco_common.command import QuietConsole
     from diloco_common.security import read_bearer_token
-    from diloco_deploy.status import Where, asker_for, check_watch, show_status, watch_status
+    from diloco_deploy.show.status import Where, asker_for, check_watch, show_status, watch_status
 
     settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
     where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, variance
 
 POINTS_MAX = 720
 FIRST_EVERY_S = 1.0
+SPANS_S = (60.0, 600.0, 7200.0)
+"""Where the loss goes is said of the shortest of these spans in which it can be told from its scatter."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class Point:
     learners: int = 0
     """With a lease."""
     tokens_per_s: float = 0.0
+
+    def row(self) -> list[float | None]:
+        """JSON. `static/course.js` reads it."""
+        return [
+            self.at, self.tokens_merged, self.loss, self.loss_min, self.loss_max, self.learners, self.tokens_per_s,
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,10 @@ class Course:
                 break
             newer.append(point)
         return seq == 0, newer[::-1]
+
+    def trends(self, spans_s: Iterable[float]) -> list[Trend]:
+        """Of the spans of which the course holds enough."""
+        return [trend for over_s in spans_s if (trend := self.trend(over_s)) is not None]
 
     def trend(self, over_s: float) -> Trend | None:
         """How the loss has moved: the newest third of a span against its oldest third.

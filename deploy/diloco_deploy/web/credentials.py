@@ -10,7 +10,7 @@ from diloco_common.http_tls import TlsDoor
 from diloco_common.identity import Proof
 from diloco_common.revocations import REVOKED, DenyList
 from diloco_common.tls import TlsFiles, TlsFolder
-from diloco_deploy.polling import Asker
+from diloco_deploy.cluster.asking import Asker
 
 
 class Credentials:

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from diloco_deploy.cluster.learners import HERE
 from diloco_deploy.web.course import Point, Trend
 
-SPANS_S = (60.0, 600.0, 7200.0)
-"""Where the loss goes is said of the shortest of these spans in which it can be told from its scatter."""
 LEVEL = 0.005
 """A change below this share of the loss is no change."""
 NOISE = 4.0
 """Nor is one below so many standard errors: points that follow each other are alike."""
+
+
+class Words(NamedTuple):
+    """How people are told of a state of learners."""
+
+    letter: str
+    """Of the picture of all."""
+    level: str
+    pill: str
+    title: str
+    sentence: str
+    """After "2 learners"."""
+
+
+WORDS = {
+    "away": Words("a", "bad", "away", "away", "away"),
+    "awaited": Words("w", "warn", "not here yet", "not here yet", "not here yet"),
+    "quarantined": Words("q", "bad", "quarantined", "quarantined", "in quarantine"),
+    "stalled": Words("s", "warn", "stalled", "stalled", "stalled"),
+    "partly": Words("p", "warn", "cut off", "cut off from a shard", "cut off from a shard"),
+    "unknown": Words("u", "info", "not known", "not known", "of whom nothing is known now"),
+    "training": Words("t", "good", "training", "training", "here"),
+    "left": Words("l", "info", "left", "left", "gone with a goodbye"),
+}
 
 
 def headlines(
@@ -22,8 +45,8 @@ def headlines(
 ) -> dict[str, Any]:  # fmt: skip
     """JSON of the three. Each has a level ("good", "info", "bad"), a title and a sentence.
 
-    `states`: learners by state. `answering`, `heard`: shards that answer, and that ever did. `trends`: of
-    `SPANS_S`, as far as there are any.
+    `states`: learners by state. `answering`, `heard`: shards that answer, and that ever did. `trends`: of the
+    spans of the course, shortest first.
     """
     if not answering:
         words = "No shard has answered yet." if not heard else "No shard answers; this is from before."
@@ -73,10 +96,10 @@ def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run:
         parts.append(f"{unasked} of the run's shards {'is' if unasked == 1 else 'are'} not asked by this page")
     parts += [f"learners do not reach shard-{index}" for index in run["unreached"]]
     if states["unknown"]:
-        parts.append(f"{_learners(states['unknown'])} of whom nothing is known now")
-    for state, words in _WORDS.items():
+        parts.append(f"{_learners(states['unknown'])} {WORDS['unknown'].sentence}")
+    for state in ("away", "awaited", "quarantined", "stalled", "partly"):
         if states[state]:
-            parts.append(f"{_learners(states[state])} {words}")
+            parts.append(f"{_learners(states[state])} {WORDS[state].sentence}")
     if left:
         parts.append(f"{left} said goodbye")
     title = f"{here} of {known} learners, {answering} of {answering + len(shards_away) + unasked} shards"
@@ -86,12 +109,6 @@ def _here(states: Counter[str], answering: int, shards_away: Sequence[str], run:
     is_good = not is_bad and here == known and not unasked and not states["stalled"] and not states["partly"]
     level = "bad" if is_bad else "good" if is_good else "info"
     return _said(level, title, "; ".join(parts).capitalize() + "." if not shards_away else "; ".join(parts) + ".")
-
-
-_WORDS = {
-    "away": "away", "awaited": "not here yet", "quarantined": "in quarantine", "stalled": "stalled",
-    "partly": "cut off from a shard",
-}  # fmt: skip
 
 
 def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, str]:
@@ -116,7 +133,7 @@ def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, st
 
 
 def _here_count(states: Counter[str]) -> int:
-    return sum(states[state] for state in ("training", "stalled", "quarantined", "partly"))
+    return sum(states[state] for state in HERE)
 
 
 def _learners(count: int) -> str:

@@ -15,9 +15,9 @@ from diloco_common.errors import plain
 from diloco_common.http import finite
 from diloco_common.http_listener import HttpListener
 from diloco_common.http_tls import TlsDoor
+from diloco_deploy.cluster.asking import ASK_S, NoAnswer, ask
 from diloco_deploy.web.access import Access
 from diloco_deploy.web.app import make_app
-from diloco_deploy.web.asking import TIMEOUT_S, NoAnswer, ask
 from diloco_deploy.web.credentials import Credentials
 from diloco_deploy.web.feed import Feed
 from diloco_deploy.web.members import Watched
@@ -147,7 +147,7 @@ class LivePage:
                 epoch, after = self._feed.traced(name)
                 try:
                     said = await loop.run_in_executor(
-                        self._threads, ask, self._credentials.asker(), address, epoch, after, TIMEOUT_S
+                        self._threads, ask, self._credentials.asker(), address, epoch, after, ASK_S
                     )
                     began = time.perf_counter()
                     self._feed.heard(name, said.status, said.rounds, time.time(), said.asked_at)

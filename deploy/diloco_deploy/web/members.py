@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco_common.addresses import parse_address
-from diloco_deploy.status import addresses_in
-from diloco_deploy.status_schema import read_record
+from diloco_deploy.cluster.record import addresses_in, read_record
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ import { clock, count, loss, seconds } from "./format.js";
 import { pill } from "./shards.js";
 
 const EVERY_MS = 2000;
-const LEVELS = { training: "good", left: "info", stalled: "warn", partly: "warn", quarantined: "bad", away: "bad", awaited: "warn", unknown: "info" };
-const NAMES = { t: "training", s: "stalled", q: "quarantined", p: "cut off from a shard", a: "away", l: "left", w: "not here yet", u: "not known" };
 const WHY = {
   LATE: "late", FENCED: "fenced off", LEFT: "left before", LEASE_EXPIRED: "away", QUARANTINED: "in quarantine",
   STALLED: "stalled", NOT_FINITE: "not finite", NORM_TOO_LARGE: "too long",
@@ -80,7 +78,7 @@ function rowOf(row, now) {
     "tr",
     { "data-state": gone ? "away" : "here" },
     make("th", { scope: "row", text: row.id }),
-    make("td", {}, pill(LEVELS[row.state], row.state === "partly" ? "cut off" : row.state === "unknown" ? "not known" : row.state === "awaited" ? "not here yet" : row.state),
+    make("td", {}, pill(row.level, row.word),
       make("span", { class: "quiet", text: since })),
     make("td", { class: "number wide", text: row.heard_at ? count(row.step) : "–" }),
     make("td", { class: "number", text: gone ? "–" : count(row.tokens_per_s || null) }),
@@ -105,13 +103,13 @@ function fateOf(row) {
     make("span", { class: "quiet", text: why })];
 }
 
-function showGlance({ glance: letters, totals }) {
+function showGlance({ glance: letters, titles, totals }) {
   if (letters === glance) return;
   glance = letters;
   const box = $("glance");
   const words = Object.entries(totals.learners).map(([state, n]) => `${n} ${state}`);
   box.setAttribute("aria-label", words.length ? `Learners: ${words.join(", ")}` : "No learner yet");
   box.dataset.many = letters.length > 400 ? "yes" : "no";
-  const dots = [...letters].map((letter) => make("i", { "data-state": letter, title: NAMES[letter] }));
+  const dots = [...letters].map((letter) => make("i", { "data-state": letter, title: titles[letter] }));
   box.replaceChildren(...dots);
 }

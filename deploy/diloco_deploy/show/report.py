@@ -8,8 +8,8 @@ from typing import Any
 
 from diloco_common.settings import Settings
 from diloco_deploy import units
+from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.folder import shown
-from diloco_deploy.snapshot import Snapshot, worker_rate
 
 Report = dict[str, Any]
 NAMED_MAX = 8
@@ -17,7 +17,7 @@ NAMED_MAX = 8
 
 
 def make_report(
-    snapshot: Snapshot,
+    cluster: Cluster,
     settings: Settings,
     *,
     wall_s: float,
@@ -27,14 +27,14 @@ def make_report(
     """All facts about a run whose workers have ended.
 
     Args:
-        snapshot: the last answers of all members.
+        cluster: the last answers of all members.
         wall_s: seconds from the start of the command until the last worker ended.
         evaluation: the result of `diloco-worker evaluate` (losses in nats per byte); None if it did not run.
         interrupted: whether the run ended before its budget was reached.
     """
-    totals = snapshot.totals()
+    totals = cluster.totals()
     found = evaluation or {}
-    rates = {worker.name: worker_rate(worker) for worker in snapshot.workers}
+    rates = {worker.name: float(worker.get("tokens_per_s", 0.0)) for worker in cluster.workers}
     return {
         "eval_loss_first": found.get("eval_loss_first"),
         "eval_loss_final": found.get("eval_loss_final"),
@@ -43,10 +43,10 @@ def make_report(
         "tokens": totals.tokens,
         "tokens_merged": totals.tokens_merged,
         "tokens_dropped": max(0, totals.tokens - totals.tokens_merged),
-        "tokens_unmerged": {worker.name: int(worker.get("tokens_unmerged", 0)) for worker in snapshot.workers},
+        "tokens_unmerged": {worker.name: int(worker.get("tokens_unmerged", 0)) for worker in cluster.workers},
         "tokens_carried": totals.tokens_carried,
         "wall_s": round(wall_s, 3),
-        "versions": {str(fragment): version for fragment, version in snapshot.versions().items()},
+        "versions": cluster.versions(),
         "rounds": totals.rounds,
         "participants_mean": round(totals.participants_mean, 4),
         "late": totals.late,
@@ -54,8 +54,8 @@ def make_report(
         "bytes_pushed": totals.bytes_pushed,
         "bytes_pulled": totals.bytes_pulled,
         "tokens_per_s": {**rates, "all": sum(rates.values())},
-        "sync_stall_s": {worker.name: float(worker.get("sync_stall_s", 0.0)) for worker in snapshot.workers},
-        "restarts": {member.name: len(member.past) for member in snapshot.members if member.past},
+        "sync_stall_s": {worker.name: float(worker.get("sync_stall_s", 0.0)) for worker in cluster.workers},
+        "restarts": {member.name: member.starts for member in cluster.members.values() if member.starts},
         "interrupted": interrupted,
         "seed": settings.run.seed,
         "evaluation": dict(found),

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_deploy import units
-from diloco_deploy.snapshot import Member, Snapshot, worker_rate
+from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.model import Cluster
 
 _LINE_EVERY_S = 5.0
 _DRAW_EVERY_S = 0.5
@@ -71,25 +72,40 @@ _SHARD_COLUMNS = (
 # ---------------------------------------------------------------- pure
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A cluster at one moment."""
+
+    cluster: Cluster
+    elapsed_s: float = 0.0
+    now: float = 0.0
+    """By the clock of the cluster."""
+    losses: tuple[float, ...] = ()
+    """The course of the training loss, oldest first."""
+    eta_s: float | None = None
+    doing: str = "training"
+    """The present activity of the cluster, in a few words."""
+
+
 def tables(snapshot: Snapshot, width: int) -> Group:
     """Shards and workers, in as many columns as fit."""
-    rate = _RATES[snapshot.totals().unit]
+    rate = _RATES[snapshot.cluster.totals().unit]
     return Group(
-        _table(_SHARD_COLUMNS, [_shard_row(snapshot, shard) for shard in snapshot.shards], width),
-        _table(_WORKER_COLUMNS, [_worker_row(snapshot, worker) for worker in snapshot.workers], width, rate),
+        _table(_SHARD_COLUMNS, [_shard_row(snapshot, shard) for shard in snapshot.cluster.shards], width),
+        _table(_WORKER_COLUMNS, [_worker_row(snapshot, worker) for worker in snapshot.cluster.workers], width, rate),
     )
 
 
 def legend(snapshot: Snapshot) -> str:
     """What a word of the tables means, where a newcomer might read it wrong; empty if it is not there."""
-    if not any((worker.get("contributions") or {}).get("late") for worker in snapshot.workers):
+    if not any(worker.get("contributions", {}).get("late") for worker in snapshot.cluster.workers):
         return ""
     return "carried: came after its round had closed, so its work went into the worker's next contribution; not lost"
 
 
 def view(snapshot: Snapshot, width: int) -> Group:
     """The live view: the present activity, the progress, every member, and the course of the loss."""
-    totals = snapshot.totals()
+    totals = snapshot.cluster.totals()
     parts: list[RenderableType] = [
         Text(f"{snapshot.doing}  {units.clock(snapshot.elapsed_s)}", style="bold"),
     ]
@@ -119,9 +135,9 @@ def view(snapshot: Snapshot, width: int) -> Group:
 
 def line(snapshot: Snapshot, width: int) -> str:
     """The view in one line. If it is too long, the least important parts are left out."""
-    totals = snapshot.totals()
+    totals = snapshot.cluster.totals()
     is_learning = snapshot.doing in ("training", "running")
-    up = sum(worker.process == "up" for worker in snapshot.workers)
+    up = sum(worker.process == "up" for worker in snapshot.cluster.workers)
     share = f" {totals.tokens_merged / totals.tokens_budget:.0%}" if totals.tokens_budget else ""
     parts = [
         units.clock(snapshot.elapsed_s),
@@ -129,7 +145,7 @@ def line(snapshot: Snapshot, width: int) -> str:
         f"merged {units.count(totals.tokens_merged)}{share}",
         f"{units.clock(snapshot.eta_s)} left" if snapshot.eta_s is not None else "",
         f"{units.count(totals.tokens_per_s)} {_RATES[totals.unit]}",
-        f"workers {up}/{sum(worker.process != 'left' for worker in snapshot.workers)}",
+        f"workers {up}/{sum(worker.process != 'left' for worker in snapshot.cluster.workers)}",
         f"rounds {totals.rounds}",
         f"pushed {units.size(totals.bytes_pushed)}",
         f"pulled {units.size(totals.bytes_pulled)}",
@@ -168,17 +184,15 @@ def _cell(column: _Column, text: str) -> Text:
 
 
 def _shard_row(snapshot: Snapshot, shard: Member) -> dict[str, str]:
-    fragments = shard.get("fragments", [])
-    versions = [int(fragment["version"]) for fragment in fragments if not fragment.get("companion")]
-    alive = sum(learner["state"] == "alive" for learner in shard.get("learners", []))
+    versions = shard.versions
     return {
         "shard": shard.name,
-        "state": snapshot.state_of(shard),
-        "version": f"{min(versions)}-{max(versions)}" if versions else "-",
-        "open": str(sum(bool(fragment.get("round_open")) for fragment in fragments)),
+        "state": snapshot.cluster.state_of(shard, snapshot.now),
+        "version": f"{versions[0]}-{versions[1]}" if versions else "-",
+        "open": str(shard.open_rounds),
         "in": units.size(shard.count("bytes_pushed")),
         "out": units.size(shard.count("bytes_pulled")),
-        "learners": f"{alive} alive" if shard.status else "-",
+        "learners": f"{shard.learners_held} alive" if shard.status else "-",
     }
 
 
@@ -186,9 +200,9 @@ def _worker_row(snapshot: Snapshot, worker: Member) -> dict[str, str]:
     contributions = worker.get("contributions", {})
     return {
         "worker": worker.name,
-        "state": snapshot.state_of(worker),
+        "state": snapshot.cluster.state_of(worker, snapshot.now),
         "step": str(worker.get("inner_step", "-")),
-        _RATE: units.count(worker_rate(worker)),
+        _RATE: units.count(float(worker.get("tokens_per_s", 0.0))),
         "loss": units.loss(worker.get("loss")),
         "merged": str(contributions.get("merged", "-")),
         "carried": str(contributions.get("late", "-")),

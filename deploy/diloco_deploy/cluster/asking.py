@@ -1,4 +1,4 @@
-"""Asks many processes at once for their /status over HTTP or HTTPS, with one deadline for all."""
+"""Asks processes over HTTP or HTTPS: many at once with one deadline for all, or one shard with its rounds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_common.errors import ConfigError
 from diloco_common.tls import CA, CERTIFICATE, KEY, read_folder
-from diloco_deploy import reading
+from diloco_deploy.cluster import reading
 
 _THREADS_MAX = 16
 OK = 200
+ASK_S = 3.0
 
 
 class Asker:
@@ -73,6 +74,48 @@ def fetch_all(addresses: Mapping[str, str], timeout_s: float, asker: Asker = IN_
         thread.join(max(0.0, deadline - time.monotonic()))
     with lock:
         return dict(found)
+
+
+class Answered(NamedTuple):
+    """What a shard has said."""
+
+    asked_at: float
+    """Just before its status was asked for, in seconds of the monotonic clock."""
+    status: dict[str, Any]
+    rounds: dict[str, Any] | None
+    """What is new of them; None: it does not tell them."""
+
+
+class NoAnswer(Exception):
+    """A shard did not answer, or not as a shard does; the words say how."""
+
+
+def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = ASK_S) -> Answered:
+    """The status of a shard and its rounds after a number. Raises NoAnswer."""
+    asked_at = time.monotonic()
+    try:
+        status = reading.read_status(_get(asker, address, "/status", timeout_s))
+    except reading.Unreadable as error:
+        raise NoAnswer(f"{address}: {error}") from None
+    if status["role"] != "shard":
+        raise NoAnswer(f"{address} is no shard")
+    try:
+        rounds = reading.read_json(_get(asker, address, f"/rounds?epoch={epoch}&after={after}", timeout_s))
+    except (NoAnswer, reading.Unreadable):  # an older shard, or one that tells them only to whoever shows the token
+        rounds = None
+    return Answered(asked_at, status, rounds)
+
+
+def _get(asker: Asker, address: str, path: str, timeout_s: float) -> bytes:
+    """Raises NoAnswer."""
+    try:
+        code, body = asker.get(address, timeout_s, path)
+    except (OSError, ValueError) as error:
+        said = error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
+        raise NoAnswer(f"{address}: {'no answer in time' if isinstance(error, TimeoutError) else said}") from None
+    if code != OK:
+        raise NoAnswer(f"{address} answers {code}")
+    return body
 
 
 class Poller:

@@ -8,56 +8,85 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from diloco_common.endpoints import Role
 from diloco_deploy import units
-from diloco_deploy.progress import Status
-from diloco_deploy.snapshot import Member, Snapshot
-from diloco_deploy.standing import tokens_per_s
-from diloco_deploy.status_schema import ClusterRecord, MemberRecord, Presence, Problem
+from diloco_deploy.cluster.learners import WITH_LEASE, put_together
+from diloco_deploy.cluster.members import Member, Status
+from diloco_deploy.cluster.model import Cluster
+from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 
+Presence = Literal["alive", "away", "dead", "starting", "left", "unknown"]
+"""alive: it answers, or others hear it. away: expected, and neither answers nor is heard. dead: its process is known to
+have ended. starting: its process is not up yet. left: it said goodbye, or did its work. unknown: nobody was asked."""
 _ROLES: dict[bool, Role] = {True: "worker", False: "shard"}
+_OF_PROCESSES: dict[str, Presence] = {"died": "dead", "lost": "dead", "ended": "left"}
 
 
 @dataclass(frozen=True)
 class Present:
-    """One member, and what is known of it."""
+    """One shard or worker that is there, or ought to be. The fields are those of `diloco status --json`."""
 
     name: str
     role: Role
     presence: Presence
     state: str = ""
-    """One word that says more than `presence`, such as "no answer"; empty: it is told from the answer."""
+    """One word for people: training, ready, away, dead, evicted, quarantined, stalled, ..."""
     since_s: float | None = None
+    """How long it has been away or dead; None: it is not, or nobody knows."""
     why: str = ""
-    status: Status | None = None
+    """Who says so, in words; empty: it answered itself."""
     answered: bool = False
+    """Whether it answered itself."""
     restarts: int = 0
-    is_kept_up: bool = False
-    """`diloco up` starts it again when it ends."""
+    """How often its process was started again, as far as `diloco up` counts."""
+    status: Status | None = None
+    """Its /status. Of a worker that was not asked: what the shards know of it."""
 
     @property
     def is_missing(self) -> bool:
         return self.presence in ("away", "dead", "starting", "unknown")
 
-    def as_member(self) -> Member:
-        """As the tables show it."""
-        if self.presence == "alive" and self.status is None:
-            return Member(self.name, self.role, "heard", None)  # learners reach it; we did not ask it
-        if self.presence == "alive":
-            return Member(self.name, self.role, "up", self.status)
-        word = self.state or self.presence
-        age = f" {units.clock(self.since_s)}" if self.since_s is not None else ""
-        return Member(self.name, self.role, word + age, self.status)
+    @property
+    def word(self) -> str:
+        """Of one that is not alive, with the time since when."""
+        return (self.state or self.presence) + (f" {units.clock(self.since_s)}" if self.since_s is not None else "")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that a person would want to know."""
+
+    code: str
+    """As in docs/errors.md."""
+    member: str
+    words: str
+    """What it is, what it means, what to do."""
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who was called, and what all of them together are."""
+
+    present: tuple[Present, ...]
+    """Shards first."""
+    cluster: Cluster
+    problems: tuple[Problem, ...]
+    """What a person would want to know of those who are missing, shards first."""
+
+    @property
+    def workers_expected(self) -> int:
+        """Those that are there, or ought to be."""
+        return sum(one.role == "worker" and one.presence != "left" for one in self.present)
 
 
 def roll_call(
     asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
-) -> list[Present]:
-    """All members, shards first.
+) -> Roll:
+    """All members.
 
     Args:
         asked: name (or address, where no name is known) -> address.
@@ -75,7 +104,23 @@ def roll_call(
         for name, address in silent.items()
         if name not in named and not any(address in present.why for present in found)
     ]
-    return sorted(found, key=lambda present: (present.role, _natural(present.name)))
+    found.sort(key=lambda present: (present.role, _natural(present.name)))
+    cluster = Cluster({f"{one.role} {one.name}": _member(one) for one in found})
+    present = tuple(
+        replace(one, state=cluster.state_of(member, 0.0) if one.presence == "alive" else one.state or one.presence)
+        for one, member in zip(found, cluster.members.values(), strict=True)
+    )
+    count = sum(one.role == "shard" for one in present)
+    return Roll(present, cluster, tuple(_problem(one, count, record) for one in present if one.is_missing))
+
+
+def _member(one: Present) -> Member:
+    """As the tables show it."""
+    if one.presence != "alive":
+        return Member(one.name, one.role, one.word, one.status or {})
+    if one.status is None:  # learners reach it; we did not ask it
+        return Member(one.name, one.role, "heard")
+    return Member(one.name, one.role, "up", one.status)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -83,18 +128,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def problems(present: Sequence[Present]) -> list[Problem]:
-    """What a person would want to know of those who are missing, worst first."""
-    count = sum(one.role == "shard" for one in present)
-    found = [_problem(one, count) for one in present if one.is_missing and one.role == "shard"]
-    return found + [_problem(one, count) for one in present if one.is_missing and one.role == "worker"]
-
-
-def _problem(one: Present, shards: int) -> Problem:
+def _problem(one: Present, shards: int, record: ClusterRecord | None) -> Problem:
     age = f" for {units.clock(one.since_s)}" if one.since_s is not None else ""
     state = {"dead": f"dead{age}", "starting": "starting", "unknown": "unknown"}.get(one.presence, f"away{age}")
     because = f" ({one.why})" if one.why else ""
-    again = _again(one)
+    again = _again(one, record)
     if one.role == "worker":
         return Problem(
             code="WORKER_AWAY", member=one.name,
@@ -113,13 +151,14 @@ def _problem(one: Present, shards: int) -> Problem:
     )  # fmt: skip
 
 
-def _again(one: Present) -> str:
+def _again(one: Present, record: ClusterRecord | None) -> str:
     """Who starts it again."""
     if one.presence == "starting":
         return "wait: `diloco up` starts it"
-    if one.state == "lost":
+    recorded = _recorded(one.name, record)
+    if recorded is not None and recorded.process == "lost":
         return f"`diloco up` has given it up: look at `diloco logs {one.name}`"
-    if one.is_kept_up:
+    if recorded is not None:
         return "if `diloco up` still runs, it starts it again"
     return "start it again" + (" with its data folder" if one.role == "shard" else ", and it goes on")
 
@@ -143,6 +182,8 @@ def _shards(
     for shard in strays:
         yield Present(str(shard.get("name")), "shard", "alive", status=shard, answered=True)
     for index, name in enumerate(names):
+        if name in (stray.get("name") for stray in strays):
+            continue
         if (status := by_index.get(index)) is not None:
             yield Present(name, "shard", "alive", status=status, answered=True, restarts=_restarts(name, record))
             continue
@@ -154,15 +195,15 @@ def _shards(
             one = replace(
                 one, presence=presence, state=one.state or ("no answer" if presence == "away" else ""), why=said
             )
-        yield replace(one, is_kept_up=_is_kept_up(name, record))
+        yield one
 
 
 def _by_learners(name: str, index: int, shards: Sequence[Status]) -> Present:
     """What learners say of a shard to the others."""
     by_learner: dict[str, float | None] = {}  # learner -> for how long it has not reached it; None: it does
     for shard in shards:
-        for learner in _alive(shard):
-            if (said := learner.get("away")) is not None:
+        for learner in shard.get("learners", ()):
+            if learner.get("state") in WITH_LEASE and (said := learner.get("away")) is not None:
                 by_learner[str(learner["id"])] = _away_s(said, index)
     gone = [for_s for for_s in by_learner.values() if for_s is not None]
     if not by_learner:
@@ -180,10 +221,6 @@ def _away_s(said: Sequence[Mapping[str, Any]], index: int) -> float | None:
     return named.get(index, named.get(None))
 
 
-def _alive(shard: Status) -> Iterator[Mapping[str, Any]]:
-    return (learner for learner in shard.get("learners", ()) if learner.get("state") in ("alive", "stalled"))
-
-
 # ---------------------------------------------------------------- workers
 
 
@@ -196,62 +233,31 @@ def _workers(
 ) -> Iterator[Present]:
     own = {name: status for name, status in heard.items() if status.get("role") == "worker"}
     known = _learners(shards)
-    recorded = [name for name, one in record.members.items() if one.role == "worker"] if record else []
-    names = dict.fromkeys([*recorded, *own, *known, *(name for name in silent if name.startswith("worker"))])
+    ours = [name for name, one in record.members.items() if one.role == "worker"] if record else []
+    names = dict.fromkeys([*ours, *own, *known, *(name for name in silent if name.startswith("worker"))])
     for name in names:
+        recorded = _by_record(name, "worker", record, now)
         if name in own:
             yield Present(name, "worker", "alive", status=own[name], answered=True, restarts=_restarts(name, record))
-            continue
-        if (one := _by_record(name, "worker", record, now)) is not None:
-            one = replace(one, status=known[name].status if name in known else None)
+        elif recorded is not None:
+            yield replace(recorded, status=known[name].status if name in known else None)
         elif name in known:
-            one = known[name]
+            yield known[name]
         else:
             why = f"nobody answers at {silent.get(name, 'its address')}"
-            one = Present(name, "worker", "away", "no answer", why=why)
-        yield replace(one, is_kept_up=_is_kept_up(name, record))
+            yield Present(name, "worker", "away", "no answer", why=why)
 
 
 def _learners(shards: Sequence[Status]) -> dict[str, Present]:
     """What shards know of their learners."""
-    seen: dict[str, list[Mapping[str, Any]]] = {}
-    for shard in shards:
-        for learner in shard.get("learners", ()):
-            seen.setdefault(str(learner["id"]), []).append(learner)
-    return {name: _learner(name, views) for name, views in sorted(seen.items())}
-
-
-def _learner(name: str, views: Sequence[Mapping[str, Any]]) -> Present:
-    states = [str(view.get("state")) for view in views]
-    status = _as_status(name, views)
-    silent_s = min(float(view.get("silent_s") or 0.0) for view in views)
-    where = f"{len(views)} shard{'s' if len(views) > 1 else ''}"
-    if any(state in ("alive", "stalled") for state in states):
-        return Present(name, "worker", "alive", why=f"heard by {where}", status=status)
-    if set(states) == {"left"}:
-        return Present(name, "worker", "left", "left", status=status)
-    return Present(name, "worker", "away", "away", silent_s, why=f"evicted by {where}", status=status)
-
-
-def _as_status(name: str, views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What /status of a worker would say, as far as shards know it."""
-    last = max(views, key=lambda view: (int(view.get("inner_step") or 0), -float(view.get("silent_s") or 0.0)))
-    step, step_s = int(last.get("inner_step") or 0), float(last.get("step_time_s") or 0.0)
-    tokens = int(last.get("tokens") or 0)
-    return {
-        "role": "worker", "name": name, "state": "training" if last.get("state") == "alive" else last.get("state"),
-        "inner_step": step, "tokens": tokens, "unit": last.get("unit"), "loss": last.get("loss"), "step_time_s": step_s,
-        "tokens_per_s": tokens_per_s(tokens, step, step_s),
-        "contributions": {
-            "merged": sum(int(view.get("merged") or 0) for view in views),
-            "late": sum(_count(view.get("missed", {}), "LATE") for view in views),
-        },
-        "from": "shards",
-    }  # fmt: skip
-
-
-def _count(missed: Mapping[str, Any], code: str) -> int:
-    return int(missed.get(code) or missed.get(code.lower()) or 0)
+    members = [Member(f"{number}", "shard", "up", shard) for number, shard in enumerate(shards)]
+    found = {}
+    for name, learner in sorted(put_together(members, {}).items()):
+        presence: Presence = "alive" if learner.is_here else "left" if learner.state == "left" else "away"
+        away_s = 0.0 - learner.heard_at if presence == "away" else None
+        why = "" if presence == "left" else learner.who_says
+        found[name] = Present(name, "worker", presence, learner.state, away_s, why, status=learner.as_status())
+    return found
 
 
 # ---------------------------------------------------------------- the record
@@ -266,30 +272,11 @@ def _restarts(name: str, record: ClusterRecord | None) -> int:
     return one.restarts if one else 0
 
 
-def _is_kept_up(name: str, record: ClusterRecord | None) -> bool:
-    one = _recorded(name, record)
-    return one is not None and one.process != "lost"
-
-
 def _by_record(name: str, role: Role, record: ClusterRecord | None, now: float) -> Present | None:
     """What `diloco up` says of a process that did not answer; None: it says nothing, or that it is up."""
     one = _recorded(name, record)
     if one is None or one.process == "up":
         return None
-    presence: Presence = {"died": "dead", "lost": "dead", "ended": "left"}.get(one.process, "starting")  # type: ignore[assignment]
-    since_s = max(0.0, now - one.since)
-    return Present(
-        name, role, presence, one.process, since_s if presence == "dead" else None, one.why, restarts=one.restarts
-    )
-
-
-def expected_workers(present: Iterable[Present]) -> int:
-    """Those that are there, or ought to be."""
-    return sum(one.role == "worker" and one.presence != "left" for one in present)
-
-
-def as_snapshot(present: Iterable[Present]) -> Snapshot:
-    """For the tables and the sums. The run is as old as the process that has run for longest."""
-    members = tuple(one.as_member() for one in present)
-    elapsed_s = max((float(member.get("uptime_s", 0.0)) for member in members), default=0.0)
-    return Snapshot(members, elapsed_s, doing="running")
+    presence = _OF_PROCESSES.get(one.process, "starting")
+    since_s = max(0.0, now - one.since) if presence == "dead" else None
+    return Present(name, role, presence, one.process, since_s, one.why, restarts=one.restarts)

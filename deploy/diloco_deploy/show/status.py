@@ -1,4 +1,7 @@
-"""`diloco status`: the state of a running cluster. Asks every process once and waits only a moment."""
+"""`diloco status`: the state of a running cluster. Asks every process once and waits only a moment.
+
+`ClusterStatus` is what `--json` prints. Fields are only ever added. Durations are in seconds; no field is a secret.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,71 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, Field
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from diloco_common.endpoints import dialable, read_address
 from diloco_common.errors import EXIT_OK, CannotConnect, ConfigError
 from diloco_deploy import units
+from diloco_deploy.cluster.asking import IN_PLAINTEXT, Asker, fetch_all
+from diloco_deploy.cluster.model import Totals
+from diloco_deploy.cluster.record import ClusterRecord, addresses_in, read_record
+from diloco_deploy.cluster.roll_call import Present, Problem, Roll, roll_call
 from diloco_deploy.folder import is_owned, shown
-from diloco_deploy.live import legend, line, tables
 from diloco_deploy.own_certificates import OwnCertificates
-from diloco_deploy.polling import IN_PLAINTEXT, Asker, fetch_all
-from diloco_deploy.roll_call import Present, as_snapshot, expected_workers, problems, roll_call
-from diloco_deploy.snapshot import Snapshot
-from diloco_deploy.status_schema import (
-    ClusterRecord,
-    ClusterStatus,
-    ExpectedStatus,
-    MemberStatus,
-    read_record,
-)
+from diloco_deploy.show.terminal import Snapshot, legend, line, tables
 
+SCHEMA = 1
+"""Of ClusterStatus. Grows when a field changes its meaning."""
+EXIT_DEGRADED = 7
+"""With --strict: somebody who is expected is not there."""
 ANSWER_WITHIN_S = 1.2
 """Deadline for all processes together. If nobody answers, the command ends within two seconds."""
 WATCH_EVERY_S = 2.0
+
+
+class ExpectedStatus(BaseModel):
+    """How many members there ought to be."""
+
+    shards: int | None
+    """None: no shard says."""
+    workers: int | None
+    """Those of `diloco up`; elsewhere those that have joined and have not said goodbye."""
+
+
+class ClusterStatus(BaseModel):
+    """A cluster at one moment."""
+
+    schema_version: int = SCHEMA
+    run: str | None = None
+    """run.id, as a member says it."""
+    complete: bool
+    """Everybody who is expected is there."""
+    expected: ExpectedStatus
+    problems: list[Problem] = Field(default_factory=list)
+    totals: Totals
+    versions: dict[str, int]
+    """Fragment -> version, of the shards that answered."""
+    members: list[Present]
+
+    @classmethod
+    def of(cls, roll: Roll) -> ClusterStatus:
+        """All that is known."""
+        shards = sum(one.role == "shard" for one in roll.present)
+        return cls(
+            run=next((str(one.status["run"]) for one in roll.present if one.status and one.status.get("run")), None),
+            complete=not roll.problems,
+            expected=ExpectedStatus(shards=shards or None, workers=roll.workers_expected),
+            problems=list(roll.problems),
+            totals=roll.cluster.totals(),
+            versions=roll.cluster.versions(),
+            members=list(roll.present),
+        )
+
+    def exit_code(self, *, strict: bool) -> int:
+        """Of `diloco status`."""
+        return EXIT_DEGRADED if strict and not self.complete else EXIT_OK
 
 
 @dataclass(frozen=True)
@@ -61,13 +105,7 @@ class Where:
         return None if self.http else read_record(self.folder)
 
 
-def addresses_in(folder: Path) -> dict[str, str]:
-    """Name -> host:port of every process with an address file in the folder of a cluster."""
-    found = (read_address(path) for path in sorted((folder / "run").glob("*.json")))
-    return {one.name: dialable(one.http) for one in found if one is not None}
-
-
-def look(where: Where, asker: Asker = IN_PLAINTEXT) -> list[Present]:
+def look(where: Where, asker: Asker = IN_PLAINTEXT) -> Roll:
     """Ask every address once: who is there, and who ought to be.
 
     Raises:
@@ -81,28 +119,10 @@ def look(where: Where, asker: Asker = IN_PLAINTEXT) -> list[Present]:
     return roll_call(addresses, answers, where.record(), time.time())
 
 
-def cluster_status(present: Sequence[Present]) -> ClusterStatus:
-    """All that is known, typed: what --json prints, and what the page shows."""
-    snapshot = as_snapshot(present)
-    runs = [str(one.status["run"]) for one in present if one.status and one.status.get("run")]
-    shards = sum(one.role == "shard" for one in present)
-    return ClusterStatus(
-        run=runs[0] if runs else None,
-        complete=not any(one.is_missing for one in present),
-        expected=ExpectedStatus(shards=shards or None, workers=expected_workers(present)),
-        problems=problems(present),
-        totals=snapshot.totals(),
-        versions={str(fragment): version for fragment, version in snapshot.versions().items()},
-        members=[
-            MemberStatus(
-                name=one.name, role=one.role, presence=one.presence,
-                state=snapshot.state_of(member) if one.presence == "alive" else one.state or one.presence,
-                since_s=one.since_s, why=one.why, answered=one.answered, restarts=one.restarts,
-                status=dict(one.status) if one.status is not None else None,
-            )
-            for one, member in zip(present, snapshot.members, strict=True)
-        ],
-    )  # fmt: skip
+def snapshot_of(roll: Roll) -> Snapshot:
+    """For the tables. The run is as old as the process that has run for longest."""
+    elapsed_s = max((float(member.get("uptime_s", 0.0)) for member in roll.cluster.members.values()), default=0.0)
+    return Snapshot(roll.cluster, elapsed_s, doing="running")
 
 
 def asker_for(folder: Path, http: Sequence[str], tls: Path | None, bearer_token: str | None) -> Asker:
@@ -117,12 +137,12 @@ def asker_for(folder: Path, http: Sequence[str], tls: Path | None, bearer_token:
 
 def show_status(where: Where, *, as_json: bool, strict: bool, console: Console, asker: Asker = IN_PLAINTEXT) -> int:
     """The command, once. The exit code. Raises CannotConnect: nobody answered, or there are no address files."""
-    present = look(where, asker=asker)
-    status = cluster_status(present)
+    roll = look(where, asker=asker)
+    status = ClusterStatus.of(roll)
     if as_json:
         console.file.write(status.model_dump_json(indent=2) + "\n")
     else:
-        console.print(page(as_snapshot(present), status, console.width))
+        console.print(page(roll, console.width))
     return status.exit_code(strict=strict)
 
 
@@ -145,13 +165,9 @@ def watch_status(
 class _Glance:
     """What was seen last."""
 
-    present: Sequence[Present]
-    silent_s: float | None = None
-    """For how long nobody has answered since; None: somebody does."""
-
-    @property
-    def silence(self) -> str:
-        return "" if self.silent_s is None else f"nobody has answered for {units.clock(self.silent_s)}"
+    roll: Roll
+    silence: str = ""
+    """For how long nobody has answered since; empty: somebody does."""
 
 
 def _glances(where: Where, asker: Asker, wait: Callable[[float], None]) -> Iterator[_Glance]:
@@ -165,29 +181,30 @@ def _glances(where: Where, asker: Asker, wait: Callable[[float], None]) -> Itera
             glance = _Glance(look(where, asker=asker))
             answered_at = time.monotonic()
         except CannotConnect:
-            glance = _Glance(glance.present, time.monotonic() - answered_at)
+            silence = f"nobody has answered for {units.clock(time.monotonic() - answered_at)}"
+            glance = _Glance(glance.roll, silence)
 
 
 def _one_line(glance: _Glance) -> str:
     if glance.silence:
         return glance.silence
-    missing = [f"{one.name} {one.as_member().process}" for one in glance.present if one.is_missing]
-    return line(as_snapshot(glance.present), 200) + ("  MISSING " + ", ".join(missing) if missing else "")
+    missing = [f"{one.name} {one.word}" for one in glance.roll.present if one.is_missing]
+    return line(snapshot_of(glance.roll), 200) + ("  MISSING " + ", ".join(missing) if missing else "")
 
 
 def _screen(glance: _Glance, width: int) -> RenderableType:
     """The page, below how far the run is."""
-    snapshot = as_snapshot(glance.present)
-    head = Text(line(snapshot, width), style="bold")
+    head = Text(line(snapshot_of(glance.roll), width), style="bold")
     if glance.silence:
         head = Text(f"! {glance.silence}; this is from before", style="red")
-    return Group(head, page(snapshot, cluster_status(glance.present), width))
+    return Group(head, page(glance.roll, width))
 
 
-def page(snapshot: Snapshot, status: ClusterStatus, width: int) -> RenderableType:
+def page(roll: Roll, width: int) -> RenderableType:
     """The tables, what the words mean, and what is wrong."""
+    snapshot = snapshot_of(roll)
     parts: list[RenderableType] = [tables(snapshot, width), Text(legend(snapshot), style="dim")]
-    parts += [Text(f"! {problem.words} [{problem.code}]", style="red") for problem in status.problems]
+    parts += [Text(f"! {problem.words} [{problem.code}]", style="red") for problem in roll.problems]
     return Group(*parts)
 
 

@@ -5,11 +5,12 @@ Pure: `up.py` hands in the answers and the time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from diloco_common.endpoints import Role
-from diloco_deploy.progress import Pace, Status
-from diloco_deploy.snapshot import Member, Snapshot
+from diloco_deploy.cluster.members import Status
+from diloco_deploy.cluster.model import Cluster, Pace
+from diloco_deploy.show.terminal import Snapshot
 
 _LOSSES_MAX = 512
 _SAME_EVENT_WITHIN_S = 1.0
@@ -33,8 +34,7 @@ class Watch:
     def __init__(self, started_at: float) -> None:
         self.doing = "starting"
         self._started_at = started_at
-        self._members: dict[str, Member] = {}
-        self._heard_at: dict[str, float] = {}
+        self.cluster = Cluster()
         self._losses: list[float] = []
         self._pace = Pace()
         self._seen: list[_Seen] = []
@@ -42,31 +42,24 @@ class Watch:
 
     def expect(self, name: str, role: Role) -> None:
         """A member exists from now on. A known member has started a new process."""
-        if (old := self._members.get(name)) is None:
-            self._members[name] = Member(name, role)
-            return
-        past = (*old.past, old.status) if old.status else old.past
-        self._members[name] = replace(old, process="starting", status=None, past=past)
-
-    def left(self, name: str) -> None:
-        """A member is not expected any more; what it did still counts."""
-        self._members[name] = replace(self._members[name], process="left")
+        if name in self.cluster.members:
+            self.cluster.begins_anew(name)
+        self.cluster.expect(name, role)
 
     def process(self, name: str, state: str) -> None:
-        """The state of a member's process has changed."""
-        self._members[name] = replace(self._members[name], process=state)
+        """The state of a member's process has changed. One that has left is not expected; what it did still counts."""
+        self.cluster.process(name, state)
 
     def heard(self, name: str, status: Status, now: float) -> list[str]:
         """A member has answered. Returns its new events, as lines for people."""
-        self._members[name] = replace(self._members[name], status=status)
-        self._heard_at[name] = now
+        self.cluster.heard(name, status, now)
         if status.get("role") == "shard":
-            self._pace.heard(now, self.snapshot(now).totals().tokens_merged)
+            self._pace.heard(now, self.cluster.tokens_merged or 0)
         return self._disk_refuses(name, status) + self._new_events(name, status, now)
 
     def sample_loss(self) -> None:
         """Add the present training loss to its course. Call this at a steady pace."""
-        loss = self.snapshot(0.0).totals().loss
+        loss = self.cluster.totals().loss
         if loss is None:
             return
         self._losses.append(loss)
@@ -75,12 +68,8 @@ class Watch:
 
     def snapshot(self, now: float) -> Snapshot:
         """The present state of the cluster."""
-        members = tuple(
-            replace(member, silent_s=max(0.0, now - self._heard_at.get(name, now)))
-            for name, member in self._members.items()
-        )
-        snapshot = Snapshot(members, now - self._started_at, tuple(self._losses), None, self.doing)
-        return replace(snapshot, eta_s=self._pace.left_s(snapshot.totals().tokens_budget))
+        left_s = self._pace.left_s(self.cluster.tokens_budget)
+        return Snapshot(self.cluster, now - self._started_at, now, tuple(self._losses), left_s, self.doing)
 
     def _disk_refuses(self, name: str, status: Status) -> list[str]:
         """Says each reason once. The run stands still until the disk takes versions again."""
@@ -96,7 +85,7 @@ class Watch:
     def _new_events(self, name: str, status: Status, now: float) -> list[str]:
         lines = []
         self._seen = [seen for seen in self._seen if now - seen.told_at < _EVENTS_KEPT_S]
-        life, uptime_s = len(self._members[name].past), float(status.get("uptime_s", now))
+        life, uptime_s = self.cluster.members[name].starts, float(status.get("uptime_s", now))
         for event in status.get("events", []):
             ago_s = float(event.get("ago_s", 0.0))
             if ago_s > _EVENTS_KEPT_S:

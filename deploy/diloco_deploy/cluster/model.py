@@ -1,0 +1,201 @@
+"""The cluster: all members and learners, and what they sum up to. Pure: answers and times come in.
+
+One look makes a model of one answer each (`diloco status`); `diloco up` and the live page keep one over time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco_common.endpoints import Role
+from diloco_deploy.cluster.learners import Learner, forget_most, put_together
+from diloco_deploy.cluster.members import Member, Status
+
+SILENT_AFTER_S = 3.0
+"""A process is shown as silent if it has not answered for this long."""
+PACE_S = 30.0
+"""How far back the pace of a run is looked at."""
+PACE_FROM_S = 4.0
+"""Of a shorter time, the pace is a guess: "4:56:29 left" of a run of a minute."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A cluster in numbers. Shards share nothing, so their counters are summed."""
+
+    unit: str
+    """What workers count as tokens: "tokens" or "samples"."""
+    tokens: int
+    """Tokens trained by all workers, by their own count. (A worker that comes back goes on from its checkpoint.)"""
+    tokens_merged: int
+    """Progress of the run: tokens merged into a fragment, mean over the fragments."""
+    tokens_budget: int
+    tokens_per_s: float
+    tokens_carried: int
+    loss: float | None
+    """Training loss, mean over the workers that report one."""
+    rounds: int
+    participants_mean: float
+    late: int
+    evictions: int
+    """Leases ended by shards. A worker that dies loses one at every shard."""
+    bytes_pushed: int
+    bytes_pulled: int
+    done: bool
+    """Every shard has reached the token budget."""
+
+
+class Cluster:
+    """A cluster, as far as it is known. Owned by one thread."""
+
+    def __init__(self, members: Mapping[str, Member] | None = None) -> None:
+        self.members = dict(members or {})
+        self.forgotten = 0
+        """Learners that were away for too long."""
+        self._learners: dict[str, Learner] = {}
+        self._unread = set(self.members)  # those whose last change is not in `_learners` yet
+
+    @property
+    def shards(self) -> list[Member]:
+        return [member for member in self.members.values() if member.role == "shard"]
+
+    @property
+    def workers(self) -> list[Member]:
+        return [member for member in self.members.values() if member.role == "worker"]
+
+    # ------------------------------------------------------------ what is heard
+
+    def expect(self, name: str, role: Role) -> None:
+        """A member exists from now on."""
+        self.members.setdefault(name, Member(name, role))
+
+    def await_learner(self, learner_id: str) -> None:
+        """A learner ought to come."""
+        self._learners.setdefault(learner_id, Learner(learner_id, "awaited"))
+
+    def begins_anew(self, name: str) -> None:
+        """A member has another process."""
+        self._before_change_of(name)
+        self.members[name].begins_anew()
+
+    def process(self, name: str, state: str, why: str = "") -> None:
+        """The process of a member is up, or is not. A member that has left is not expected; what it did counts."""
+        member = self.members[name]
+        member.process, member.why_not = state, why
+        self._unread.add(name)
+
+    def heard(self, name: str, status: Status, now: float, asked_at: float = 0.0) -> None:
+        """A member has answered."""
+        self._before_change_of(name)
+        self.members[name].heard(status, now, asked_at)
+
+    # ------------------------------------------------------------ how it is
+
+    @property
+    def learners(self) -> dict[str, Learner]:
+        """Put together once after all that was heard: it takes a look at every learner of every shard."""
+        if self._unread:
+            self._roll()
+        return self._learners
+
+    def state_of(self, member: Member, now: float) -> str:
+        """One word for a member: the state of its process first, then its state at the shards, then its own."""
+        if member.process != "up":
+            return member.process
+        if not member.status:
+            return "starting"
+        if member.heard_at is not None and now - member.heard_at > SILENT_AFTER_S:
+            return f"silent {now - member.heard_at:.0f}s"
+        if member.role == "shard":
+            return "done" if member.get("done") else "ready" if member.get("ready") else "not ready"
+        seen = self.learners.get(member.name)
+        if seen is not None and seen.state in ("away", "quarantined", "stalled", "partly"):
+            return seen.state
+        return str(member.get("state", "up"))
+
+    @property
+    def tokens_merged(self) -> int | None:
+        """Progress of the run: the mean over all fragments of the model. None: no shard has said."""
+        said = [shard.listing for shard in self.shards if shard.listing]
+        if not said:
+            return None
+        weights = [max(1, sum(not f.get("companion") for f in one.get("fragments") or ())) for one in said]
+        merged = sum(w * int(one.get("tokens_merged") or 0) for w, one in zip(weights, said, strict=True))
+        return round(merged / sum(weights))
+
+    @property
+    def tokens_budget(self) -> int:
+        """0: there is none."""
+        return max((shard.tokens_budget for shard in self.shards), default=0)
+
+    def count(self, key: str) -> int:
+        """A counter of shards."""
+        return sum(shard.count(key) for shard in self.shards)
+
+    def totals(self) -> Totals:
+        """The sums over all members."""
+        shards, workers = self.shards, self.workers
+        rounds = self.count("rounds")
+        losses = [float(worker.get("loss")) for worker in workers if worker.get("loss") is not None]
+        return Totals(
+            unit=next((w.get("unit") for w in workers if w.get("unit") == "samples"), "tokens"),
+            tokens=sum(worker.tokens for worker in workers),
+            tokens_merged=self.tokens_merged or 0,
+            tokens_budget=self.tokens_budget,
+            tokens_per_s=sum(float(w.get("tokens_per_s", 0.0)) for w in workers if w.process != "died"),
+            tokens_carried=sum(worker.count("tokens_carried") for worker in workers),
+            loss=sum(losses) / len(losses) if losses else None,
+            rounds=rounds,
+            participants_mean=sum(shard.contributions for shard in shards) / rounds if rounds else 0.0,
+            late=self.count("late"),
+            evictions=self.count("evictions"),
+            bytes_pushed=self.count("bytes_pushed"),
+            bytes_pulled=self.count("bytes_pulled"),
+            done=bool(shards) and all(shard.get("done", False) for shard in shards),
+        )
+
+    def versions(self) -> dict[str, int]:
+        """The version of every fragment, those of companions too."""
+        listed = (fragment for shard in self.shards for fragment in shard.get("fragments", ()))
+        found = {int(fragment["id"]): int(fragment["version"]) for fragment in listed}
+        return {str(fragment): version for fragment, version in sorted(found.items())}
+
+    def _before_change_of(self, name: str) -> None:
+        if self.members[name].role == "shard":
+            if name in self._unread:  # or whoever was in the answer before, and is in no other, would never be known
+                self._roll()
+            self._unread.add(name)
+
+    def _roll(self) -> None:
+        self._learners = put_together(self.shards, self._learners)
+        if num_forgotten := forget_most(self._learners):
+            self.forgotten += num_forgotten
+            for shard in self.shards:
+                shard.past_learners = {i: past for i, past in shard.past_learners.items() if i in self._learners}
+        self._unread.clear()
+
+
+class Pace:
+    """The progress of the last half minute."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def heard(self, now: float, merged: int) -> None:
+        """So many tokens are merged. The time before the first version says nothing of the pace."""
+        if merged == 0:
+            self._seen.clear()
+        self._seen.append((now, merged))
+        while now - self._seen[0][0] > PACE_S:
+            self._seen.popleft()
+
+    def left_s(self, budget: int) -> float | None:
+        """Seconds until the budget is reached at this pace; None: there is no budget, or no pace yet."""
+        if not budget or len(self._seen) < 2:
+            return None
+        (then, before), (last, merged) = self._seen[0], self._seen[-1]
+        if merged <= before or last - then < PACE_FROM_S:
+            return None
+        return max(0, budget - merged) * (last - then) / (merged - before)
