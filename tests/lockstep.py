@@ -124,10 +124,10 @@ class Lockstep:
             for i, shell in enumerate(self.shards)
         }
         manifest = cut(replica.specs, self.settings.sync.fragments, len(self.shards))
-        core = LearnerCore(replica, manifest, self.shards[0].shard.policy())
+        core = LearnerCore(replica, manifest, self.shards[0].shard.join_answer().policy)
         learner = self.learners[learner_id] = LockstepLearner(learner_id, core, members, replica)
         for index, shell in enumerate(self.shards):
-            for status in shell.shard.fragment_statuses(learner_id):
+            for status in shell.shard.join_answer(learner_id).fragments:
                 if not status.seeded:
                     payload = encode_payload(core.fragments[status.fragment_id].tensors.values(), "float32")
                     header = self._header(learner, status.fragment_id, 0, payload, tokens=0, steps=0, base_version=0)

@@ -20,8 +20,7 @@ from diloco_server.core.arithmetic import Making, Published, Values
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, TellAll
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.ledger import Fact
-from diloco_server.core.outer import TakeMean
-from diloco_server.core.outer_rules import make_outer_optimizer
+from diloco_server.core.outer import TakeMean, make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
 from diloco_server.rules import find_rules

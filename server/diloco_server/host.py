@@ -25,7 +25,6 @@ from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.ranges import Range
 from diloco_common.settings import Settings
-from diloco_server.answers import join_answer, pull_header
 from diloco_server.checkpointer import Checkpointer
 from diloco_server.clock import AwakeClock
 from diloco_server.control_streams import ControlStream, ControlStreams
@@ -224,11 +223,11 @@ class ShardHost:
         """Describe the run to an observer. Raises NotSeeded or ManifestMismatch."""
         self.shard.observe(tensors)
         assert self.shard.manifest is not None
-        return join_answer(self.shard, tensors=self.shard.manifest.tensors)
+        return self.shard.join_answer(tensors=self.shard.manifest.tensors)
 
     def take_number(self, learner_id: str) -> JoinAnswer:
         """Keep a number for a learner that has no model yet. Raises Draining or Busy."""
-        return join_answer(self.shard, index=self.shard.take_number(learner_id, self.clock()))
+        return self.shard.join_answer(index=self.shard.take_number(learner_id, self.clock()))
 
     def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
         """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
@@ -237,7 +236,7 @@ class ShardHost:
             request.index, request.age_s,
         )  # fmt: skip
         self.advance()
-        return join_answer(self.shard, learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
+        return self.shard.join_answer(learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
 
     def member(self, caller: Identity) -> Member:
         """Who calls, if it holds a lease. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
@@ -332,10 +331,10 @@ class ShardHost:
             holder = caller.learner_id if caller.generation else ""
             record, published = self.shard.named(request.fragment_id, request.want, holder)
             if record is not self.shard.owned(request.fragment_id).record:
-                return pull_header(self.shard, caller.learner_id, request.fragment_id, record), None, published.values
+                return self.shard.pull_header(caller.learner_id, request.fragment_id, record), None, published.values
         _, values = self.shard.published(request.fragment_id)
         change = None if request.have is None else self.shard.change_since(request.fragment_id, *request.have)
-        return pull_header(self.shard, caller.learner_id, request.fragment_id), change, values
+        return self.shard.pull_header(caller.learner_id, request.fragment_id), change, values
 
     async def cut_header(
         self, values: Payload, ranges: Sequence[Range], chunk_elements: int | None = None
@@ -346,7 +345,7 @@ class ShardHost:
     async def encode_for(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
         """The latest version in an encoding other than the run's, for one caller alone. Raises Draining."""
         await self._until(lambda: self._closed or not self.shard.owned(fragment_id).computing)
-        header = pull_header(self.shard, caller.learner_id, fragment_id)  # of the very values that are read next
+        header = self.shard.pull_header(caller.learner_id, fragment_id)  # of the very values that are read next
         return header, await self.encode(fragment_id, encoding)
 
     async def encode(self, fragment_id: int, encoding: str) -> Payload:

@@ -134,7 +134,7 @@ class LearnerRig:
             self.generations[rig] = member.generation
         manifest = shards[0].shard.manifest
         assert manifest is not None
-        core = LearnerCore(replica, manifest, shards[0].shard.policy())
+        core = LearnerCore(replica, manifest, shards[0].shard.join_answer().policy)
         self.cores.append(core)
         self.alive = True
         for fragment in manifest.fragments:

@@ -20,7 +20,6 @@ import stores
 from diloco_common import protobuf
 from diloco_common.codec import encode_payload
 from diloco_common.settings import Settings
-from diloco_server.answers import join_answer, pull_header
 from diloco_server.core.arithmetic import Published
 from diloco_server.core.fragment import Restored
 from diloco_server.core.shard import Shard
@@ -115,8 +114,8 @@ def answer_version(data: bytes) -> str:
     shard.restore(header.manifest, [Restored(stored.record, stored.values, published, is_new_line=False)])
     for learner in ("ann", "ben", "cem"):
         member = shard.join(learner, "process", header.manifest.tensors, now=0.0)
-        protobuf.serialize(protobuf.join_answer_to_pb(join_answer(shard, learner, member.generation)))
-        fragment = pull_header(shard, learner, stored.record.fragment_id)
+        protobuf.serialize(protobuf.join_answer_to_pb(shard.join_answer(learner, member.generation)))
+        fragment = shard.pull_header(learner, stored.record.fragment_id)
         protobuf.serialize(protobuf.pull_header_to_pb(fragment))
     shard.tick(now=1.0)
     assert torch.isfinite(stored.values.theta).all()

@@ -11,7 +11,6 @@ from diloco_common.errors import Refusal
 from diloco_common.protocol import PROTOCOL
 from diloco_common.settings import Settings
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.answers import join_answer
 from diloco_server.core.shard import Shard
 
 DIMS = (0, 1, 1, 2, 2, 3, 8, 9, 300)
@@ -51,7 +50,7 @@ def answer(case: list[pb.JoinRequest]) -> str:
         try:
             request = protobuf.join_request_from_pb(protobuf.parse(pb.JoinRequest, message.SerializeToString()))
             member = shard.join(name, request.process_id, request.tensors, 0.0, request.held)
-            protobuf.serialize(protobuf.join_answer_to_pb(join_answer(shard, name, member.generation)))
+            protobuf.serialize(protobuf.join_answer_to_pb(shard.join_answer(name, member.generation)))
             shard.tick(1.0)
             last = "OK"
         except Refusal as refusal:

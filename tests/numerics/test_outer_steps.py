@@ -11,8 +11,7 @@ from builders import make_contribution, make_settings, random_values
 from diloco_common.codec.base import BFLOAT16_MAX
 from diloco_common.manifest import Piece
 from diloco_server.core.merge import merge
-from diloco_server.core.outer import SLICE
-from diloco_server.core.outer_rules import OUR_RULES, make_outer_optimizer
+from diloco_server.core.outer import OUR_RULES, SLICE, make_outer_optimizer
 
 RATES = {"lr": 0.7, "momentum": 0.9, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8}
 

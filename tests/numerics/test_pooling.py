@@ -8,7 +8,7 @@ from torch import Tensor
 
 from builders import make_contribution
 from diloco_common.manifest import Piece, Rule
-from diloco_server.core.pool import Latest, pool
+from diloco_server.core.merge import Latest, pool
 from diloco_server.core.round import Round
 
 SIZES: tuple[tuple[str, Rule, int], ...] = (

@@ -10,8 +10,8 @@ from mutants import Mutant
 from diloco_common.messages import Outcome
 from diloco_server.clock import AwakeClock
 from diloco_server.core import merge, outer
+from diloco_server.core.cadence import GraceWindow
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.grace import GraceWindow
 from diloco_server.core.membership import Membership
 from diloco_server.core.outer import Adam, Nesterov, Sgd
 from diloco_server.core.parts import HalfContribution

@@ -24,7 +24,7 @@ from diloco_common.errors import BadEncoding, NotFinite
 from diloco_common.manifest import Fragment
 from diloco_common.settings import OuterSettings
 from diloco_server.core.arithmetic import Making, Values, step
-from diloco_server.core.outer_rules import make_outer_optimizer
+from diloco_server.core.outer import make_outer_optimizer
 
 SIZE = 3 * 256 + 77
 TOP = 4096

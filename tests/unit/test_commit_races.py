@@ -96,7 +96,7 @@ class Writing:
 
 def known(shard: Shard) -> tuple[int, int]:
     """What is said under ann's id: the version that she is in, and up to which one that is not known."""
-    (status,) = shard.fragment_statuses("ann")
+    (status,) = shard.join_answer("ann").fragments
     return status.merged_version, status.forgotten_version
 
 

@@ -15,12 +15,12 @@ from builders import make_contribution
 from diloco_common.errors import Implausible
 from diloco_common.messages import Outcome, Progress
 from diloco_common.settings import LeaseSettings
-from diloco_server.core.budget import Budget
 from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round
 from diloco_server.core.trust.counting import ROUNDS_UNKNOWN, Share, count
 from diloco_server.core.trust.trail import STEPS_FACTOR, WAKING_S, check_trained
+from diloco_server.core.versions import Budget
 
 H, TOKENS, NOW = 10, 100, 1000.0
 USUAL = H * TOKENS

@@ -91,7 +91,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
                 if state.round is not None:
                     for asked in list(state.round.asked):
                         state.round.lose(asked, quorum)
-        shard._leases.expire(float(now))
+        shard._expire(float(now))
         shard._rounds._outbox.now = float(now)
         for state in [s for s in shard.fragments.values() if s.round is not None and s.round.is_void]:
             state.abandon_round()

@@ -20,8 +20,7 @@ from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.merge import merge
-from diloco_server.core.outer import SLICE, Nesterov, OuterOptimizer
-from diloco_server.core.outer_rules import OUR_RULES, make_outer_optimizer
+from diloco_server.core.outer import OUR_RULES, SLICE, Nesterov, OuterOptimizer, make_outer_optimizer
 from diloco_server.rules import check_codecs, find_rules
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from test_shard import MODEL, Rig
 
 from diloco_common.errors import FrozenMismatch
 from diloco_common.messages import FrozenTensor
-from diloco_server.core.frozen import SHOWN
+from diloco_server.core.model import SHOWN
 
 
 def base(values: int, *, names: str = "abc", form: str = "bfloat16 [4, 4]") -> list[FrozenTensor]:

@@ -54,7 +54,7 @@ def test_what_was_merged_is_told_to_the_process_that_contributed_it(
 
     shard.join("cat", process_id, MODEL, 0.1)
 
-    assert [s.merged_version for s in shard.fragment_statuses("cat")] == [merged_version]
+    assert [s.merged_version for s in shard.join_answer("cat").fragments] == [merged_version]
 
 
 @pytest.mark.parametrize(

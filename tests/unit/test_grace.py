@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from builders import make_settings
-from diloco_server.core.grace import GraceWindow, MovingAverage
+from diloco_server.core.cadence import GraceWindow, MovingAverage
 
 EQ_3 = {"grace": "adaptive", "grace_gamma": 0.5, "overlap_steps": 2, "on_commit": "overwrite"}
 

@@ -24,9 +24,10 @@ from diloco_common.errors import (
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import PushHeader
 from diloco_common.settings import GuardSettings, LeaseSettings
-from diloco_server.core import guards
+from diloco_server.core import admission
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
+from diloco_server.core.model import check_model
 from diloco_server.core.record import Record
 from diloco_server.core.round import Round, total_norm
 from diloco_server.core.trust.norms import NORMS_MIN
@@ -46,11 +47,11 @@ def make_state(norms: list[float] | None = None, seed_norm: float = 0.0) -> Frag
 
 
 def test_what_is_right_passes() -> None:
-    guards.check_origin(HEADER, MANIFEST)
-    guards.check_epoch(HEADER, make_state(), 3)
-    guards.check_round(HEADER, make_state(), "a", staleness_max=8)
-    guards.check_sizes(HEADER, make_state(), ("int8",))
-    guards.check_model(MANIFEST, [TensorSpec("w", (100,))])
+    admission.check_origin(HEADER, MANIFEST)
+    admission.check_epoch(HEADER, make_state(), 3)
+    admission.check_round(HEADER, make_state(), "a", staleness_max=8)
+    admission.check_sizes(HEADER, make_state(), ("int8",))
+    check_model(MANIFEST, [TensorSpec("w", (100,))])
 
 
 @pytest.mark.parametrize(
@@ -71,8 +72,8 @@ def test_another_model_or_another_epoch_of_the_shard(
     header = replace(HEADER, **changes)  # type: ignore[arg-type]
 
     def check() -> None:
-        guards.check_origin(header, MANIFEST)
-        guards.check_epoch(header, make_state(), 3)
+        admission.check_origin(header, MANIFEST)
+        admission.check_epoch(header, make_state(), 3)
 
     with pytest.raises(error, match=words):
         check()
@@ -92,7 +93,7 @@ def test_a_base_version_is_one_that_the_latest_version_came_from(epoch: int, bas
     """P4: the shard came back with version 4 of epoch 3, and has made version 5 in epoch 7."""
     state = make_state()
     state.record, state.recovered = replace(state.record, epoch=7), (3, 4)
-    assert guards.is_in_line(replace(HEADER, epoch=epoch, base_version=base_version), state, 7) is in_line
+    assert admission.is_in_line(replace(HEADER, epoch=epoch, base_version=base_version), state, 7) is in_line
 
 
 @pytest.mark.parametrize(
@@ -116,19 +117,19 @@ def test_the_round_and_what_it_is_relative_to(
     learner_id: str, changes: dict[str, object], error: type[Refusal], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        guards.check_round(replace(HEADER, **changes), make_state(), learner_id, staleness_max=2)  # type: ignore[arg-type]
+        admission.check_round(replace(HEADER, **changes), make_state(), learner_id, staleness_max=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("base_version", [3, 4, 5])
 def test_staleness_within_its_bound_passes(base_version: int) -> None:
-    guards.check_round(replace(HEADER, base_version=base_version), make_state(), "a", staleness_max=2)
+    admission.check_round(replace(HEADER, base_version=base_version), make_state(), "a", staleness_max=2)
 
 
 def test_no_round_is_open() -> None:
     state = make_state()
     state.phase, state.collected = Phase.RESTING, None
     with pytest.raises(WrongRound, match="round 6 is not open"):
-        guards.check_round(HEADER, state, "a", 8)
+        admission.check_round(HEADER, state, "a", 8)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_no_round_is_open() -> None:
 def test_announced_sizes_that_do_not_fit(changes: dict[str, object], error: type[Refusal]) -> None:
     header = replace(HEADER, payload=replace(HEADER.payload, **changes))  # type: ignore[arg-type]
     with pytest.raises(error):
-        guards.check_sizes(header, make_state(), ("int8",))
+        admission.check_sizes(header, make_state(), ("int8",))
 
 
 def check_values(norms: tuple[float, ...], state: FragmentState) -> None:

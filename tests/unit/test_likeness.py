@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_common.messages import Progress
-from diloco_server.core.likeness import ALIKE, Likeness
+from diloco_server.core.membership import ALIKE, Likeness
 
 
 def heard(likeness: Likeness, learner_id: str, losses: list[float], first_step: int = 1) -> list[str | None]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from builders import make_settings, random_values
-from diloco_server.core.outer import SLICE
-from diloco_server.core.outer_rules import make_outer_optimizer
+from diloco_server.core.outer import SLICE, make_outer_optimizer
 
 
 def trajectory(gradients: list[float], **outer: Any) -> list[float]:

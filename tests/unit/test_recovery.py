@@ -17,7 +17,7 @@ from diloco_common.logs import Log
 from diloco_common.manifest import Fragment, model_digest
 from diloco_common.settings import Settings
 from diloco_server.core.arithmetic import Making, Values
-from diloco_server.core.outer_rules import make_outer_optimizer
+from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.recovery import recover
 from diloco_simulator.disk import FakeDisk, FakeFile
 from stores import MANIFEST, SIZE, make_version, open_store

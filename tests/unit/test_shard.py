@@ -868,7 +868,7 @@ def test_what_is_being_merged_is_not_fenced() -> None:
     assert rig.theta == [-2.0]
     assert rig.shard.ledger.tokens_fenced == 0
     again = rig.join("b", process_id="process")
-    assert rig.shard.fragment_statuses("b")[0].merged_version == 1
+    assert rig.shard.join_answer("b").fragments[0].merged_version == 1
     assert again.merged == 1
     rig.assert_accounts_balance()
 
@@ -1099,7 +1099,7 @@ def test_a_forgotten_learner_that_comes_back_hears_that_its_merges_are_not_known
     rig.advance()
     rig.finish_jobs()
     rig.join("a")
-    (status,) = rig.shard.fragment_statuses("a")
+    (status,) = rig.shard.join_answer("a").fragments
     assert (status.version, status.merged_version, status.forgotten_version) == (1, 0, 1)
     assert rig.contribute("a", 1).outcome is DUPLICATE, "and not LATE: it would be given back"
 
@@ -1108,7 +1108,7 @@ def test_a_learner_whose_merges_are_known_is_told_of_no_gap() -> None:
     rig = Rig(shard={"max_learners": 1}, sync={"quorum": 1}).started("a")
     rig.contribute("a", 1)
     rig.state.record = replace(rig.state.record, forgotten_version=1)
-    (status,) = rig.shard.fragment_statuses("a")
+    (status,) = rig.shard.join_answer("a").fragments
     assert (status.merged_version, status.forgotten_version) == (1, 0)
 
 

@@ -85,7 +85,7 @@ class Rig(ShardShell):
         return self.shard.fragments[0].identity
 
     def merged(self, name: str) -> int:
-        return self.shard.fragment_statuses(name)[0].merged_version
+        return self.shard.join_answer(name).fragments[0].merged_version
 
 
 KNOWN = Rig(3).seeded()
@@ -133,7 +133,7 @@ def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() 
     """P1: ann's contribution was merged, the shard was killed before it could say so."""
     new = Rig(4, first_epoch(2).kept())
     new.join("ann", held=(3, 1))
-    (status,) = new.shard.fragment_statuses("ann")
+    (status,) = new.shard.join_answer("ann").fragments
     assert (status.epoch, status.version, status.merged_version) == (3, 2, 2)
     new.step("ann")
     assert new.push("ann", 2, (3, 1)).outcome is Outcome.DUPLICATE, "her retry of round 2 is not merged again"
@@ -268,7 +268,7 @@ def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_th
     old.join("ann", process_id="other process")
     new = Rig(4, old.kept())
     new.join("ann", held=(3, 1))
-    (status,) = new.shard.fragment_statuses("ann")
+    (status,) = new.shard.join_answer("ann").fragments
     assert (status.merged_version, status.forgotten_version) == (0, 2)
 
 

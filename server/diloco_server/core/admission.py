@@ -2,18 +2,34 @@
 
 In this order: a contribution to another line of versions is refused; one that the shard has already is a duplicate; a
 copy of one that was not taken gets the same answer again; one to a round that is over, or not open, is late. For the
-rest the guards decide whether the bytes are wanted.
+rest the checks decide whether the bytes are wanted: each raises a `Refusal` that says what to do.
+
+The whole order of what is refused: identity and run (the shell), lease and generation (membership.py); from the header
+alone manifest, epoch, round, sizes (here); of the bytes sizes, checksum, decoder limits (codec); finite values, norm
+(trust).
 """
 
 from __future__ import annotations
 
-from diloco_common.errors import ContributionConflict, NotFinite, NotSeeded
+from collections.abc import Collection
+
+from diloco_common.codec import check_header
+from diloco_common.errors import (
+    ContributionConflict,
+    ManifestMismatch,
+    NotFinite,
+    NotSeeded,
+    TooStale,
+    WrongEpoch,
+    WrongRound,
+)
+from diloco_common.manifest import Manifest
 from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.settings import SyncSettings
-from diloco_server.core import guards
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.parts import HalfContribution, is_part, whole_of
+from diloco_server.core.parts import HalfContribution, check_ranges, is_part, whole_of
 
+SEED_ENCODINGS = ("float32", "bfloat16")
 ACCEPTED = PushAnswer(Outcome.ACCEPTED)
 DUPLICATE = PushAnswer(Outcome.DUPLICATE)
 LATE = PushAnswer(Outcome.LATE)
@@ -29,11 +45,11 @@ def by_header(
 
     `quiet_since`: half a seed that has not grown since then gives way. To a whole one it always does.
     """
-    guards.check_epoch(header, state, epoch)
+    check_epoch(header, state, epoch)
     if header.is_seed:
         if state.seeded or state.computing:
             return DUPLICATE
-        guards.check_sizes(header, state, guards.SEED_ENCODINGS)
+        check_sizes(header, state, SEED_ENCODINGS)
         half_seed = state.half_seed_of(learner_id, quiet_since) if is_part(header) else None
         return _by_other_parts(header, None if half_seed is None else half_seed.parts)
     if not state.seeded:
@@ -49,10 +65,10 @@ def by_header(
         )
     if header.round <= state.version or (state.round is None and header.round == state.version + 1):
         return LATE
-    guards.check_round(header, state, learner_id, sync.staleness_max)
+    check_round(header, state, learner_id, sync.staleness_max)
     if header.not_finite:
         raise NotFinite(f"fragment {header.fragment_id}: {learner_id} says that its values are not finite")
-    guards.check_sizes(header, state, (state.fragment.encoding(sync.push),))
+    check_sizes(header, state, (state.fragment.encoding(sync.push),))
     assert state.round is not None
     return _by_other_parts(header, state.round.halves.get(learner_id))
 
@@ -74,3 +90,67 @@ def is_taken(header: PushHeader, state: FragmentState, learner_id: str) -> bool:
         return held.is_what(header)
     # Merged, or its learner has pushed for a later round since: then it knows the fate of this one.
     return state.may_hold(learner_id, header.round)
+
+
+# ------------------------------------------------------------------ the checks
+
+
+def check_origin(header: PushHeader, manifest: Manifest) -> None:
+    """The contribution is for this model. Raises ManifestMismatch."""
+    if header.manifest_digest != manifest.digest:
+        raise ManifestMismatch(
+            f"manifest {header.manifest_digest[:12]!r} is not this run's {manifest.digest[:12]!r}; join again"
+        )
+
+
+def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
+    """Whether the fragment's latest version is the base version, or came from it.
+
+    A version that was lost is never in line: its number was given again, in another epoch.
+    """
+    if header.is_seed or not state.seeded:
+        return header.epoch == epoch
+    if header.epoch == state.epoch:
+        return True
+    return state.recovered is not None and (
+        header.epoch == state.recovered[0] and header.base_version <= state.recovered[1]
+    )
+
+
+def check_epoch(header: PushHeader, state: FragmentState, epoch: int) -> None:
+    """Raises WrongEpoch if the latest version did not come from the contribution's base version."""
+    if not is_in_line(header, state, epoch):
+        raise WrongEpoch(
+            f"fragment {header.fragment_id}: version {header.base_version} of epoch {header.epoch} is over, "
+            f"version {state.version} of epoch {state.epoch or epoch} did not come from it; pull first"
+        )
+
+
+def check_round(header: PushHeader, state: FragmentState, learner_id: str, staleness_max: int) -> None:
+    """The round is open and asked this learner, which can have the base version. Raises WrongRound or TooStale."""
+    where = f"fragment {header.fragment_id}"
+    if header.steps < 1 or header.tokens < 1:
+        raise WrongRound(
+            f"{where}: a contribution takes at least 1 step and 1 token, got {header.steps} and {header.tokens}"
+        )
+    if state.round is None or header.round != state.round.round:
+        raise WrongRound(f"{where}: round {header.round} is not open (latest version {state.version})")
+    if learner_id not in state.round.asked or learner_id in state.round.lost:
+        raise WrongRound(f"{where}: round {header.round} did not ask {learner_id}")
+    if header.base_version > state.version:
+        raise WrongRound(f"{where}: base version {header.base_version} does not exist yet, latest is {state.version}")
+    if state.version - header.base_version > staleness_max:
+        raise TooStale(
+            f"{where}: base version {header.base_version} is {state.version - header.base_version} versions old, "
+            f"at most {staleness_max} are merged (sync.staleness_max); pull first"
+        )
+
+
+def check_sizes(header: PushHeader, state: FragmentState, encodings: Collection[str]) -> None:
+    """The announced bytes are what fragment, ranges and encoding imply. Raises BadSize or UnknownEncoding."""
+    num_elements = state.fragment.num_elements
+    if is_part(header) or header.ranges:
+        num_elements = check_ranges(header, num_elements)
+        if not header.ranges:
+            return
+    check_header(header.payload, num_elements, encodings)

@@ -12,8 +12,8 @@ from diloco_common.manifest import Fragment
 from diloco_common.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.membership import Member, Membership
+from diloco_server.core.merge import Latest
 from diloco_server.core.parts import HalfContribution
-from diloco_server.core.pool import Latest
 from diloco_server.core.record import NORM_QUIET, Record, empty_record
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary

@@ -18,14 +18,29 @@ Each rule is a weighted sum of the contributions, and what it needs to know for 
 are there; the norm of the mean direction (rda), or all dot products (rules of others), for either of which the
 contributions are read once more. They stay compressed until here: they are summed in float32, slice by slice and in
 sorted learner order, so the result depends on the set alone, bit for bit.
+
+Contributions to buffers become the next version of them, by the rule of each.
+
+A learner pushes what it has of a buffer, whole, as the difference to nothing. So these values are relative to no base
+version, and the formulas are exact also where learners have different ones. And what a learner has contributed last
+counts on while it has its lease, also in rounds without it: otherwise a slow learner's data would be in every fourth
+version, and in no other. With values x of the learners, the same weights, for one round, and shares
+s = w / sum w:
+
+    mean       sum s x
+    variance   sum s x + sum s (m - mean)^2,   m and mean of the running mean beside it
+    most       max x
+    one        x of the learner with the largest weight, the first of these by id
+
+What is the same at all learners stays that, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -37,9 +52,9 @@ from diloco_common.codec.base import Part
 from diloco_common.codec.native import WeightedSum
 from diloco_common.codec.scratch import scratch
 from diloco_common.errors import BadEncoding
-from diloco_common.manifest import Piece
+from diloco_common.manifest import Piece, mean_of
 from diloco_server.core.parts import PartedPayload, Place, places_of, root
-from diloco_server.core.round import Contribution
+from diloco_server.core.round import Contribution, Round
 from diloco_server.core.trust import cuts
 
 SLICE = 1 << 18
@@ -156,7 +171,7 @@ def merge(
 ) -> Iterator[MergedSlice]:
     """The merged pseudo-gradient of a fragment, slice by slice in order. `rule`: one of ours by name, or another.
 
-    All contributions have one encoding (`guards.check_sizes`), and their bytes were checked (`piece_norms`).
+    All contributions have one encoding (`admission.check_sizes`), and their bytes were checked (`piece_norms`).
     """
     ordered = sorted(contributions, key=lambda c: c.learner_id)
     sources = [_source(c.payload) for c in ordered]
@@ -317,3 +332,58 @@ def _slices(
         assert start < stop, "parts of a contribution leave a hole"
         yield MergedSlice(start, stop - start, sources[0].codec, parts, weights)
         start = stop
+
+
+class Latest:
+    """What each learner has contributed last to one fragment of buffers."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Contribution] = {}
+
+    def take(self, closed: Round, live: Collection[str]) -> tuple[list[Contribution], list[Contribution]]:
+        """The contributions of a closed round, and those of earlier rounds that count beside them, by learner.
+
+        `live`: who has its lease, and is not left out of rounds.
+        """
+        mine = {i: self._over_its_rounds(c) for i, c in closed.contributions.items()}
+        self._of = {i: c for i, c in self._of.items() if i in live} | mine
+        return [mine[i] for i in sorted(mine)], [self._of[i] for i in sorted(self._of.keys() - mine.keys())]
+
+    def _over_its_rounds(self, contribution: Contribution) -> Contribution:
+        before = self._of.get(contribution.learner_id)
+        return replace(contribution, rounds=max(1, contribution.round - before.round) if before is not None else 1)
+
+
+def pool(contributions: Sequence[Contribution], pieces: Sequence[Piece]) -> Iterator[tuple[slice, Tensor]]:
+    """The merged values, float32, slice by slice of the fragment in order."""
+    ordered = sorted(contributions, key=lambda c: c.learner_id)
+    weights = shares_of(ordered, allowed(ordered))
+    shares = torch.tensor(weights, dtype=torch.float64).unsqueeze(1)
+    by_name = {piece.tensor: piece for piece in pieces}
+    for piece in pieces:
+        means = by_name.get(mean_of(piece.tensor)) if piece.rule == "variance" else None
+        spread = None if means is None else _spread(ordered, means, shares)
+        for bounds, deltas in rows(ordered, piece):
+            values = -deltas.double()
+            match piece.rule:
+                case "most":
+                    merged = values.amax(0)
+                case "one":
+                    merged = values[weights.index(max(weights))]
+                case _:
+                    merged = _mean(values, shares)
+            if spread is not None:
+                merged = (merged + spread[bounds.start - piece.offset : bounds.stop - piece.offset]).clamp_(min=0.0)
+            yield bounds, merged.float()
+
+
+def _spread(ordered: Sequence[Contribution], means: Piece, shares: Tensor) -> Tensor:
+    """The variance of running means among learners: float64 [num_elements]."""
+    values = -torch.cat([deltas for _, deltas in rows(ordered, means)], dim=1).double()
+    return ((values - _mean(values, shares)).square() * shares).sum(0)
+
+
+def _mean(values: Tensor, shares: Tensor) -> Tensor:
+    """Of values [M, n], by their shares [M, 1]."""
+    first = values[0]
+    return first + ((values - first) * shares).sum(0)

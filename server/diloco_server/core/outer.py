@@ -8,7 +8,7 @@ does not add up; but where that share is about as small as what rounding takes, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -135,3 +135,17 @@ def _moved(momentum: Tensor, mu: float, gradient: Tensor) -> Tensor:
     moved = momentum.float().mul_(mu).add_(gradient)
     momentum.copy_(moved.clamp(-BFLOAT16_MAX, BFLOAT16_MAX))
     return moved
+
+
+Rule = Callable[[OuterSettings], OuterOptimizer]
+
+OUR_RULES: Mapping[str, Rule] = {
+    "nesterov": Nesterov,
+    "sgd": Sgd,
+    "adam": Adam,
+}
+
+
+def make_outer_optimizer(settings: OuterSettings, rule: Rule | None = None) -> OuterOptimizer:
+    """The optimizer that the settings name; `rule`: what they name, if it is not one of ours."""
+    return (rule or OUR_RULES[settings.optimizer])(settings)

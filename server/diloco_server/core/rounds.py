@@ -1,7 +1,7 @@
 """Rounds: when one opens, whom it asks, what becomes of a push, and when it closes.
 
 Makes no versions: a round that closes is handed to the shell as `MergeRound`. `round.py` holds what one round has
-collected, `due.py` which fragments are due, `admission.py` and `guards.py` the rules for one push.
+collected, `due.py` which fragments are due, `admission.py` the rules for one push.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from diloco_common.codec import Payload
 from diloco_common.errors import Busy, ContributionConflict, NormTooLarge, NotSeeded, Quarantined, Refusal
 from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings
-from diloco_server.core import admission, guards
+from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
-from diloco_server.core.cadence import CadenceRule, Quorum, every_h_steps
+from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum, every_h_steps
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
 from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
-from diloco_server.core.grace import GraceWindow
 from diloco_server.core.ledger import (
     ContributionAnswered,
     ContributionDropped,
@@ -193,7 +192,7 @@ class Rounds:
         """
         answer = PushAnswer(Outcome.REJECTED, refusal.code, str(refusal))
         state = self._versions.fragments.get(header.fragment_id)
-        if state is not None and guards.is_in_line(header, state, self._versions.epoch):
+        if state is not None and admission.is_in_line(header, state, self._versions.epoch):
             if admission.is_taken(header, state, member.learner_id):
                 answer = DUPLICATE
             else:
@@ -206,7 +205,7 @@ class Rounds:
     def _admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         if self._versions.manifest is None:
             raise NotSeeded("no learner has joined since this shard started; join again")
-        guards.check_origin(header, self._versions.manifest)
+        admission.check_origin(header, self._versions.manifest)
         if self.quarantine.holds(member.learner_id):
             raise self._quarantined(member)
         state = self._versions.owned(header.fragment_id)

@@ -1,9 +1,10 @@
 """The shard: one state machine that decides everything, and does nothing.
 
 Callers say what happened and when (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
-changes its state and leaves effects for the shell to carry out. This is the face; the decisions are in three parts:
+changes its state and leaves effects for the shell to carry out. This is the face, and what follows for rounds and
+versions when somebody comes or goes; the other decisions are in three parts:
 
-    leases.py       who may speak
+    membership.py   who may speak
     rounds.py       rounds: when they open and close, and what becomes of a push
     versions.py     seeding, restoring, committing and announcing
 """
@@ -13,15 +14,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_common.codec import Payload
-from diloco_common.errors import Draining, NotJoined, NotSeeded, Refusal, VersionGone
+from diloco_common.errors import (
+    Draining,
+    NotJoined,
+    NotSeeded,
+    Refusal,
+    Revoked,
+    StaleGeneration,
+    Superseded,
+    VersionGone,
+)
 from diloco_common.manifest import Manifest, TensorSpec
 from diloco_common.messages import (
     Drain,
-    FragmentStatus,
+    Evicted,
     FrozenTensor,
     Held,
+    JoinAnswer,
     LearnerPolicy,
     Progress,
+    PullHeader,
     Pulse,
     PushAnswer,
     PushHeader,
@@ -29,16 +41,13 @@ from diloco_common.messages import (
     Tie,
 )
 from diloco_common.settings import Settings
-from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.cadence import CadenceRule, Quorum, every_h_steps
+from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum, every_h_steps
 from diloco_server.core.effects import Effect, Outbox
-from diloco_server.core.fragment import FragmentState, Restored
-from diloco_server.core.grace import GraceWindow
-from diloco_server.core.leases import Leases
-from diloco_server.core.ledger import Ledger, SameLosses
-from diloco_server.core.likeness import Likeness
-from diloco_server.core.membership import Member, Membership
+from diloco_server.core.fragment import FragmentState, Restored, status_of
+from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined, Ledger, SameLosses
+from diloco_server.core.membership import Likeness, Member, Membership, superseded
+from diloco_server.core.model import check_model
 from diloco_server.core.record import Record
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import Rounds
@@ -59,7 +68,6 @@ class Shard:
         self._outbox = Outbox(self.membership)
         self._versions = Versions(settings, epoch, self.membership, self._outbox)
         self._rounds = Rounds(settings, self.membership, self._versions, self._outbox, cadence)
-        self._leases = Leases(self.membership, self._rounds, self._versions, self._outbox)
 
     def take_effects(self) -> list[Effect]:
         """What the shell has to do, in order; the list starts anew."""
@@ -71,14 +79,32 @@ class Shard:
         self, learner_id: str, process_id: str, tensors: Sequence[TensorSpec], now: float, held: Sequence[Held] = (),
         frozen: Sequence[FrozenTensor] = (), ties: Sequence[Tie] = (), index: int | None = None, age_s: float = 0.0,
     ) -> Member:  # fmt: skip
-        """Grant a lease. `held`: the versions that the learner has. `frozen`: what it holds fixed, if that must agree.
-        `ties`: further names of its tied parameters. `index`: the number that it had before. `age_s`: of its process.
+        """Grant a lease; the one before it ends. `held`: the versions that the learner has. `frozen`: what it holds
+        fixed, if that must agree. `ties`: further names of its tied parameters. `index`: the number that it had
+        before. `age_s`: of its process.
 
         Raises Draining, Superseded, ManifestMismatch, FrozenMismatch or Busy.
         """
         self._check_not_draining()
         self._outbox.now = now
-        return self._leases.join(learner_id, process_id, tensors, now, held, frozen, ties, index, age_s)
+        membership, versions = self.membership, self._versions
+        membership.welcome(learner_id, process_id, now - age_s)
+        versions.adopt_or_check(tensors)
+        versions.check_frozen(frozen)
+        old = membership.get(learner_id)
+        if old is not None and old.live:
+            if old.process_id == process_id:
+                self._end(old, StaleGeneration.code, f"{learner_id} has joined again")
+            else:
+                self._end(old, Superseded.code, str(superseded(learner_id)))
+        member = membership.join(learner_id, process_id, now, index, age_s)
+        versions.frozen.adopt(learner_id, frozen)
+        versions.ties = versions.ties or tuple(ties)
+        membership.replace(member, versions.forget_others(learner_id, process_id))
+        self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
+        for state in versions.look_for_losses(learner_id, held):
+            self._rounds.ask_missing(state)
+        return member
 
     def take_number(self, learner_id: str, now: float) -> int:
         """The number of a learner that has not joined yet. Raises Draining or Busy."""
@@ -94,7 +120,7 @@ class Shard:
         if self.manifest is None:
             raise NotSeeded("no learner has joined yet, so there is no model to look at; try again later")
         if tensors:
-            guards.check_model(self.manifest, tensors)
+            check_model(self.manifest, tensors)
 
     def check(self, learner_id: str, generation: int, epoch: int) -> Member:
         """The member that speaks. Raises NotJoined, StaleGeneration, Superseded, LeaseExpired or Stalled."""
@@ -125,11 +151,30 @@ class Shard:
 
     def leave(self, member: Member) -> None:
         """A learner says goodbye. What it contributed to open rounds counts; nobody waits for more of it."""
-        self._leases.leave(member)
+        self.membership.leave(member)
+        self._outbox.note(LearnerGone(member.learner_id, member.generation, "LEFT"))
+        self._rounds.leave(member)
 
     def revoke(self, member: Member) -> None:
         """A learner may call no longer. What it contributed to open rounds is fenced off."""
-        self._leases.revoke(member)
+        self.membership.revoke(member)
+        self._end(member, Revoked.code, f"{member.learner_id} was revoked")
+
+    def _expire(self, now: float) -> None:
+        """End the leases that ran out, and forget learners that have been gone for too long."""
+        for member in self.membership.expire(now):
+            refusal = self.membership.eviction(member)
+            self._end(member, refusal.code, str(refusal))
+        for learner_id in self.membership.forget():
+            self._versions.forget(learner_id)
+            self._rounds.trust.forget(learner_id)
+            self._outbox.note(LearnerForgotten(learner_id))
+
+    def _end(self, member: Member, code: str, words: str) -> None:
+        """A generation is over: tell it, and fence it off."""
+        self._outbox.tell(member, Evicted(code, words))
+        self._outbox.note(LearnerGone(member.learner_id, member.generation, code))
+        self._rounds.lose(member, code)
 
     # ------------------------------------------------------------ contributions
 
@@ -186,7 +231,7 @@ class Shard:
     def tick(self, now: float) -> None:
         """Let time pass: leases end, rounds open and close. Call often, and after every event."""
         self._outbox.now = now
-        self._leases.expire(now)
+        self._expire(now)
         self._rounds.tick(now, may_open=not self.draining)
 
     def slept(self, seconds: float, now: float) -> None:
@@ -210,11 +255,6 @@ class Shard:
     def manifest(self) -> Manifest | None:
         """None until the first learner has brought the model, or a version was restored."""
         return self._versions.manifest
-
-    @property
-    def ties(self) -> tuple[Tie, ...]:
-        """Further names of tied parameters, as far as learners have declared them."""
-        return self._versions.ties
 
     @property
     def fragments(self) -> dict[int, FragmentState]:
@@ -309,11 +349,47 @@ class Shard:
             return None
         return state.published.change
 
-    def fragment_statuses(self, learner_id: str) -> list[FragmentStatus]:
-        return [state.status(learner_id) for _, state in sorted(self.fragments.items())]
+    # ------------------------------------------------------------ what it says of itself to one caller, at one moment
 
-    def policy(self) -> LearnerPolicy:
-        sync = self.settings.sync
-        return LearnerPolicy(
-            sync.sync_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+    def join_answer(
+        self, learner_id: str = "", generation: int = 0, tensors: tuple[TensorSpec, ...] = (), index: int = 0,
+        rules: str = "",
+    ) -> JoinAnswer:  # fmt: skip
+        """What a learner, or an observer (neither id nor generation), needs to know of the run."""
+        settings, sync = self.settings, self.settings.sync
+        return JoinAnswer(
+            generation=generation,
+            epoch=self.epoch,
+            heartbeat_s=settings.lease.heartbeat_s,
+            shard_index=settings.shard.index,
+            num_shards=settings.shard.count,
+            num_fragments=sync.fragments,
+            manifest_digest="" if self.manifest is None else self.manifest.digest,
+            policy=LearnerPolicy(
+                sync.sync_every, sync.push, sync.pull, sync.on_commit, sync.blend_alpha, sync.error_feedback
+            ),
+            fragments=tuple(state.status(learner_id) for _, state in sorted(self.fragments.items())),
+            pulse=self.pulse(),
+            tensors=tensors,
+            ties=self._versions.ties if tensors else (),
+            index=index,
+            rules=rules,
+        )
+
+    def pull_header(self, learner_id: str, fragment_id: int, record: Record | None = None) -> PullHeader:
+        """The version of a record, or the latest; without a payload, which is the caller's to choose.
+
+        All of it is as it was when the version was announced, so every rank of an island hears the same. Raises
+        UnknownFragment.
+        """
+        record = record or self.owned(fragment_id).record
+        status = status_of(record, learner_id)
+        return PullHeader(
+            fragment_id=fragment_id,
+            version=status.version,
+            epoch=status.epoch,
+            merged_version=status.merged_version,
+            forgotten_version=status.forgotten_version,
+            tokens_merged=record.tokens_merged,
+            payload=None,
         )

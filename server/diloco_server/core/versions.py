@@ -6,22 +6,52 @@ decided in `rounds.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
 
 from diloco_common.errors import ManifestMismatch, UnknownFragment
 from diloco_common.manifest import Manifest, TensorSpec, cut, differences
 from diloco_common.messages import FrozenTensor, Held, Stop, Tie
 from diloco_common.settings import Settings
-from diloco_server.core import guards
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.budget import Budget
 from diloco_server.core.effects import Outbox
 from diloco_server.core.fragment import FragmentState, Phases, Restored
-from diloco_server.core.frozen import Frozen
 from diloco_server.core.ledger import BudgetReached, VersionsLost
-from diloco_server.core.membership import Membership
+from diloco_server.core.membership import Member, Membership
+from diloco_server.core.model import Frozen, check_model, check_model_digest
 from diloco_server.core.record import Record, next_record
+from diloco_server.core.trust.trail import STEPS_FACTOR
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What each fragment is to merge."""
+
+    tokens: int
+    """0: the run has no end."""
+
+    def believed(self, tokens_merged: int) -> int:
+        """Of what a seed says was merged before. No more than there are; a run may have gone a little beyond."""
+        return min(tokens_merged, self.tokens) if self.tokens > 0 else tokens_merged
+
+    def fraction(self, state: FragmentState) -> float:
+        """Of the budget, merged into this fragment; 0 in a run without end."""
+        return min(1.0, state.tokens_merged / self.tokens) if self.tokens > 0 else 0.0
+
+    def is_reached(self, state: FragmentState) -> bool:
+        """Whether the fragment has merged all the tokens that the run asks for."""
+        return 0 < self.tokens <= state.tokens_merged
+
+    def rest_is_trained(self, state: FragmentState, live: Iterable[Member]) -> bool:
+        """Whether what learners trained since the last round fills the budget. Then nobody waits for H steps."""
+        if self.tokens <= 0:
+            return False
+        base = state.base_tokens
+        shares = [max(0, m.counted.tokens - base.get(m.learner_id, m.counted.tokens)) for m in live]
+        most = STEPS_FACTOR * median_low(shares) if shares else 0  # nobody ends the waiting of all by what it reports
+        trained = sum(min(share, most) for share in shares)
+        return trained > 0 and self.tokens <= state.tokens_merged + trained
 
 
 class Versions:
@@ -53,10 +83,10 @@ class Versions:
         in_use = any(s.seeded or s.computing for s in self.fragments.values()) or self._membership.live()
         if self.manifest is not None and in_use:
             if tensors != self._as_sent:  # comparing in any order takes ten times as long
-                guards.check_model(self.manifest, tensors)
+                check_model(self.manifest, tensors)
                 self._as_sent = tensors
             return
-        guards.check_model_digest(self._settings.run.model, tensors)
+        check_model_digest(self._settings.run.model, tensors)
         if self.manifest is not None and not differences(self.manifest.tensors, tensors):
             return  # cutting a large model takes long
         try:
