@@ -78,3 +78,16 @@ def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
     else:
         with pytest.raises(Superseded):
             shard.join("cat", "process 2", MODEL, later_s, age_s=second_age_s)
+
+
+def test_a_process_that_looked_younger_than_it_is_gives_way_once_it_says_its_age_again(shard: Shard) -> None:
+    shard.join("cat", "young", MODEL, 5.0, age_s=0.0)
+    shard.join("cat", "old", MODEL, 8.0, age_s=0.0)  # this Join was on its way for seven seconds
+    with pytest.raises(Superseded):
+        shard.join("cat", "young", MODEL, 9.0, age_s=4.0)
+
+    shard.join("cat", "old", MODEL, 10.0, age_s=9.0)
+
+    shard.join("cat", "young", MODEL, 11.0, age_s=6.0)
+    with pytest.raises(Superseded):
+        shard.join("cat", "old", MODEL, 12.0, age_s=11.0)

@@ -29,6 +29,8 @@ NUMBER_S = 600.0
 """How long a number is kept for a learner that has not joined yet: it reads its data meanwhile, and makes its model."""
 REPLACED_MAX = 16
 """Processes of a learner id that are remembered as replaced."""
+SLOW_S = 1.0
+"""A Join that was longer on its way made its process look younger than it is, until it says its age again."""
 
 
 NOTHING = Progress(0, 0)
@@ -193,6 +195,8 @@ class Membership:
             member.first_generation, member.replaced, member.later = old.first_generation, old.replaced, old.later
             member.trail, member.idle_rounds, member.silent_rounds = old.trail, old.idle_rounds, old.silent_rounds
             member.arrivals = old.arrivals
+            if member.began < old.began - SLOW_S:  # what it replaced may be younger
+                member.replaced = ()
         if old is not None:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
