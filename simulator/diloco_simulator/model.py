@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from diloco_common.manifest import Fragment
 from diloco_worker.core.replica import Companion, Replica
 
-SHAPES = {"body": (6, 2), "head": (4, 2), "norm": (3,)}
+SHAPES = {"body": (64, 3), "head": (8, 2), "norm": (3,)}
 AVERAGED = ("head",)
 """Merged by plain mean."""
 COMPANION = "head"
 """Where a schedule has companions, this is one: what trains it, and what is known of its values, stays the same. So
 steps forget nothing of it, and its second moment bounds nothing: the values count tokens."""
-NUM_ELEMENTS = 23
+NUM_ELEMENTS = 211
 PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
 

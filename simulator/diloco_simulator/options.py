@@ -27,6 +27,8 @@ FAULTS = (
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
 RARE_FAULTS = ("warn learner", "lose rank")
 """Of some schedules only: a notice to leave; a death in an island."""
+MANY = 200
+"""Fragments, where there are hundreds."""
 SUM = OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0)
 OUTER = (
     SUM,
@@ -209,7 +211,7 @@ def draw_short(seed: int) -> Options:
         disks=(),
         faults=tuple(kind for kind in FAULTS if r.random() < 0.5),
     )
-    return _with_kind(_with_hostile(_with_disks(drawn, r, pace_s)))
+    return _with_many(_with_kind(_with_hostile(_with_disks(drawn, r, pace_s))))
 
 
 def draw_options(seed: int) -> Options:
@@ -317,6 +319,17 @@ def _with_kind(drawn: Options) -> Options:
     if kind == "islands":
         return replace(drawn, islands=r.randint(1, 2), max_pushes=64, faults=(*drawn.faults, "lose rank"))
     return replace(drawn, companions_every=r.choice((1, 2)), has_buffer=r.random() < 0.5, max_pushes=64)
+
+
+def _with_many(drawn: Options) -> Options:
+    """Now and then there are hundreds of fragments. One of those takes as long as fifty others, with two learners."""
+    r = random.Random(f"many {drawn.seed}")
+    if drawn.hostile or r.random() >= 0.01:
+        return drawn
+    return replace(
+        drawn, shards=2, learners=2, fragments=MANY, sync_every=60, step_s=drawn.step_s[:2], disks=drawn.disks[:2],
+        quorum=r.choice((1, 2, "all")), islands=min(drawn.islands, 1), progress_timeout_s=0.0,
+    )  # fmt: skip
 
 
 def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True) -> Options:
