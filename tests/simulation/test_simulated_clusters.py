@@ -19,6 +19,7 @@ from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import (
     DISK_FAULTS,
     FAULTS,
+    MANY,
     RARE_FAULTS,
     Options,
     draw,
@@ -126,7 +127,8 @@ def test_the_schedules_cover_every_kind_of_fault_and_setting() -> None:
 def test_short_schedules_are_of_3_shards_and_5_learners_and_meet_every_fault() -> None:
     drawn = [draw_short(seed) for seed in range(DRAWN)]
 
-    assert {(options.shards, options.learners) for options in drawn} == {(3, 5)}
+    usual, many = {(3, 5, 3), (3, 5, 4)}, {(2, 2, MANY)}
+    assert {(o.shards, o.learners, o.fragments) for o in drawn} == usual | many
     assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS, *RARE_FAULTS}
     assert {options.max_pushes for options in drawn} == {1, 2, 64}
     assert {options.resumes > 0 for options in drawn} == {True, False}
