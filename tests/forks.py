@@ -6,6 +6,7 @@ Whoever tests the start itself takes an interpreter (`processes.Process(own_inte
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -14,8 +15,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import IO
 
 from diloco_common.child import end_with_parent
 
@@ -30,11 +35,22 @@ context.set_forkserver_preload(
 
 
 class Forked:
-    """A module that runs as a process, with what is used of subprocess.Popen. Started when made."""
+    """A module or script that runs as a process, with what is used of subprocess.Popen. Started when made."""
 
-    def __init__(self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        given = (module, list(arguments), log, dict(environment))
-        self._process = context.Process(target=_become, args=given, daemon=True)
+    def __init__(
+        self, program: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], *,
+        errors: Path | None = None, folder: Path | None = None, forks_children: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            program: a module, or the path of a script.
+            log: what it writes goes to the end of this file.
+            errors: what it writes to stderr goes here instead.
+            folder: where it runs.
+            forks_children: children of its `Supervisor` start at once, too.
+        """
+        become = _Become(str(program), list(arguments), dict(environment), log, errors, folder, forks_children)
+        self._process = context.Process(target=become, daemon=True)
         self._process.start()
 
     @property
@@ -86,18 +102,103 @@ def ranks(
             process.kill()
 
 
-def log_to(log: Path) -> None:
-    """What this process writes goes to the end of this file, and it ends with its parent."""
+def run(
+    program: str, *arguments: str, environment: Mapping[str, str], folder: Path | None = None, timeout_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a module or a script to its end, and say how it ended. Raises TimeoutExpired."""
+    with TemporaryDirectory() as said:
+        out, err = Path(said, "out"), Path(said, "err")
+        process = Forked(program, arguments, out, environment, errors=err, folder=folder)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess([program, *arguments], code, out.read_text(), err.read_text())
+
+
+def log_to(log: Path, errors: Path | None = None) -> None:
+    """What this process writes goes to the ends of these files, and it ends with its parent."""
     end_with_parent(os.getppid())
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for standard in (1, 2):
+    for standard, path in ((1, log), (2, errors or log)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, standard)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _become(module: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+@dataclass
+class _Become:
+    """What a forked process does."""
+
+    program: str
+    arguments: list[str]
+    environment: dict[str, str]
+    log: Path
+    errors: Path | None
+    folder: Path | None
+    forks_children: bool
+
+    def __call__(self) -> None:
+        os.setsid()
+        log_to(self.log, self.errors)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        if self.folder is not None:
+            os.chdir(self.folder)
+        sys.argv = [self.program, *self.arguments]
+        if self.forks_children:
+            from diloco_deploy import supervisor
+
+            supervisor.subprocess = SimpleNamespace(Popen=_Child, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+        _run_to_the_end(self.program)
+
+
+def _run_to_the_end(program: str) -> None:
+    """As an interpreter does, also with what nobody has caught."""
+    try:
+        if program.endswith(".py"):
+            sys.path.insert(0, str(Path(program).parent))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+class _Child:
+    """A child of a `Supervisor` that is forked from it, with what is used of subprocess.Popen."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object) -> None:
+        self.pid = os.fork()
+        if not self.pid:
+            code = 1
+            try:
+                code = _as_after_exec(command[command.index("diloco_common.child") + 1 :], stdout.fileno(), env)
+            finally:
+                os._exit(code)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _as_after_exec(arguments: Sequence[str], log: int, environment: Mapping[str, str]) -> int:
+    """Leave behind what exec would: files, handlers of signals, variables. Then run the child; its exit code."""
+    gc.freeze()  # what belongs to the parent must not close files of ours
     os.setsid()
-    log_to(log)
+    for standard, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(file, standard)
+    os.closerange(3, 4096)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    parent_pid, module, *others = arguments
+    end_with_parent(int(parent_pid))
+    sys.argv = [module, *others]
+    try:
+        _run_to_the_end(module)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import forks
 import waiting
 from diloco_common.endpoints import Endpoints, read_address
 from forks import Forked
@@ -66,8 +67,12 @@ def environment() -> dict[str, str]:
     return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
 
 
-def run_module(module: str, *arguments: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module` to its end, as a person would type it."""
+def run_module(
+    module: str, *arguments: str, timeout_s: float = DEADLINE_S, own_interpreter: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module` to its end: as a person would type it with an interpreter of its own, else forked."""
+    if not own_interpreter:
+        return forks.run(module, *arguments, environment=environment(), timeout_s=timeout_s)
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         capture_output=True, text=True, timeout=timeout_s, env=environment(), stdin=subprocess.DEVNULL, check=False,

@@ -69,7 +69,7 @@ WORDS = {"diloco_deploy": ["up"], "diloco_server": [], "diloco_demo": []}
 
 @pytest.mark.parametrize("program", WORDS)
 def test_a_process_ends_with_that_line_and_its_exit_code(program: str) -> None:
-    ended = run_module(program, *WORDS[program], "--set=sync.quorm=2")
+    ended = run_module(program, *WORDS[program], "--set=sync.quorm=2", own_interpreter=True)
     assert_one_line(ended, 2, "sync.quorm", "did you mean", "quorum")
 
 
@@ -111,8 +111,9 @@ def test_an_open_http_address_wants_one_too(command, arguments: list[str]) -> No
     assert_one_line(ended, 2, ".http = 0.0.0.0", "security.token_file", "security.insecure")
 
 
-def test_a_worker_without_shards_is_refused(command) -> None:
+def test_what_a_command_cannot_do_without_is_named(command) -> None:
     assert_one_line(command("diloco_demo"), 2, "--shards")
+    assert_one_line(command("diloco_deploy", "pull", "--shards=127.0.0.1:9"), 2, "--out", "[BAD_CONFIG]")
 
 
 def test_data_that_is_not_there_is_refused(command, deaf: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 from processes import TINY, environment, sets, until
 
+import forks
 from diloco_common.endpoints import read_address
+from forks import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:50051"
@@ -61,19 +64,26 @@ def as_here(command: list[str], address: str, folder: Path) -> list[str]:
 
 @contextmanager
 def shard(command: list[str], folder: Path) -> Iterator[str]:
-    """Runs the shard, and gives its address."""
+    """Runs the shard, forked, and gives its address."""
     file = folder / "shard.json"
-    arguments = as_here(command, "127.0.0.1:0", folder)
-    with (folder / "shard.log").open("w") as log:
-        process = subprocess.Popen([*arguments, f"--address-file={file}"], stdout=log, stderr=log, env=environment())
-        try:
-            until(file.exists, "the shard listens")
-            found = read_address(file)
-            assert found is not None
-            yield found.grpc
-        finally:
-            process.terminate()
-            process.wait(120)
+    _, _, module, *arguments = as_here(command, "127.0.0.1:0", folder)
+    process = Forked(module, [*arguments, f"--address-file={file}"], folder / "shard.log", environment())
+    try:
+        until(file.exists, "the shard listens")
+        found = read_address(file)
+        assert found is not None
+        yield found.grpc
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+
+
+def run(command: list[str], *, forked: bool) -> subprocess.CompletedProcess[str]:
+    """Forked, it need not import torch anew."""
+    variables = environment() | {"HF_HUB_OFFLINE": "1"}
+    if forked:
+        return forks.run(*command[1:], environment=variables, folder=ROOT, timeout_s=280)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, env=variables, check=False)
 
 
 def test_every_example_is_here() -> None:
@@ -89,10 +99,7 @@ def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> No
     said = ""
     with shard(serve, tmp_path) as address:
         for command in others:
-            ended = subprocess.run(
-                as_here(command, address, tmp_path), capture_output=True, text=True, cwd=ROOT, timeout=280,
-                env=environment() | {"HF_HUB_OFFLINE": "1"}, check=False,
-            )  # fmt: skip
+            ended = run(as_here(command, address, tmp_path), forked=name in QUICK)
             assert ended.returncode == 0, ended.stderr
             assert "Traceback" not in ended.stderr
             said += ended.stdout

@@ -9,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 from mistakes import EXAMPLES, answer, assert_told
 from processes import environment, until
 from test_e2e_examples import shard
+
+from forks import Forked
 
 LOOP = (EXAMPLES / "own_loop.py").read_text()
 RESUME = (EXAMPLES / "resume.py").read_text()
@@ -71,18 +74,6 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "negative tokens": (LOOP.replace("tokens=len(points)", "tokens=-1"), "SHARD", "BAD_CONFIG"),
     "an unknown schedule": (RESUME.replace('"cosine"', '"cos"'), "SHARD", "BAD_CONFIG"),
 }  # fmt: skip
-COMMANDS: dict[str, tuple[list[str], str]] = {
-    "pull from nowhere": (["pull", "--shards", "127.0.0.1:9", "--out", "OUT", "--wait", "0.2"], "CANNOT_CONNECT"),
-    "pull of another run": (["pull", "--shards", "SHARD", "--out", "OUT", "--run", "x"], "WRONG_RUN"),
-    "pull without --out": (["pull", "--shards", "SHARD"], "BAD_CONFIG"),
-    "pull with a folder that is none": (["pull", "--shards", "SHARD", "--out", "OUT", "--base", "/no"], "BAD_DATA"),
-}
-
-
-def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=environment(), check=False, **options
-    )
 
 
 @pytest.fixture(scope="module")
@@ -111,55 +102,45 @@ def test_other_errors_keep_their_traceback(address: str, as_a_script: Any) -> No
 def test_a_process_ends_with_the_same_line(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(LOOP)
-    ended = run([sys.executable, str(path), "127.0.0.1"])
+    ended = subprocess.run(
+        [sys.executable, str(path), "127.0.0.1"], capture_output=True, text=True, timeout=280, env=environment(),
+        check=False,
+    )  # fmt: skip
     assert ended.returncode == 1
     (told,) = answer(ended.stderr)
     assert told.endswith("[BAD_CONFIG]")
 
 
-@pytest.mark.parametrize("mistake", COMMANDS)
-def test_a_command_too(mistake: str, address: str, tmp_path: Path) -> None:
-    arguments, code = COMMANDS[mistake]
-    given = [a.replace("SHARD", address).replace("OUT", str(tmp_path / "out")) for a in arguments]
-    ended = run([sys.executable, "-m", "diloco_deploy", *given])
-    told = answer(ended.stderr)
-    assert len(told) == 1, ended.stderr
-    assert told[0].endswith(f"[{code}]")
+@contextmanager
+def started(script: str, address: str, folder: Path) -> Iterator[tuple[Forked, Path, Path]]:
+    """The script as a process, with what it says on stdout and on stderr."""
+    path, out, err = folder / "train.py", folder / "out", folder / "err"
+    path.write_text(script)
+    process = Forked(str(path), [address], out, environment(), errors=err)
+    try:
+        yield process, out, err
+    finally:
+        process.kill()
 
 
 def test_who_waits_for_a_shard_is_told_for_what_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(LOOP)
-    process = subprocess.Popen(
-        [sys.executable, str(path), "127.0.0.1:9"], stderr=subprocess.PIPE, text=True, env=environment()
-    )
-    lines: list[str] = []
-    assert process.stderr is not None
-    reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    try:
-        until(lambda: any("waiting" in line and "no answer from 127.0.0.1:9" in line for line in lines), "it is said")
+    with started(LOOP, "127.0.0.1:9", tmp_path) as (process, _, err):
+        until(lambda: re.search("waiting.*no answer from 127.0.0.1:9", said(err)), "it is said")
         process.send_signal(signal.SIGINT)
         assert process.wait(200) == 130
-    finally:
-        process.kill()
-    reader.join(200)
-    (told,) = answer("".join(lines))
+    (told,) = answer(said(err))
     assert told.startswith("diloco: interrupted; ")
     assert told.endswith("had not joined yet: no answer from 127.0.0.1:9")
 
 
 def test_ctrl_c_while_training_leaves_the_run_in_one_line(address: str, tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(before_step('print("step", flush=True)'))
-    process = subprocess.Popen(
-        [sys.executable, str(path), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(),
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "step\n"
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=200)
-    (told,) = answer(said)
+    with started(before_step('print("step", flush=True)'), address, tmp_path) as (process, out, err):
+        until(lambda: said(out), "a step")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(200) == 130
+    (told,) = answer(said(err))
     assert re.fullmatch(r"diloco: interrupted; \S+ has left the run after \d+ steps", told)
-    assert process.returncode == 130
+
+
+def said(file: Path) -> str:
+    return file.read_text() if file.exists() else ""

@@ -20,6 +20,7 @@ from diloco_common.endpoints import read_address
 from diloco_common.settings import Settings
 from diloco_demo.data import load_corpus
 from diloco_demo.gpt import build_gpt, evaluate
+from forks import Forked
 
 BUDGET = 100_000
 WORKERS = ["worker-0", "worker-1"]
@@ -35,15 +36,28 @@ SEED_BYTES = 4.0
 class Up:
     """One `diloco up` as a process of its own."""
 
-    def __init__(self, folder: Path, shards: int, workers: int, tokens: int, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, shards: int, workers: int, tokens: int, *, own_interpreters: bool = False,
+        **settings: object,
+    ) -> None:  # fmt: skip
+        """With interpreters of their own, the command and its children are started as a person does, else forked."""
         self.folder = folder
         self.shards = [f"shard-{i}" for i in range(shards)]
         self.workers = [f"worker-{i}" for i in range(workers)]
         flags = [f"--shards={shards}", f"--workers={workers}", f"--tokens={tokens}", f"--folder={folder}"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco_deploy", "up", *flags, *sets({**TINY, **CALM, **settings})],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
-        )  # fmt: skip
+        arguments = ["up", *flags, *sets({**TINY, **CALM, **settings})]
+        folder.mkdir(exist_ok=True)
+        self._log = folder.with_name("up.log")
+        self._log.unlink(missing_ok=True)
+        self._process: Forked | subprocess.Popen[bytes]
+        if not own_interpreters:
+            self._process = Forked("diloco_deploy", arguments, self._log, environment(), forks_children=True)
+        else:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "diloco_deploy", *arguments],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(),
+                )  # fmt: skip
         self.children: list[psutil.Process] = []
 
     def address(self, name: str) -> str:
@@ -69,15 +83,14 @@ class Up:
 
     def end(self, seconds: float = 200) -> tuple[int, str]:
         """Exit code and everything that it said."""
-        said, _ = self._process.communicate(timeout=seconds)
-        return self._process.returncode, said
+        return self._process.wait(seconds), self._log.read_text()
 
     def no_children_left(self) -> bool:
         return not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in self.children)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
         for child in self.children:
             if child.is_running():
                 child.kill()
@@ -87,8 +100,8 @@ class Up:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Up]]:
     started: list[Up] = []
 
-    def start(shards: int = 1, workers: int = 1, tokens: int = 0) -> Up:
-        started.append(Up(tmp_path_factory.mktemp("up") / "run", shards, workers, tokens))
+    def start(shards: int = 1, workers: int = 1, tokens: int = 0, **how: bool) -> Up:
+        started.append(Up(tmp_path_factory.mktemp("up") / "run", shards, workers, tokens, **how))
         return started[-1]
 
     yield start
@@ -169,7 +182,7 @@ def test_the_exported_model_is_the_reported_one_in_plain_torch(finished: Finishe
 
 
 def test_ctrl_c_drains_and_says_where_things_lie(up: Callable[..., Up]) -> None:
-    run = up()
+    run = up(own_interpreters=True)
     run.await_merging()
     run.signal(signal.SIGINT)
     code, said = run.end()
@@ -199,16 +212,19 @@ def test_children_end_when_the_command_is_killed(up: Callable[..., Up]) -> None:
 
 
 @pytest.mark.parametrize(
-    "average",
+    ("average", "own_interpreters"),
     [
-        pytest.param("false", id="momentum stays local", marks=pytest.mark.gate),
-        pytest.param("true", id="momentum is averaged"),
+        pytest.param("false", True, id="momentum stays local", marks=pytest.mark.gate),
+        pytest.param("true", False, id="momentum is averaged"),
     ],
 )
-def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path, average: str) -> None:
+def test_when_everything_is_killed_the_same_command_goes_on(
+    tmp_path: Path, average: str, own_interpreters: bool
+) -> None:
     """faults.md 6: no announced version is lost, workers go on from their own checkpoints, and the run ends."""
-    settings = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": average}
-    first = Up(tmp_path / "run", 2, 2, 60_000, **settings)
+    how: dict[str, Any] = {"worker.checkpoint_every_s": 0.5, "train.average_momentum": average}
+    how["own_interpreters"] = own_interpreters
+    first = Up(tmp_path / "run", 2, 2, 60_000, **how)
     try:
         first.await_merging()
         until(lambda: all((tmp_path / "run" / w / "checkpoint.safetensors").exists() for w in first.workers), "files")
@@ -216,7 +232,7 @@ def test_when_everything_is_killed_the_same_command_goes_on(tmp_path: Path, aver
     finally:
         first.kill()
 
-    second = Up(tmp_path / "run", 2, 2, 60_000, **settings)
+    second = Up(tmp_path / "run", 2, 2, 60_000, **how)
     try:
         code, said = second.end()
     finally:
