@@ -32,7 +32,8 @@ from diloco_server.driver import Job
 from diloco_worker.core.copies import FindCopies
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.replica import NONE, Companion, Replica
+from diloco_worker.core.momentum import Companion
+from diloco_worker.core.replica import NONE, Replica
 
 
 class ShardShell(LockstepShard):

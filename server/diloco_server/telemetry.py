@@ -232,6 +232,6 @@ class ShardHistory:
             what, fragment=state.fragment.fragment_id, epoch=state.epoch, version=state.version,
             checksum=fingerprint(decoded.numpy().tobytes()),
             state=fingerprint(*(part.view(torch.uint8).numpy().tobytes() for part in (values.theta, *values.buffers))),
-            tokens_merged=state.tokens_merged, **facts,
-            **({} if state.fragment.traits.is_of_model else {"companion": True}),
+            tokens_merged=state.tokens_merged,
+            **({} if state.fragment.traits.is_of_model else {"companion": True}), **facts,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from diloco_demo.gpt import GPT, Layer, norm, rotate
 from diloco_demo.muon import RMS_OF_ADAMW, orthogonal
 from diloco_demo.shapes import BYTES
 from diloco_worker.companions import most_of
-from diloco_worker.core.replica import Companion, Pace
+from diloco_worker.core.momentum import Companion, Pace
 
 ADAMW_EPS = 1e-8
 """As torch has it."""

@@ -27,7 +27,7 @@ from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act, PushAnswered, PushContribution, VersionApplied
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.fragment import Contribution, Fate, LearnerFragment
-from diloco_worker.core.island_parts import Holding, LocalFragment, Sharing, local_fragment
+from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica
 from diloco_worker.island import make_island_learner
 from diloco_worker.telemetry import LearnerTelemetry
@@ -345,15 +345,12 @@ class RowsReplica(Replica):
         """`meanwhile` is called with every snapshot."""
         super().__init__(model, AVERAGED)
         rows = {name: slice(held.start, held.stop) for name, held in holdings.items()}
-        self._hold({name: p.detach().view(-1)[rows[name]] for name, p in self._tensors.items()})
+        self.hold({name: p.detach().view(-1)[rows[name]] for name, p in self.parameters.tensors.items()})
         self._holdings, self._rank, self._size, self._meanwhile = holdings, rank, size, meanwhile
 
     def held(self, fragment: Fragment) -> LocalFragment:
         return local_fragment(fragment, self._holdings, Sharing(), self._rank, self._size)
 
-    def read(self, fragment: Fragment, out: Tensor) -> None:
-        super().read(fragment, out.zero_())
-
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        super().progress(fragment, anchor, out.zero_())
+        super().progress(fragment, anchor, out)
         self._meanwhile(out)

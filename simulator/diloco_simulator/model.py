@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.manifest import Fragment
-from diloco_worker.core.replica import Companion, Replica
+from diloco_worker.core.momentum import Companion, Momenta
+from diloco_worker.core.replica import Replica
 
 SHAPES = {"body": (64, 3), "head": (8, 2), "norm": (3,)}
 AVERAGED = ("head",)
@@ -55,8 +56,10 @@ class TornReplica(Replica):
         super().__init__(model, AVERAGED)
         if has_companion:
             self.specs = [spec._replace(kind="momentum") if spec.name == COMPANION else spec for spec in self.specs]
-            values = self._tensors[COMPANION]
-            self._companions = {COMPANION: Companion("Adam", values, torch.full_like(values, torch.inf))}
+            values = self.parameters.tensors[COMPANION]
+            self.of_kind["momentum"] = Momenta(
+                {COMPANION: Companion("Adam", values, torch.full_like(values, torch.inf))}
+            )
         self._meanwhile = meanwhile
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
@@ -78,7 +81,7 @@ class _Flat:
     def part(self, flat: Tensor, fragment: Fragment) -> Tensor:
         self._model.flat.copy_(flat)
         out = torch.empty(fragment.num_elements)
-        self._replica.read(fragment, out)
+        self._replica.parameters.read(fragment, out)  # whatever their kind
         return out
 
 

@@ -21,7 +21,8 @@ from diloco_deploy.checkpoint.commands import restore_into
 from diloco_deploy.checkpoint.export import export_model
 from diloco_deploy.checkpoint.sources import open_whole
 from diloco_server.storage.checkpoint import decode_manifest, encode_manifest, total_tokens
-from diloco_worker.core.replica import Companion, Replica
+from diloco_worker.core.momentum import Companion
+from diloco_worker.core.replica import Replica
 from diloco_worker.global_model import pull_global_model
 from waiting import until
 

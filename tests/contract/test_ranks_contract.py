@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco_worker
 from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
 from diloco_common.manifest import cut
-from diloco_worker.core.island_replica import IslandReplica, located
+from diloco_worker.core.parts import Seat, located
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.island import make_replica
@@ -186,7 +186,7 @@ def test_all_parameters_of_an_island_are_spread_in_one_way() -> None:
     model = plain()
     fully_shard(model[2], mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(UnsupportedModel, match=r"0.bias and 2.bias are spread over the ranks in different ways"):
-        IslandReplica(model, None, 0, 2, located)
+        Replica(model, seat=Seat(0, 2, located))
 
 
 def test_an_island_needs_a_process_group() -> None:

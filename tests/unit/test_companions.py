@@ -24,7 +24,8 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.telemetry import ShardHistory
 from diloco_worker.companions import Companions, most_of
 from diloco_worker.core.learner import LearnerCore
-from diloco_worker.core.replica import Companion, Pace, Replica
+from diloco_worker.core.momentum import Companion, Pace
+from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from lockstep import Lockstep
 

@@ -43,6 +43,7 @@ PURE_COMMON = tuple(
         "codec",
         "errors",
         "identity",
+        "kinds",
         "manifest",
         "messages",
         "newest",

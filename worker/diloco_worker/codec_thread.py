@@ -23,8 +23,8 @@ from diloco_common.messages import Held, PullHeader
 from diloco_common.ports import World
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import Contribution
-from diloco_worker.core.island_parts import LocalFragment
-from diloco_worker.core.replica import wait_for_device
+from diloco_worker.core.layout import wait_for_device
+from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.tensors import Difference, FragmentTensors
 from diloco_worker.telemetry import LearnerTelemetry
 
@@ -113,9 +113,9 @@ class CodecThread:
         )  # fmt: skip
 
     def local(self, fragment_id: int) -> LocalFragment | None:
-        """As a rank of an island holds it. None: this process holds all of it."""
+        """As this process holds it. None: the model is not cut yet."""
         tensors = self._tensors.get(fragment_id)
-        return tensors.fragment if tensors is not None and isinstance(tensors.fragment, LocalFragment) else None
+        return None if tensors is None else tensors.fragment
 
     def held(self, fragment_ids: Collection[int]) -> tuple[Held, ...]:
         """Which of these fragments were pulled, and the version of each that was pulled last."""

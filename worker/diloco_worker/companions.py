@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
 from diloco_common.manifest import Momentum
-from diloco_worker.core.replica import Companion, Pace
+from diloco_worker.core.momentum import Companion, Pace
 from diloco_worker.core.shared_set import SharedSet
 
 ADAM = torch.optim.Adam, torch.optim.AdamW

@@ -65,7 +65,7 @@ class Finishing(Ending):
 
     @property
     def _has_contributions(self) -> bool:
-        """Whether work of this learner is on its way into a version of the model. Companions are not waited for."""
+        """Whether work of this learner is on its way into a version of the model."""
         core = self._boundary.core
         if core is None or self._boundary.shards.have_stopped:
             return False

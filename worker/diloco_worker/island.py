@@ -20,11 +20,10 @@ from diloco_common.ports import Transport, World
 from diloco_worker.boundary import Start
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.context import ConnectionContext
-from diloco_worker.core import island_replica
+from diloco_worker.core import parts
 from diloco_worker.core.connection import Caller
 from diloco_worker.core.island_log import IslandLog
-from diloco_worker.core.island_parts import Holding, Sharing
-from diloco_worker.core.island_replica import IslandReplica
+from diloco_worker.core.parts import Holding, Seat, Sharing
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.inbox import Inbox
@@ -52,7 +51,7 @@ def form_island(island: Any, name: str, saved: LearnerState | None) -> tuple[Isl
     return group, group.agree(name)
 
 
-def make_replica(model: SharedSet, mean_merge: Collection[str] | None, group: IslandGroup) -> IslandReplica:
+def make_replica(model: SharedSet, mean_merge: Collection[str] | None, group: IslandGroup) -> Replica:
     """This rank's part of the model. Raises UnsupportedModel, and ConfigError if ranks bring different models."""
 
     def located(tensor: Tensor) -> tuple[Holding, Sharing]:
@@ -60,11 +59,11 @@ def make_replica(model: SharedSet, mean_merge: Collection[str] | None, group: Is
         if ranks != sorted(group.ranks):
             raise UnsupportedModel(f"the model's device mesh has ranks {ranks}, the island {sorted(group.ranks)}")
         try:
-            return island_replica.located(tensor)
+            return parts.located(tensor)
         except ValueError as error:
-            raise UnsupportedModel(f"a parameter {error}; {island_replica.SUPPORTED}") from None
+            raise UnsupportedModel(f"a parameter {error}; {parts.SUPPORTED}") from None
 
-    replica = IslandReplica(model, mean_merge, group.rank, group.size, located)
+    replica = Replica(model, mean_merge, seat=Seat(group.rank, group.size, located))
     digests = group.all_of(model_digest(replica.specs))
     if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ConfigError(f"ranks {different} of the island bring another model than rank 0; build the same one in all")

@@ -18,7 +18,7 @@ from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.core.acts import Act, FetchEnded, FetchVersion, GiveUp, LeaseTaken, PushContribution, SeedFragment
 from diloco_worker.core.events import Arrived, Event, Joined
 from diloco_worker.core.island_log import Fetch, IslandLog, Turn, tokens_of
-from diloco_worker.core.island_parts import LocalFragment
+from diloco_worker.core.parts import LocalFragment
 from diloco_worker.core.replica import Replica
 from diloco_worker.inbox import Inbox
 from diloco_worker.island_exchange import Exchange
@@ -114,9 +114,7 @@ class IslandBoundary(StepBoundary):
         return replace(arrived, sent=contribution.tokens)
 
     def _local(self, fragment_id: int) -> LocalFragment:
-        local = self._core.fragments[fragment_id].tensors.fragment
-        assert isinstance(local, LocalFragment)
-        return local
+        return self._core.fragments[fragment_id].tensors.fragment
 
     def _owner(self, fetch: Fetch) -> int:
         return self._core.manifest.fragments[fetch.fragment_id].shard_index

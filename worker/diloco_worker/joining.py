@@ -34,8 +34,9 @@ from diloco_worker.companions import Companions
 from diloco_worker.connections import Connections
 from diloco_worker.core import ranks
 from diloco_worker.core.connection import Caller
+from diloco_worker.core.layout import in_pinned_memory
 from diloco_worker.core.ranks import Island, Rank
-from diloco_worker.core.replica import Replica, in_pinned_memory
+from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import Models, Patterns, SharedSet, as_module
 from diloco_worker.credentials import Credentials
 from diloco_worker.frozen_tensors import FrozenRule
@@ -189,7 +190,7 @@ def join(
     dial, index = partial(GrpcTransport, credentials=credentials), taken(run, caller.learner_id)
     if index is None and saved is not None:
         index = saved.index
-    watch = None if replica.is_spread else ModelWatch(chosen, averaged)
+    watch = None if replica.is_spread else ModelWatch(chosen, *(() if averaged is None else (averaged.check,)))
     if group is None:
         learner = make_learner(
             replica, addresses, caller, dial, world, network, telemetry, start, index=index, frozen=declared,

@@ -215,7 +215,7 @@ class Learner(LearnerView):
         if self._following is not None and not self._following.is_removed:
             raise ConfigError("this learner follows an optimizer already: call remove() of what follow() gave first")
         following = Following(self, optimizer, tokens, samples, self.telemetry.log)
-        if is_schedule_free(optimizer) and self._boundary.replica.copies is None:
+        if is_schedule_free(optimizer) and not self._boundary.replica.has_copies:
             following.remove()
             raise VersionUndone(
                 f"{type(optimizer).__name__} is schedule-free, and would draw the parameters back to a copy that "

@@ -104,7 +104,7 @@ class Puller:
         held = num_elements = fragment.num_elements
         encodings = pull_encodings(fragment.encoding(state.policy.pull_encoding))
         request = PullRequest(fragment_id, encodings, codec.base(fragment_id))
-        if local is not None:
+        if local is not None and self._c.is_island:
             have = None if request.have == want else request.have  # it may have been dropped since
             request = replace(request, have=have, want=want, ranges=local.ranges)
             if not num_elements:  # one element, for what is said of the version; and so that the shard holds it

@@ -17,7 +17,7 @@ Nobody notices `parameter.data.copy_(...)`. Other values go through other_values
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from diloco_common.errors import ModelChanged
-from diloco_worker.companions import Companions
 from diloco_worker.core import names
-from diloco_worker.core.replica import changed_form, form_of
+from diloco_worker.core.parameters import changed_form, form_of
 from diloco_worker.core.shared_set import SharedSet
 
 WHAT_TO_DO = (
@@ -46,9 +45,9 @@ AT_ONCE = 16
 class ModelWatch:
     """The parameters of one model, as they were when it joined. Owned by the training thread."""
 
-    def __init__(self, chosen: SharedSet, companions: Companions | None = None) -> None:
-        """`companions`: what is averaged beside it."""
-        self._companions = companions
+    def __init__(self, chosen: SharedSet, beside: Callable[[], None] = lambda: None) -> None:
+        """`beside`: looks at what is synchronised beside it. Raises ModelChanged."""
+        self._beside = beside
         self._chosen = chosen
         self._by_name = names.parameters(chosen.model)
         shared = {name for name, of in chosen.name_of.items() if of in chosen.shared}
@@ -73,8 +72,7 @@ class ModelWatch:
 
     def check(self) -> None:
         """At every step. Raises ModelChanged."""
-        if self._companions is not None:
-            self._companions.check()
+        self._beside()
         self._check(next(self._next))
         if self._loaded.happened:
             raise ModelChanged(
@@ -84,9 +82,8 @@ class ModelWatch:
             )
 
     def check_in_place(self) -> None:
-        """Whether parameters and companions are those that they were, whatever their values. Raises ModelChanged."""
-        if self._companions is not None:
-            self._companions.check()
+        """Whether all is what it was, whatever their values. Raises ModelChanged."""
+        self._beside()
         for turn in self._turns:
             self._check(turn)
 

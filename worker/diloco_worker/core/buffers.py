@@ -85,8 +85,22 @@ class Buffers:
             bounds = piece.tensor_bounds
             out[piece.bounds].copy_(layout.flat(buffer.tensor, bounds.start, bounds.stop))
 
+    def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
+        """out <- 0 - values: a contribution holds what they are, as the difference to nothing."""
+        self.read(fragment, out)
+        out.neg_()
+
+    def rounds(self, fragment: Fragment, values: torch.dtype) -> bool:
+        """What they cannot hold is nothing that anybody would count as trained."""
+        return False
+
+    def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
+        """They take over what they do in training: nobody knows what of a buffer is progress."""
+        self.write(fragment, values, trains_on=True)
+
     def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
         """buffers <- values, in place. Integers are whole again. `trains_on`: what training keeps for itself stays."""
+        layout.used_here(values)
         for piece, buffer in self._of(fragment):
             if trains_on and buffer.is_statistic:
                 continue

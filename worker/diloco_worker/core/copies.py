@@ -10,7 +10,7 @@ element, so nothing has to say which kind of a copy it is: elsewhere it is off b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,25 +18,29 @@ from torch import Tensor
 from diloco_common.codec.base import as_held
 from diloco_common.manifest import Fragment, Piece
 from diloco_worker.core import layout
+from diloco_worker.core.parameters import Parameters
 
 FindCopies = Callable[[str], Sequence[Tensor]]
 """Name of a shared parameter -> its copies, as they are now: of its shape, on its device."""
 
 
-class Copies:
-    """The copies of one model's parameters. Values are [num_elements] of a fragment, as the replica's."""
+class Copied(Parameters):
+    """The parameters of one model, and their copies."""
 
-    def __init__(self, find: FindCopies, theta: Callable[[str], Tensor]) -> None:
-        self.of = find
-        self._theta = theta
+    def __init__(self, tensors: Mapping[str, Tensor], find: FindCopies) -> None:
+        super().__init__(tensors)
+        self._find = find
+
+    def copies(self) -> list[tuple[str, Tensor]]:
+        return [(name, copy) for name in self.tensors for copy in self._find(name)]
 
     def read(self, fragment: Fragment, out: Tensor) -> None:
-        """out <- theta."""
         for piece, theta, copies in self._pieces(fragment):
             out[piece.bounds].copy_(_finest(piece, theta, copies))
 
     def progress(self, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-        """out <- anchor - theta: where no copy says more of it, the anchor as theta holds it."""
+        """Where no copy says more of it, the anchor counts as theta holds it."""
+        layout.used_here(anchor)
         for piece, theta, copies in self._pieces(fragment):
             since = anchor[piece.bounds]
             held, master = as_held(since, theta.dtype), _master(copies)
@@ -44,26 +48,31 @@ class Copies:
                 held = torch.where(_flat(piece, master).to(theta.dtype) == _flat(piece, theta), since.float(), held)
             torch.sub(held, _finest(piece, theta, copies), out=out[piece.bounds])
 
-    def master(self, name: str) -> Tensor | None:
-        """The float32 copy of this parameter, if there is one."""
-        return _master(self.of(name))
+    def as_held(self, fragment: Fragment, values: Tensor) -> Tensor:
+        """A float32 copy holds them whole."""
+        held = super().as_held(fragment, values)
+        for piece in fragment.pieces:
+            if _master(self._find(piece.tensor)) is not None:
+                held[piece.bounds] = values[piece.bounds]
+        return held
 
-    def add(self, fragment: Fragment, difference: Tensor) -> None:
-        """theta <- theta + difference, and all of its copies, each rounded once."""
+    def add(self, fragment: Fragment, difference: Tensor, steps: int = 0) -> None:
+        """And to all copies, each rounded once."""
+        layout.used_here(difference)
         for piece, theta, copies in self._pieces(fragment):
             moved = difference[piece.bounds]
             _put(piece, theta, _finest(piece, theta, copies).float() + moved)
             for copy in copies:
                 _put(piece, copy, _flat(piece, copy).float() + moved)
 
-    def write(self, fragment: Fragment, values: Tensor) -> None:
-        """theta and all of its copies <- values."""
+    def write(self, fragment: Fragment, values: Tensor, *, trains_on: bool = False) -> None:
+        layout.used_here(values)
         for piece, theta, copies in self._pieces(fragment):
             for tensor in (theta, *copies):
                 _put(piece, tensor, values[piece.bounds])
 
     def blend(self, fragment: Fragment, values: Tensor, alpha: float) -> None:
-        """theta <- alpha * theta + (1 - alpha) * values, and all of its copies."""
+        layout.used_here(values)
         for piece, theta, copies in self._pieces(fragment):
             new = values[piece.bounds].float()
             _put(piece, theta, _finest(piece, theta, copies).float().lerp(new, 1 - alpha))
@@ -72,7 +81,7 @@ class Copies:
 
     def _pieces(self, fragment: Fragment) -> Iterator[tuple[Piece, Tensor, Sequence[Tensor]]]:
         for piece in fragment.pieces:
-            yield piece, self._theta(piece.tensor), self.of(piece.tensor)
+            yield piece, self.theta(piece.tensor), self._find(piece.tensor)
 
 
 def _finest(piece: Piece, theta: Tensor, copies: Sequence[Tensor]) -> Tensor:

@@ -48,14 +48,13 @@ class LearnerCore:
             for f in manifest.fragments
         }
         self.of_model = [f for f in self.fragments.values() if f.fragment.traits.is_of_model]
-        """Without companions."""
+        """Those that the progress of the run is counted by."""
         self.exported = [f for f in self.fragments.values() if f.fragment.traits.is_exported]
         """What a file of the model holds: with buffers."""
 
     @property
     def unmerged(self) -> int:
-        """Contributions under way whose fate is not known: of all that were taken, those to companions included, what
-        is neither merged nor carried nor forgotten."""
+        """Contributions under way whose fate is not known: neither merged nor carried nor forgotten."""
         return sum(f.contribution is not None for f in self.fragments.values())
 
     @property

@@ -14,8 +14,7 @@ on it. But progress is counted from what the model holds of it: what was rounded
 A snapshot in bfloat16 is a little off. Under `carry` that loses nothing: a contribution counts as what its snapshot
 says, and the rest stays in the local progress, which the next contribution holds.
 
-Companions have no residual: an inner step forgets a part of the momentum, so the next contribution holds what was lost
-already, and error feedback would send it twice.
+What does not feed back (`Traits.feeds_back`) has no residual: error feedback would send it twice.
 
 Between contributions only anchor and residual are there, and after one that was not merged also its snapshot and
 payload, until the next is encoded. A learner may keep its residuals in host memory
@@ -47,10 +46,10 @@ from torch import Tensor
 from diloco_common.codec import Payload, decode_payload, encode_payload, get_codec, memory
 from diloco_common.codec.base import Reference, refuse_non_finite, subtract
 from diloco_common.codec.scratch import slices_of
-from diloco_common.manifest import Fragment
 from diloco_common.messages import LearnerPolicy
-from diloco_worker.core.island_parts import LocalFragment
-from diloco_worker.core.replica import Replica, queued_until, wait_for_device
+from diloco_worker.core.layout import queued_until, wait_for_device
+from diloco_worker.core.parts import LocalFragment
+from diloco_worker.core.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,11 @@ class ContributionTensors:
 
     def __init__(
         self, round_number: int, anchor: Tensor, residual: Tensor | None, read: Callable[[Tensor], None], *,
-        dtype: torch.dtype, error_feedback: bool, own: slice | None = None,
+        dtype: torch.dtype, error_feedback: bool, own: slice,
         stow: Callable[[Tensor], Tensor] | None = None, given_back: ContributionTensors | None = None,
     ) -> None:  # fmt: skip
-        """`read` writes anchor - theta to a tensor of this dtype. `own`: what of it this process pushes, if that is not
-        all. `stow` gives what is kept of a loss; None: itself. `given_back`: the contribution before, if it was not
+        """`read` writes anchor - theta to a tensor of this dtype. `own`: what of it this process pushes.
+        `stow` gives what is kept of a loss; None: itself. `given_back`: the contribution before, if it was not
         merged."""
         self.round = round_number
         """Names the contribution, within its fragment."""
@@ -100,7 +99,7 @@ class ContributionTensors:
     @property
     def is_others(self) -> bool:
         """Whether other ranks of the island push all of it."""
-        return self._own is not None and self._own.stop == self._own.start
+        return bool(self._own.stop == self._own.start)
 
     @property
     def may_overwrite(self) -> bool:
@@ -183,13 +182,13 @@ class ContributionTensors:
         snapshot = self.take_snapshot()
         if self._wait_until_read is not None:
             self._wait_until_read()
-        return snapshot if self._own is None else snapshot[self._own]
+        return snapshot[self._own]
 
 
 class FragmentTensors:
     """The tensors of one fragment, and how a version gets into the model."""
 
-    def __init__(self, fragment: Fragment, replica: Replica, policy: LearnerPolicy) -> None:
+    def __init__(self, fragment: LocalFragment, replica: Replica, policy: LearnerPolicy) -> None:
         self.anchor: Tensor | None = None
         self.contribution: ContributionTensors | None = None
         self._residual: Tensor | None = None
@@ -217,7 +216,7 @@ class FragmentTensors:
         """What theta moves away from if this version is applied now; None if that is not one addition. In any
         thread."""
         contribution, anchor = self.contribution, self.anchor
-        if self._policy.on_commit != "carry" or self.fragment.kind == "buffer" or self._is_rounded(anchor):
+        if self._policy.on_commit != "carry" or self.fragment.traits.is_whole or self._is_rounded(anchor):
             return None
         if contribution is not None and contribution.round == merged_version <= version:
             return None if contribution.snapshot is None else contribution.reference
@@ -233,7 +232,7 @@ class FragmentTensors:
             round_number, self.anchor, self._residual, partial(self._replica.progress, self.fragment, self.anchor),
             dtype=get_codec(self.fragment.encoding(self._policy.push_encoding)).progress_dtype,
             error_feedback=self._policy.error_feedback and self.fragment.traits.feeds_back,
-            own=self.fragment.own if isinstance(self.fragment, LocalFragment) else None, stow=self._replica.stow,
+            own=self.fragment.own, stow=self._replica.stow,
             given_back=self._given_back,
         )  # fmt: skip
         self._given_back = None
@@ -269,9 +268,9 @@ class FragmentTensors:
         theta + (new - anchor).
         `difference`: what was computed ahead. It is computed here where it was from another reference. `steps`: inner
         steps since the reference was what the model held. `before`: so many of them led to the snapshot of a
-        contribution that is not merged in it. Buffers take over what they do in training (buffers.py).
+        contribution that is not merged in it. What is contributed whole takes over what it does in training.
         """
-        if self.fragment.kind == "buffer":
+        if self.fragment.traits.is_whole:
             self._replica.write(self.fragment, values, trains_on=True)
             self._settle(values, merged=merged)
             return
@@ -311,7 +310,7 @@ class FragmentTensors:
     def overwrite(self, values: Tensor, *, merged: bool) -> None:
         """theta <- new, or a blend of both:  alpha * theta + (1 - alpha) * new."""
         with self._replica.laid.under(self.fragment):
-            if self._policy.on_commit == "blend" and self._policy.blend_alpha and self.fragment.kind != "buffer":
+            if self._policy.on_commit == "blend" and self._policy.blend_alpha:
                 self._replica.blend(self.fragment, values, self._policy.blend_alpha)
             else:
                 self._replica.write(self.fragment, values, trains_on=True)
