@@ -2,7 +2,7 @@
 
 `make wheels` runs it. A platform wheel is the wheel for any machine and one file more, the library of C kernels for
 that machine (`diloco_common.codec.library`). zig compiles it, for glibc 2.17 on, whatever machine this is. pip takes
-the platform wheel where it fits. Elsewhere the kernels are compiled at first use, if there is a compiler.
+the platform wheel where it fits. Elsewhere torch does their work, until they are built there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def platform_wheel(pure: Path, machine: str, compiled: Path, folder: Path) -> Pa
         wheel = record.replace("RECORD", "WHEEL")
         told = files[wheel][1].decode().replace("Tag: py3-none-any", f"Tag: {tag}")
         files[wheel] = files[wheel][0], told.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
-        inside = zipfile.ZipInfo(f"diloco_common/codec/kernels/{library.prebuilt_name(machine)}", MADE)
+        inside = zipfile.ZipInfo(f"diloco_common/codec/kernels/{library.built_name(machine)}", MADE)
         inside.external_attr, inside.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
         record_info = files.pop(record)[0]
         files[inside.filename] = inside, compiled.read_bytes()

@@ -99,7 +99,7 @@ def test_the_images_are_small_and_hold_no_tools(project: Project) -> None:
     assert "pip" in inside(os.environ.get("BASE_IMAGE") or BASE_IMAGE, TOOLS), "the base has what we look for"
     for name in names:
         assert inside(name, TOOLS) == ""
-    assert "native kernels: /opt/" in inside(names[0], "python -m diloco_common.codec.native")
+    assert "native kernels: /opt/" in inside(names[0], "python -m diloco_common.codec")
     cuda = inside(names[0], 'python -c "import torch; print(torch.version.cuda)"').strip()
     if cuda == "None":
         assert sizes[0]["Size"] < SERVER_BYTES_MAX

@@ -24,7 +24,6 @@ from processes import environment
 from steady import QuickShard, SteadyCluster
 
 from certificates import Certificates
-from diloco_common.codec import native
 
 THIN = "2mbit"
 WIDTH = 400
@@ -151,15 +150,10 @@ def test_a_skewed_clock_is_named(shard: str, tmp_path: Path) -> None:
     assert clock["figures"]["clock_skew_s"] == pytest.approx(7200, abs=60)
 
 
-def test_few_files_and_no_compiler_are_named(tmp_path: Path) -> None:
-    if native.origin() == "prebuilt":
-        loudly.skip("a machine without kernels", "this installation brought its own")
+def test_few_files_are_named(tmp_path: Path) -> None:
     poor = ["/bin/bash", "-c", 'ulimit -n 256; ulimit -Hn 256; exec "$@"', "poor"]
-    found = examined(
-        "--shard", "--data-dir", str(tmp_path / "data"),
-        prefix=poor, PATH="/nonexistent", XDG_CACHE_HOME=str(tmp_path), CC="cc",
-    )  # fmt: skip
-    assert {"FILES_FEW", "COMPILER_MISSING"} <= codes(found)
+    found = examined("--shard", "--data-dir", str(tmp_path / "data"), prefix=poor)
+    assert "FILES_FEW" in codes(found)
 
 
 @pytest.mark.gate

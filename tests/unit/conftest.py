@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from alone import alone
-from diloco_common.codec import native
+from diloco_common.codec import library
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels() -> None:
-    """A C compiler is the one process that may run, and does so before the first test."""
-    native.find()
+    """Whoever changes their sources tests what is new: a C compiler is the one process that may run, before the first
+    test."""
+    if not isinstance(library.find(), Path):
+        library.build()
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 def _compiled() -> None:
     found = native.find()
     if isinstance(found, str):
-        assert not found.startswith("the C compiler failed"), found
+        assert "cannot be loaded" not in found, found
         pytest.skip(found)
 
 

@@ -1,19 +1,17 @@
 """The encodings' inner loops in C (kernels/). On a CPU they are three to nine times as fast as the same in torch.
 
-`library.py` finds them: prebuilt in a platform wheel, or compiled at first use. Nothing depends on them: without a
-compiler, with DILOCO_NATIVE=0, or on another device, the torch code runs. Encodings are the same bytes then; norms and
-merged sums are rounded in another order, so versions may differ in their last bits. `python -m
-diloco_common.codec.native` says which it is. With `--portable` it first compiles a library for other machines, too, and
-puts it beside the sources, as in a platform wheel: for container images without a compiler.
+`library.py` finds and builds them. Nothing depends on them: without them, with DILOCO_NATIVE=0, or on another device,
+the torch code runs. Encodings are the same bytes then; norms and merged sums are rounded in another order, so versions
+may differ in their last bits. `python -m diloco_common.codec` says which it is; with `--build` it first builds them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +27,7 @@ BLOCK = 256
 class Kernels:
     """The loaded library. Tensors are contiguous, on the CPU; callers have checked sizes and codes."""
 
-    found: library.Library
+    path: Path
     library: ctypes.CDLL
 
     def encode(
@@ -226,27 +224,26 @@ def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Source:
 
 
 def kernels() -> Kernels | None:
-    """The kernels, compiled if necessary; None if they cannot be used."""
+    """The kernels; None if they cannot be used."""
     found = find()
     return found if isinstance(found, Kernels) else None
 
 
 @cache
 def find() -> Kernels | str:
-    """The kernels, compiled if necessary, or the reason why they cannot be used and torch does the work."""
-    found = library.find()
-    if isinstance(found, str):
-        return found
+    """The kernels, or the reason why they cannot be used and torch does the work."""
+    path = library.find()
+    if isinstance(path, str):
+        return path
     try:
-        return Kernels(found, _load(found))
+        return Kernels(path, _load(path))
     except OSError as error:
-        return f"{found.path} cannot be loaded: {error}"
+        return f"{path} cannot be loaded: {error}"
 
 
 def origin() -> str:
-    """Where the kernels come from: "prebuilt" or "compiled"; or "torch", if it does their work."""
-    found = find()
-    return "torch" if isinstance(found, str) else found.found.origin
+    """Where the work is done: "prebuilt" (the kernels) or "torch"."""
+    return "torch" if isinstance(find(), str) else "prebuilt"
 
 
 _INT, _INT64, _FLOAT, _DOUBLE = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
@@ -284,18 +281,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 """Function -> the types of its result and of its arguments."""
 
 
-def _load(found: library.Library) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(found.path))
+def _load(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
-
-
-if __name__ == "__main__":
-    if "--portable" in sys.argv[1:]:
-        library.prebuild()
-    kernels_found = find()
-    if isinstance(kernels_found, str):
-        sys.exit(f"no native kernels, torch does their work: {kernels_found}")
-    print(f"native kernels: {kernels_found.found.path} ({kernels_found.found.origin})")

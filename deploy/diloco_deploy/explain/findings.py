@@ -91,12 +91,9 @@ MACHINE = (
     ),
     _finding(
         "KERNELS_MISSING", "There are no native kernels: merging and encoding take several times as long.",
-        "Install a C compiler (Debian: `gcc libc6-dev`), or the wheel for this machine.",
-        "`python -m pip show decoupled-diloco`",
-    ),
-    _finding(
-        "COMPILER_MISSING", "There is no C compiler, and no kernels for this machine.",
-        "Install a C compiler (Debian: `gcc libc6-dev`), or the wheel for this machine.", "`cc --version`",
+        "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`); then build them: "
+        "`python -m diloco_common.codec --build`.",
+        "`python -m diloco_common.codec`",
     ),
 )  # fmt: skip
 

@@ -1,0 +1,78 @@
+"""Where the C kernels come from, and what happens where they cannot be had."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_common.codec import library, native
+from diloco_common.codec.registry import get_codec
+
+
+@pytest.fixture(autouse=True)
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An installation whose kernels nobody has built."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(library.SOURCES, folder, ignore=shutil.ignore_patterns("*.so"))
+    monkeypatch.setattr(library, "SOURCES", folder)
+    native.find.cache_clear()
+    yield folder
+    native.find.cache_clear()
+
+
+def torch_does_it() -> bool:
+    """Three numbers as int8."""
+    codec = get_codec("int8")
+    out = torch.zeros(codec.num_bytes(3), dtype=torch.uint8)
+    codec.encode(torch.ones(3), out)
+    return native.kernels() is None and native.origin() == "torch" and out.tolist()[4:] == [127] * 3
+
+
+def test_they_are_built_once_and_stale_ones_go(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "have not been built" in str(native.find())
+    assert torch_does_it()
+    (sources / "kernels-0123456789abcdef.so").touch()
+    built = library.build()
+    if isinstance(built, str):
+        pytest.skip(built)
+    native.find.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    kernels = native.kernels()
+    assert kernels is not None
+    assert kernels.path == built
+    assert native.origin() == "prebuilt"
+    assert list(sources.glob("*.so")) == [built]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"), [("no-such-compiler", "no C compiler (no-such-compiler)"), ("false", "the C compiler failed")]
+)
+def test_what_cannot_be_built_says_why(compiler: str, why: str, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert why in str(library.build())
+    assert not list(sources.rglob("*.so"))
+    assert torch_does_it()
+
+
+def test_they_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_NATIVE", "0")
+    assert native.find() == "DILOCO_NATIVE is 0"
+    assert torch_does_it()
+
+
+def test_a_cpu_that_lacks_their_instructions_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_cpu", lambda: "flags : fpu sse2")
+    assert "no kernels for this CPU" in str(library.build())
+    assert "no kernels for this CPU" in str(native.find())
+    assert torch_does_it()
+
+
+def test_a_library_that_cannot_be_loaded_leaves_the_work_to_torch(sources: Path) -> None:
+    """As one for another libc, or on a file system that forbids programs."""
+    (sources / library.built_name(library.platform.machine())).write_bytes(b"not a library")
+    assert "cannot be loaded" in str(native.find())
+    assert torch_does_it()
