@@ -30,7 +30,7 @@ from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
-from diloco_server.storage.version import Origin, StoredVersion
+from diloco_server.storage.version_file import Origin, StoredVersion
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import FileSystem
 from diloco_server.storage.store import FileStore, Found
-from diloco_server.storage.version import Origin, StoredVersion
+from diloco_server.storage.version_file import Origin, StoredVersion
 
 SIZE = 700
 TENSORS = [TensorSpec("a.weight", (10, 70)), TensorSpec("b.weight", (7, 100), rule="mean")]

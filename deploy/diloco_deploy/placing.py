@@ -15,7 +15,7 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import load_saved, save
 from diloco_deploy.checkpoint.sources import open_whole, shard_folders
 from diloco_deploy.folder import Files
-from diloco_server.storage.restoring import place, restore
+from diloco_server.storage.folders import place, restore
 
 
 def place_anew(files: Files, settings: Settings) -> str:

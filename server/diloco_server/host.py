@@ -25,8 +25,6 @@ from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.ranges import Range
 from diloco_common.settings import Settings
-from diloco_server.checkpointer import Checkpointer
-from diloco_server.clock import AwakeClock
 from diloco_server.control_streams import ControlStream, ControlStreams
 from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
@@ -35,12 +33,32 @@ from diloco_server.core.merge import PieceNorms
 from diloco_server.core.parts import places_of
 from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver, Job
-from diloco_server.keeper import Keeper
-from diloco_server.recovery import recover
+from diloco_server.keeper import Checkpointer, Keeper, recover
 from diloco_server.rules import find_rules
 from diloco_server.storage.store import Store
-from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import StoredVersion
 from diloco_server.telemetry import ShardTelemetry
+
+
+class AwakeClock:
+    """Monotonic seconds. A gap between two calls counts as at most `longest_s`: the shard asks many times a second."""
+
+    def __init__(self, longest_s: float, clock: Clock, on_waking: Callable[[float, float], None]) -> None:
+        """`on_waking` is called with the seconds that do not count, and with the first answer after them."""
+        self._longest_s = longest_s
+        self._clock = clock
+        self._on_waking = on_waking
+        self._asked_at = clock()
+        self._asleep_s = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        asleep_s, self._asked_at = now - self._asked_at - self._longest_s, now
+        if asleep_s > 0:
+            self._asleep_s += asleep_s
+            self._on_waking(asleep_s, now - self._asleep_s)
+        return now - self._asleep_s
+
 
 TICK_S = 0.02
 """The resolution of grace windows and leases."""

@@ -1,9 +1,12 @@
-"""Makes versions durable on threads of its own, so that a slow disk holds up nothing but the fragment it writes.
+"""A shard's versions on their way to the disk and back: written on threads of their own, and recovered at the start.
 
-Durability "version": `keep` returns once the version is on disk, however often it takes. "interval": it returns at
-once, and the fragment is written when `interval_s` have passed since its last write. `hold` keeps values from changing
-while they are written. What waits are references to values that are in memory anyhow, one per fragment: a disk that is
-full or gone costs no memory.
+A slow disk holds up nothing but the fragment it writes. Durability "version": `Keeper.keep` returns once the version
+is on disk, however often it takes. "interval": it returns at once, and the fragment is written when `interval_s` have
+passed since its last write. `hold` keeps values from changing while they are written. What waits are references to
+values that are in memory anyhow, one per fragment: a disk that is full or gone costs no memory.
+
+Regular checkpoints are made on one more thread, so that neither rounds nor the writing of versions wait. One that fails
+is told and tried again with the next version; training goes on.
 """
 
 from __future__ import annotations
@@ -11,17 +14,58 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 from functools import partial
+from typing import Any, TypeVar
 
+from diloco_common.errors import DataError, WrongFolder
 from diloco_common.logs import Log
-from diloco_common.manifest import Manifest
+from diloco_common.manifest import Fragment, Manifest, model_digest
 from diloco_common.metrics import ShardMetrics
 from diloco_common.ports import World
-from diloco_common.settings import ShardSettings
-from diloco_server.storage.store import Store
-from diloco_server.storage.version import StoredVersion
-from diloco_server.writers import Writers
+from diloco_common.settings import Settings, ShardSettings
+from diloco_server.core import arithmetic
+from diloco_server.core.arithmetic import Making, Values
+from diloco_server.core.fragment import Restored
+from diloco_server.core.outer import OuterOptimizer
+from diloco_server.storage.regular import RegularCheckpoints
+from diloco_server.storage.store import Found, Store
+from diloco_server.storage.version_file import StoredVersion
+
+T = TypeVar("T")
+
+
+class Writers:
+    """Work is given by one event loop, which owns this."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._under_way: set[Future[Any]] = set()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future = self._threads.submit(work)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for nothing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def ended(self, timeout_s: float) -> bool:
+        """After `close`: wait until no thread writes. False if one still does after `timeout_s` seconds."""
+        waits = [asyncio.wrap_future(future) for future in self._under_way.copy()]
+        if not waits:
+            return True
+        done, pending = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in done:
+            if not wait.cancelled():
+                wait.exception()  # told to whoever gave the work
+        for wait in pending:
+            wait.cancel()  # the write goes on
+        return not pending
+
 
 RETRY_S = 1.0
 WRITERS = 2
@@ -178,3 +222,114 @@ class Keeper:
             )
             self._said_at = now
         self._failing[record.fragment_id] = str(error)
+
+
+class Checkpointer:
+    """Owned by the shard's event loop; does nothing where the settings ask for no checkpoints."""
+
+    def __init__(self, settings: Settings, world: World, metrics: ShardMetrics, log: Log) -> None:
+        self._index = settings.shard.index
+        self._metrics, self._log = metrics, log
+        self._regular: RegularCheckpoints | None = None
+        if settings.checkpoint.every and settings.shard.data_dir is not None:
+            checkpoint = settings.checkpoint
+            self._regular = RegularCheckpoints(settings.shard.data_dir, checkpoint.every, checkpoint.keep)
+        self._thread = Writers(world.threads(1, "diloco-checkpoint"))
+
+    def begin(self, recovered: Mapping[int, int], manifest: Manifest) -> None:
+        """What the shard came back with: fragment -> version."""
+        if self._regular is not None:
+            self._submit(partial(self._regular.begin, recovered, manifest, self._index))
+
+    def written(self, fragment_id: int, version: int, manifest: Manifest) -> None:
+        """A version is on disk."""
+        if self._regular is not None:
+            self._submit(partial(self._regular.written, fragment_id, version, manifest, self._index))
+
+    def close(self) -> None:
+        self._thread.close()
+
+    async def ended(self, timeout_s: float) -> bool:
+        """After `close`: wait until no checkpoint is being made. False if one hangs for longer than `timeout_s`
+        seconds."""
+        return await self._thread.ended(timeout_s)
+
+    def _submit(self, work: Callable[[], list[int]]) -> None:
+        self._thread.submit(partial(self._work, work))
+
+    def _work(self, work: Callable[[], list[int]]) -> None:
+        try:
+            for number in work():
+                self._metrics.storage.checkpoint_version.set(number)
+                self._log.event("checkpoint made", version=number)
+        except (OSError, DataError) as error:
+            self._metrics.storage.checkpoint_failures.inc()
+            self._log.error("checkpoint failed; the next version tries again", code="CHECKPOINT", why=error)
+
+
+def recover(
+    store: Store, settings: Settings, making: Callable[[Fragment], Making], log: Log
+) -> tuple[Manifest, list[Restored]] | None:
+    """The model, and the versions to go on from; None if there are none. May take seconds. `making`: how versions of a
+    fragment are made.
+
+    Raises DataError if no version can be used, or if one cannot be read now.
+    """
+    try:
+        recovered = store.recover()
+    except OSError as error:
+        raise DataError(
+            f"a version in shard.data_dir cannot be read or put aside now ({error.filename}: {error.strerror}). It may "
+            "be intact, so the shard does not pass over it: fix the cause, and start the shard again"
+        ) from None
+    for words in recovered.damage:
+        log.error("version damaged or missing; using the one before", code="VERSION_DAMAGED", why=words)
+    if recovered.manifest is None:
+        return None
+    if settings.run.model not in ("", found := model_digest(recovered.manifest.tensors)):
+        raise WrongFolder(
+            f"the data folder holds versions of the model {found}, but run.model is {settings.run.model}: give the "
+            "settings that made the folder, or another folder (shard.data_dir)"
+        )
+    fragments = {f.fragment_id: f for f in recovered.manifest.fragments}
+    restored = [
+        _restored(found, settings, fragment, making(fragment).optimizer)
+        for found in recovered.versions
+        for fragment in [fragments[found.stored.record.fragment_id]]
+    ]
+    for r in restored:
+        log.event(
+            "fragment recovered", fragment=r.record.fragment_id, epoch=r.record.epoch, version=r.record.version,
+            new_line=r.is_new_line,
+        )  # fmt: skip
+    _name_missing(recovered.manifest, restored, settings, log)
+    return recovered.manifest, restored
+
+
+def _name_missing(manifest: Manifest, restored: list[Restored], settings: Settings, log: Log) -> None:
+    """Log the fragments without any file: they were never seeded, or their files were removed."""
+    there = {r.record.fragment_id for r in restored}
+    missing = [f.fragment_id for f in manifest.owned_by(settings.shard.index) if f.fragment_id not in there]
+    if missing and any(r.record.version > 0 for r in restored):
+        log.error(
+            "fragments have no file, though others have versions: learners that hold them will seed them again, as "
+            "version 0. If they had versions, stop this shard and restore a checkpoint",
+            code="VERSION_DAMAGED", fragments=missing,
+        )  # fmt: skip
+
+
+def _restored(found: Found, settings: Settings, fragment: Fragment, optimizer: OuterOptimizer) -> Restored:
+    stored, pull = found.stored, settings.sync.pull
+    if len(stored.values.buffers) != optimizer.num_buffers:
+        raise WrongFolder(
+            f"the data folder holds {len(stored.values.buffers)} buffers of the outer optimizer per fragment, but "
+            f"outer.optimizer {settings.outer.optimizer} with momentum {settings.outer.momentum:g} has "
+            f"{optimizer.num_buffers}: give the settings that made the folder, or another folder (shard.data_dir)"
+        )
+    values = Values(stored.values.theta, [b.to(optimizer.buffer_dtype) for b in stored.values.buffers])
+    is_same_encoding = found.pull == pull
+    if stored.anchor is not None and is_same_encoding:
+        published = arithmetic.Published(stored.anchor)
+    else:
+        published = arithmetic.publish(values, fragment.encoding(pull))
+    return Restored(stored.record, values, published, found.is_behind or not is_same_encoding)

@@ -2,15 +2,21 @@
 
 An account is a learner that holds a lease; without one, who is proven to call, or else the host that calls.
 A `Busy` goes out: the caller may try again. Who is told to end, is ended by the shell.
+
+Connections have a limit of their own: each takes a file. Where they take all files, versions cannot be written and
+nobody can ask for the health of the process. So fewer connections are let in than there are files.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from diloco_common.errors import Busy
+from diloco_common.http_connections import CONNECTIONS_MAX, HEALTH_MAX
+from diloco_common.settings import ShardSettings
 
 SHOWN_BYTES = 256 << 10
 """Who has taken a pull of so many bytes has shown that it reads: more than a transport takes for who does not."""
@@ -189,3 +195,35 @@ class Pushes(Generic[H]):
 
     def _busy(self) -> Busy:
         return Busy(f"{self._together} pushes are open (shard.max_pushes); try again in a moment")
+
+
+KEPT = CONNECTIONS_MAX + HEALTH_MAX + 256
+"""Files for HTTP, versions, checkpoints, logs and the inside of gRPC."""
+CONNECTIONS_PER_LEARNER = 4
+"""It has three; one more is that which it dials while the shard has not noticed yet that an old one broke."""
+ENOUGH = 1 << 20
+"""Some systems allow thousands of times more."""
+
+
+def raise_limit() -> None:
+    """Let this process open as many files as it may (RLIMIT_NOFILE)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def files_max() -> int:
+    """Files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ENOUGH if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_wanted(settings: ShardSettings) -> int:
+    """gRPC connections that the settings ask for."""
+    return settings.max_connections or CONNECTIONS_PER_LEARNER * settings.max_learners
+
+
+def connections_allowed(settings: ShardSettings, files: int) -> int:
+    """gRPC connections that are let in, where so many `files` may be open."""
+    return max(16, min(connections_wanted(settings), files - KEPT))

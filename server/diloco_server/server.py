@@ -33,15 +33,14 @@ from diloco_common.metrics import ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.tls import TlsFiles
-from diloco_server.access import LOOK_S, Access
-from diloco_server.descriptors import connections_allowed, connections_wanted, files_max, raise_limit
-from diloco_server.health import Health
+from diloco_server.access import LOOK_S, AccessFiles
 from diloco_server.host import ShardHost
-from diloco_server.probe import Probe
+from diloco_server.probes import Health, Probe
+from diloco_server.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.service import Service
 from diloco_server.servicer import ParameterServer
 from diloco_server.status import rounds_since, shard_status
-from diloco_server.storage.folder import open_store
+from diloco_server.storage.store import open_store
 
 DRAIN_S = 5.0
 """Seconds that merges have to finish when the process is told to end."""
@@ -76,7 +75,7 @@ class ShardServer:
         world, metrics, name = real_world(), ShardMetrics(), f"shard-{settings.shard.index}"
         audit = settings.security.audit
         self._audit = None if audit is None else AuditLog(audit, name, time.time)
-        self._access = Access(settings, time.time, Log(name), self._audit)
+        self._access = AccessFiles(settings, time.time, Log(name), self._audit)
         self._credentials = rpc.ServerCredentials(self._access.tls) if self._access.tls is not None else None
         store, self._lock = open_store(
             settings, epoch_in_memory=1 + world.random.randrange(2**31), first_epoch=int(time.time())

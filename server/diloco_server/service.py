@@ -44,7 +44,7 @@ from diloco_server.control_streams import ControlStream
 from diloco_server.host import ShardHost
 from diloco_server.quotas import SHOWN_BYTES, Places, Pushes, Takers
 from diloco_server.rules import check_codecs
-from diloco_server.waits import BODY_S, Bodies, OpenPush, Outgoing, Pace, Turns, Unread, Wait
+from diloco_server.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 
 PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
 """Pulls of one learner, and of callers without a lease from one host; more are answered BUSY. One is enough; others may
@@ -230,8 +230,8 @@ class Service:
         Raises TornUpload if they fall behind: so many in so many seconds, and a lease's time more for pauses.
         """
         receiver, norms = PayloadReceiver(header.payload), self._host.norms_of(header)
-        pace, sizes = Pace(self._host.settings.lease.lease_s, PUSHES_AT_ONCE), _chunk_sizes(header.payload)
-        while (part := await push.next(parts, pace.due(next(sizes, 0)))) is not None:
+        deadlines, sizes = Deadlines(self._host.settings.lease.lease_s, PUSHES_AT_ONCE), _chunk_sizes(header.payload)
+        while (part := await push.next(parts, deadlines.due(next(sizes, 0)))) is not None:
             if isinstance(part, PushHeader):
                 raise BadRequest("after its header a push has chunks only")
             receiver.add(part)

@@ -57,7 +57,7 @@ class Wait:
             self._timeout = None
 
 
-class Pace:
+class Deadlines:
     """By when so many bytes of a push must have come: it may pause for a while, but not be too slow for long."""
 
     def __init__(self, pause_s: float, share: int) -> None:

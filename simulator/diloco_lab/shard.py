@@ -23,7 +23,7 @@ from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard
 from diloco_server.driver import EffectDriver, Job
 from diloco_server.rules import find_rules
-from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import StoredVersion
 
 T = TypeVar("T")
 

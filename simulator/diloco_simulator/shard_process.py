@@ -13,7 +13,7 @@ from diloco_server.core.rounds import LAST_S
 from diloco_server.host import ShardHost
 from diloco_server.service import Service
 from diloco_server.storage.store import FileStore, MemoryStore, Store
-from diloco_server.storage.version import Origin
+from diloco_server.storage.version_file import Origin
 from diloco_simulator import invariants
 from diloco_simulator.disk import Crashed
 from diloco_simulator.process import Process

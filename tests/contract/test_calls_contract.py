@@ -19,7 +19,7 @@ from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
 from diloco_common.protocol import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server import health
+from diloco_server import probes as health
 from secret_files import secret_file
 from waiting import until
 

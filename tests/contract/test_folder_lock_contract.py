@@ -13,7 +13,7 @@ from diloco_common.errors import InUse
 from diloco_common.settings import Settings
 from diloco_server import keeper, server
 from diloco_server.server import ShardServer
-from diloco_server.storage.lock import FolderLock
+from diloco_server.storage.filesystem import FolderLock
 from diloco_server.storage.store import FileStore
 from stores import MANIFEST, make_version
 from waiting import DEADLINE_S, until_async

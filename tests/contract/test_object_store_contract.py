@@ -15,7 +15,7 @@ from diloco_deploy.checkpoint import objects
 from diloco_deploy.cli import main
 from diloco_server.storage.checkpoint import MANIFEST
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.linking import is_checkpoint
+from diloco_server.storage.folders import is_checkpoint
 from stores import MANIFEST as MODEL
 from stores import make_version, open_store
 

@@ -24,8 +24,7 @@ from processes import until, versions
 from steady import SETTINGS, History, Identity, SteadyCluster, digest
 
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.version import StoredVersion
-from diloco_server.storage.version_file import read_version, version_names
+from diloco_server.storage.version_file import StoredVersion, read_version, version_names
 
 
 @dataclass

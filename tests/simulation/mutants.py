@@ -29,7 +29,7 @@ from diloco_server.quotas import Pushes as PushQuota
 from diloco_server.service import Service
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
-from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import StoredVersion
 from diloco_simulator.cluster import ScheduleFailed, run_schedule
 from diloco_simulator.options import Options
 from diloco_worker.boundary import StepBoundary

@@ -8,7 +8,6 @@ from typing import Any
 from mutants import Mutant
 
 from diloco_common.messages import Outcome
-from diloco_server.clock import AwakeClock
 from diloco_server.core import merge, outer
 from diloco_server.core.cadence import GraceWindow
 from diloco_server.core.fragment import FragmentState
@@ -19,6 +18,7 @@ from diloco_server.core.round import Contribution, Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
 from diloco_server.driver import EffectDriver
+from diloco_server.host import AwakeClock
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import EventQueue

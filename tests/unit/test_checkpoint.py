@@ -22,7 +22,7 @@ from diloco_common.errors import (
 )
 from diloco_common.manifest import TensorSpec, companion_of, cut
 from diloco_deploy.checkpoint import sources
-from diloco_server.storage import linking
+from diloco_server.storage import folders
 from diloco_server.storage.checkpoint import (
     MANIFEST,
     CheckpointFile,
@@ -36,10 +36,9 @@ from diloco_server.storage.checkpoint import (
     read_manifest,
 )
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.linking import is_checkpoint, take_checkpoint
-from diloco_server.storage.restoring import place, restore
+from diloco_server.storage.folders import is_checkpoint, place, restore, take_checkpoint
 from diloco_server.storage.store import FileStore
-from diloco_server.storage.version import Origin, StoredVersion
+from diloco_server.storage.version_file import Origin, StoredVersion
 from stores import LONG_AGO, assert_equal, make_version
 
 TENSORS = [TensorSpec(f"layer.{i}.weight", (10, 70)) for i in range(6)]
@@ -102,7 +101,7 @@ def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file that is about to be linked is replaced by two later versions, once."""
-    real, seen = linking.hard_link, set[int]()
+    real, seen = folders.hard_link, set[int]()
     stores = [open_shard(cluster, index) for index in range(NUM_SHARDS)]
 
     def late(source: Path, target: Path) -> None:
@@ -115,7 +114,7 @@ def test_a_version_that_goes_between_looking_and_linking_gives_way_to_the_next(
         real(source, target)
 
     # The stores know versions 1 and 2 as intact, so that saving 3 and 4 takes both away.
-    monkeypatch.setattr(linking, "hard_link", late)
+    monkeypatch.setattr(folders, "hard_link", late)
     contents, damage = take_checkpoint(shards(cluster), cluster / "c", whole=True)
 
     assert [f.version for f in contents.files] == [4] * 6
@@ -144,10 +143,10 @@ def test_a_copy_that_does_not_fit_leaves_nothing(cluster: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(linking.shutil, "copyfile", half)
+    monkeypatch.setattr(folders.shutil, "copyfile", half)
     source = next((cluster / "shard-0").glob("fragment-*"))
     with pytest.raises(OSError, match="No space"):
-        linking.hard_link(source, cluster / source.name)
+        folders.hard_link(source, cluster / source.name)
     assert not list(cluster.glob("fragment-*"))
 
 
@@ -199,8 +198,8 @@ def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(
 ) -> None:
     """Else a power cut may take the folder that it lies in."""
     synced: list[Path] = []
-    monkeypatch.setattr("diloco_server.storage.filesystem._sync_folder", synced.append)
-    monkeypatch.setattr(linking, "_sync", synced.append)
+    monkeypatch.setattr("diloco_server.storage.filesystem.sync_path", synced.append)
+    monkeypatch.setattr(folders, "sync_path", synced.append)
     take_checkpoint(shards(cluster), cluster / "new" / "deep" / "c", whole=True)
     assert {cluster, cluster / "new", cluster / "new" / "deep", cluster / "new" / "deep" / "c"} <= set(synced)
 

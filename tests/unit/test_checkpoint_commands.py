@@ -18,7 +18,7 @@ from diloco_deploy.cli import main
 from diloco_deploy.folder import Files, Outputs
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import FileStore
-from diloco_server.storage.version import Origin
+from diloco_server.storage.version_file import Origin
 from stores import LONG_AGO, make_version
 
 TENSORS = [TensorSpec("head.weight", (21, 100)), TensorSpec("layer.0.weight", (10, 140)), TensorSpec("norm", (700,))]
@@ -326,7 +326,7 @@ def test_a_kill_between_any_two_renames_leaves_a_run_to_go_on_with(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", perhaps)
-        patch.setattr("diloco_server.storage.restoring.shutil.rmtree", lambda *args, **kwargs: None)
+        patch.setattr("diloco_server.storage.folders.shutil.rmtree", lambda *args, **kwargs: None)
         with pytest.raises(Killed):
             main(["resume", str(cluster), "--shards", "3"])
 

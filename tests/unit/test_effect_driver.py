@@ -13,7 +13,7 @@ from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member
 from diloco_server.core.record import Record
-from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import StoredVersion
 
 MODEL = [TensorSpec("w", (4,))]
 

@@ -9,9 +9,8 @@ import pytest
 
 from diloco_common.errors import DataError, InUse
 from diloco_common.settings import Settings
-from diloco_server.storage.folder import open_store
-from diloco_server.storage.lock import FolderLock
-from diloco_server.storage.store import FileStore, MemoryStore, Store
+from diloco_server.storage.filesystem import FolderLock
+from diloco_server.storage.store import FileStore, MemoryStore, Store, open_store
 from stores import LONG_AGO
 
 

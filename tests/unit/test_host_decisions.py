@@ -22,7 +22,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.host import ShardHost
 from diloco_server.server import real_world
 from diloco_server.storage.store import MemoryStore, Store
-from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import StoredVersion
 from waiting import until_async
 
 EPOCH = 1

@@ -19,7 +19,7 @@ from diloco_server.keeper import Keeper
 from diloco_server.server import real_world
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import Recovered
-from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import StoredVersion
 from stores import MANIFEST, make_version, open_store
 from waiting import until_async
 

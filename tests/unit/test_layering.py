@@ -86,8 +86,8 @@ PRODUCTION = frozenset({
     "diloco_server.server", "diloco_server.servicer", "diloco_worker.joining", "diloco_worker.grpc_transport",
     "diloco_worker.network_thread", "diloco_worker.number", "grpc", "threading", "ssl", "cryptography",
     "diloco_common.tls",
-    "diloco_common.handshake", "diloco_common.tokens", "diloco_server.access", "diloco_server.callers",
-    "diloco_server.health", "diloco_worker.credentials",
+    "diloco_common.handshake", "diloco_common.tokens", "diloco_server.access",
+    "diloco_server.probes", "diloco_worker.credentials",
 })  # fmt: skip
 """The other world: the simulator runs the shells, and nothing of this."""
 RULES = {
@@ -97,9 +97,8 @@ RULES = {
     "diloco_common.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
     "diloco_common.by_name": allow("diloco_common", "diloco_protos", never=TORCH),
     "diloco_server": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
-    "diloco_server.servicer": allow("diloco_common", "diloco_protos", "diloco_server.callers", never=CLOCKS_AND_CHANCE),
-    "diloco_server.health": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE),
-    "diloco_server.probe": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
+    "diloco_server.servicer": allow("diloco_common", "diloco_protos", "diloco_server.access", never=CLOCKS_AND_CHANCE),
+    "diloco_server.probes": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
     "diloco_server.server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),

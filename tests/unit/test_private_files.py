@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from diloco_demo.checkpoint import save_checkpoint
-from diloco_server.storage import linking
-from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.linking import take_checkpoint
-from diloco_server.storage.lock import FolderLock
+from diloco_server.storage import folders
+from diloco_server.storage.filesystem import Disk, FolderLock
+from diloco_server.storage.folders import take_checkpoint
 from diloco_worker.export import write_model
 from stores import MANIFEST, make_version, open_store
 
@@ -60,9 +59,9 @@ def test_a_checkpoint_is_for_its_owner_alone(tmp_path: Path, hard_links: bool, m
     if not hard_links:
 
         def no_link(_: Path, target: Path) -> None:
-            raise OSError(linking.errno.EXDEV, "another disk", target)
+            raise OSError(folders.errno.EXDEV, "another disk", target)
 
-        monkeypatch.setattr(linking.os, "link", no_link)
+        monkeypatch.setattr(folders.os, "link", no_link)
     take_checkpoint([tmp_path / "shard-0"], tmp_path / "checkpoints/c", whole=True)
     found = everything_in(tmp_path / "checkpoints")
     assert {found.pop("."), found.pop("c")} == {0o700}

@@ -72,7 +72,7 @@ def test_new_folders_are_synced_into_theirs_before_a_checkpoint_is_told(
     shard.save(0, 2)
     shard.save(1, 2)
     synced: list[Path] = []
-    monkeypatch.setattr("diloco_server.storage.filesystem._sync_folder", synced.append)
+    monkeypatch.setattr("diloco_server.storage.filesystem.sync_path", synced.append)
     assert [shard.regular.written(i, 2, MANIFEST, 0) for i in (0, 1)] == [[], [2]]
     folder = tmp_path / "checkpoints"
     assert {tmp_path, folder, folder / "version-000000000002"} <= set(synced)

@@ -51,7 +51,7 @@ from diloco_server.server import real_world
 from diloco_server.service import Service
 from diloco_server.status import rounds_since, shard_status
 from diloco_server.storage.store import MemoryStore
-from diloco_server.storage.version import StoredVersion
+from diloco_server.storage.version_file import StoredVersion
 from waiting import DEADLINE_S, until_async
 
 EPOCH = 7

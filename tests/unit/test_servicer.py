@@ -12,7 +12,7 @@ import pytest
 from diloco_common import rpc
 from diloco_common.errors import WrongRun
 from diloco_common.ports import ShardService
-from diloco_server.callers import Callers
+from diloco_server.access import Callers
 from diloco_server.servicer import ParameterServer
 
 CALLS = ("Join", "Attend", "Push", "Pull", "Leave")

@@ -22,9 +22,9 @@ from diloco_common.errors import VersionDamaged
 from diloco_server.core.arithmetic import Values
 from diloco_server.storage import version_file
 from diloco_server.storage.filesystem import Disk, FileSystem
-from diloco_server.storage.version import StoredVersion
 from diloco_server.storage.version_file import (
     HEADER_BYTES_MAX,
+    StoredVersion,
     check_version,
     read_header,
     read_version,

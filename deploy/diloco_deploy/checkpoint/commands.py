@@ -21,9 +21,8 @@ from diloco_deploy.checkpoint.listing import find_checkpoints, show
 from diloco_deploy.checkpoint.objects import copy_checkpoint
 from diloco_deploy.checkpoint.sources import data_folders, join, open_checkpoint, open_whole
 from diloco_server.storage.checkpoint import Contents, find_damage, total_tokens
-from diloco_server.storage.linking import take_checkpoint
+from diloco_server.storage.folders import place, restore, take_checkpoint
 from diloco_server.storage.regular import FOLDER
-from diloco_server.storage.restoring import place, restore
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -25,9 +25,8 @@ from diloco_server.storage.checkpoint import (
     read_manifest,
 )
 from diloco_server.storage.filesystem import Disk, Files, OldFile
-from diloco_server.storage.linking import TRIES, fragments_in, is_checkpoint
-from diloco_server.storage.version import StoredVersion
-from diloco_server.storage.version_file import Header, version_names
+from diloco_server.storage.folders import TRIES, fragments_in, is_checkpoint
+from diloco_server.storage.version_file import Header, StoredVersion, version_names
 
 
 @dataclass(frozen=True)

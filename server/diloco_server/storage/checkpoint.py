@@ -1,7 +1,7 @@
 """A checkpoint: one version file per fragment, and a manifest that lists them.
 
 The manifest is written last, so a folder without one is not a checkpoint. Each version file ends with its checksums.
-The manifest copies them, so making one reads only headers, however large the model is. `linking.py` (hard links) and
+The manifest copies them, so making one reads only headers, however large the model is. `folders.py` (hard links) and
 `diloco checkpoint copy` (object store) put the files in place. docs/checkpoints.md specifies the format.
 """
 
@@ -26,10 +26,11 @@ from diloco_common.errors import (
 )
 from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut, differences, spec_of
 from diloco_server.storage.filesystem import Files, FileSystem
-from diloco_server.storage.version import Origin, StoredVersion
 from diloco_server.storage.version_file import (
     CHECKSUM_BYTES,
     Header,
+    Origin,
+    StoredVersion,
     check_version,
     read_header,
     read_version,

@@ -1,4 +1,4 @@
-"""The few calls with which a store touches the disk, and the real disk behind them.
+"""The few calls with which a store touches the disk; the real disk behind them, and the lock on its folder.
 
 What is written is for its owner alone, whatever the umask: files 0600, folders 0700. The model and the data that it was
 trained on are as private as the weights, and every byte of the weights is in here.
@@ -9,11 +9,14 @@ The simulator puts its own disk under the same store. That disk loses unsynced d
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from diloco_common.errors import InUse
 
 
 class NewFile(Protocol):
@@ -80,7 +83,7 @@ class Disk:
                 place.mkdir(mode=0o700)
         folder.mkdir(exist_ok=True)  # complains if it is no folder
         for place in new:  # a name survives a power cut once its folder is synced
-            _sync_folder(place.parent)
+            sync_path(place.parent)
 
     def names(self) -> Sequence[str]:
         return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
@@ -98,7 +101,7 @@ class Disk:
         (self.folder / name).unlink(missing_ok=True)
 
     def sync_names(self) -> None:
-        _sync_folder(self.folder)
+        sync_path(self.folder)
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free
@@ -143,9 +146,35 @@ def open_private(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Of a file its bytes, of a folder its names survive a crash. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class FolderLock:
+    """Holds a folder until `release`, or until the process ends in any way."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError, and InUse with the name of the owner."""
+        self._descriptor = open_private(folder / "lock", os.O_RDWR)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise InUse(
+                f"{folder} belongs to a running shard (pid {owner}): stop it, or give this one a folder of its own "
+                "(shard.data_dir)"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others in. Repeating it is fine."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -16,7 +16,7 @@ from diloco_common.errors import VersionDamaged
 from diloco_common.manifest import Fragment, Manifest
 from diloco_server.storage.checkpoint import contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk
-from diloco_server.storage.linking import fragments_in, hard_link, is_checkpoint, remove_checkpoint
+from diloco_server.storage.folders import fragments_in, hard_link, is_checkpoint, remove_checkpoint
 from diloco_server.storage.version_file import version_name, version_names
 
 FOLDER = "checkpoints"

@@ -18,11 +18,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from diloco_common.errors import NothingIntact, VersionDamaged, WrongFolder
+from diloco_common.errors import DataError, NothingIntact, VersionDamaged, WrongFolder
 from diloco_common.manifest import Manifest, differences
-from diloco_server.storage.filesystem import FileSystem
-from diloco_server.storage.version import Origin, StoredVersion
-from diloco_server.storage.version_file import Header, parse_version_name, read_version, version_name, write_version
+from diloco_common.settings import Settings
+from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock
+from diloco_server.storage.version_file import (
+    Header,
+    Origin,
+    StoredVersion,
+    parse_version_name,
+    read_version,
+    version_name,
+    write_version,
+)
 
 KEPT = 2
 """Versions per fragment."""
@@ -257,3 +265,25 @@ class FileStore:
         while len(intact) > KEPT:
             self._fs.remove(version_name(fragment_id, intact[0]))
             del intact[0]
+
+
+def open_store(settings: Settings, *, epoch_in_memory: int, first_epoch: int) -> tuple[Store, FolderLock | None]:
+    """The store, and the lock on its folder. Raises InUse, and DataError if the disk refuses.
+
+    `epoch_in_memory` is for a shard without a folder, `first_epoch` the least epoch of one that has a folder.
+    """
+    folder = settings.shard.data_dir
+    if folder is None:
+        return MemoryStore(epoch_in_memory), None
+    lock = None
+    try:
+        disk = Disk(folder)
+        lock = FolderLock(folder)
+        return FileStore(disk, Origin.of(settings), first_epoch=first_epoch), lock
+    except OSError as error:
+        if lock is not None:
+            lock.release()
+        raise DataError(
+            f"shard.data_dir {folder} cannot be used: {error.strerror}. Give a folder that this process may write to, "
+            "on a disk with free space"
+        ) from None

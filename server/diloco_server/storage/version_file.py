@@ -34,10 +34,48 @@ from diloco_common.codec.change import ANCHOR
 from diloco_common.codec.frames import NewFrame
 from diloco_common.errors import BadRequest, DataError, VersionDamaged, plain
 from diloco_common.manifest import Manifest, check_tensors, cut, spec_of
+from diloco_common.settings import Settings
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record, check_record
 from diloco_server.storage.filesystem import Files, NewFile, OldFile
-from diloco_server.storage.version import Origin, StoredVersion
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """Everything a shard needs to go on from a version, bit for bit."""
+
+    record: Record
+    values: Values
+    anchor: Payload | None
+    """The anchor of the learners, if it does not follow from the values: in a run that sends changes."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Theta and the buffers of the outer optimizer [num_elements], by their names in a file."""
+        return {"theta": self.values.theta} | {f"outer.{i}": b for i, b in enumerate(self.values.buffers)}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run and shard that wrote a version. A shard refuses files of another origin."""
+
+    run: str
+    shard_index: int
+    num_shards: int
+    num_fragments: int
+    """P of the settings. The manifest has fewer fragments if the model has few pieces."""
+    optimizer: str
+    """Name of the outer optimizer. Its state is kept."""
+    pull: str
+    """`sync.pull`. It decides which bytes learners hold of a version. The only field that may change."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Origin:
+        return cls(
+            settings.run.id, settings.shard.index, settings.shard.count, settings.sync.fragments,
+            settings.outer.optimizer, settings.sync.pull,
+        )  # fmt: skip
+
 
 FORMAT = "diloco-version-3"
 """2: chunks of up to 4 MiB. 3: momentum as bfloat16."""

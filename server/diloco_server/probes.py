@@ -1,15 +1,20 @@
-"""grpc.health.v1 on gRPC: Check and Watch, for whoever asks, as cheap as it can be.
+"""What else a shard serves on gRPC: whether it is healthy, and how good the way to it is.
 
-Probes of an orchestrator have no token, so none is asked for; over TLS the certificate of the connection must hold.
-A message is taken in as every other of a caller without a lease: few at once, with a deadline (`waits.Bodies`). The
-places are not those of Join: a crowd there must not make a shard look ill.
+grpc.health.v1: Check and Watch, for whoever asks, as cheap as it can be. Probes of an orchestrator have no token, so
+none is asked for; over TLS the certificate of the connection must hold. A message is taken in as every other of a
+caller without a lease: few at once, with a deadline (`waits.Bodies`). The places are not those of Join: a crowd there
+must not make a shard look ill.
+
+diloco.v1.Probe: lets whoever may read the model measure the way to this shard, and touches nothing. It is bounded like
+every other call: the caller is known before a byte of it is taken; one probe of an account at once and two in all; at
+most 4 MiB and 2 seconds, and one in 5 seconds in the long run. What comes is thrown away message by message.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +24,10 @@ from grpc_health.v1 import health_pb2
 from diloco_common import protobuf, rpc
 from diloco_common.errors import BadRequest, Busy, Refusal
 from diloco_common.identity import Identity
-from diloco_server.callers import Callers
+from diloco_common.protocol import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S
+from diloco_common.rate import Rate
+from diloco_protos import parameter_server_pb2 as pb
+from diloco_server.access import Callers
 from diloco_server.quotas import Places
 from diloco_server.servicer import Context, Messages, only
 from diloco_server.waits import BODY_S, Bodies
@@ -125,3 +133,72 @@ class Health:
         except Refusal as refusal:
             self._refused("", refusal.code, str(refusal))
             await rpc.refuse(context, refusal)
+
+
+PROBES_MAX = 2
+"""Probes that may be open at once, of all accounts; one of each."""
+PROBES, PROBES_PER_S = 4, 0.2
+"""Of one account: so many at once, and so many per second in the long run."""
+_FRAMING = 64
+"""Bytes of a message beside its zeros, at most."""
+
+
+class Probe:
+    """Answers measurements. Owned by the shard's event loop."""
+
+    def __init__(
+        self,
+        admitted: Callable[..., AbstractAsyncContextManager[Identity]],
+        wall_clock: Callable[[], float],
+        package: str,
+    ) -> None:
+        """`admitted`: who may call, as `ParameterServer.admitted` says. `package`: the version that is told."""
+        self._admitted, self._wall_clock, self._package = admitted, wall_clock, package
+        self._open = Places[object](1)
+        self._rate = Rate("probes", PROBES, PROBES_PER_S)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server is given."""
+        measure = grpc.stream_unary_rpc_method_handler(self.Measure, response_serializer=protobuf.serialize)
+        return grpc.method_handlers_generic_handler(rpc.PROBE, {"Measure": measure})
+
+    async def Measure(self, requests: Messages, context: Context) -> pb.ProbeResponse:
+        async with self._admitted(context, "Probe", answers_many=False) as caller:
+            with self._place(caller):
+                num_bytes, seconds = await self._take(requests)
+                return pb.ProbeResponse(
+                    num_bytes=num_bytes, seconds=seconds, clock=self._wall_clock(), package=self._package
+                )
+
+    async def _take(self, requests: Messages) -> tuple[int, float]:
+        """Bytes after the first message, and seconds from the first message to the last. Raises BadRequest."""
+        time = asyncio.get_running_loop().time
+        num_bytes, began, last = -1, 0.0, 0.0
+        try:
+            async with asyncio.timeout(PROBE_S):
+                async for message in requests:
+                    if len(message) > PROBE_MESSAGE_BYTES + _FRAMING:
+                        raise BadRequest(f"a message of a probe has at most {PROBE_MESSAGE_BYTES} bytes")
+                    last = time()
+                    if num_bytes < 0:
+                        num_bytes, began = 0, last
+                        continue
+                    num_bytes += len(message)
+                    if num_bytes >= PROBE_BYTES_MAX:
+                        break
+        except TimeoutError:  # a thin link: what came will do
+            last = max(last, time()) if num_bytes > 0 else last
+        return max(0, num_bytes), last - began
+
+    @contextmanager
+    def _place(self, caller: Identity) -> Iterator[None]:
+        """Held while a probe is open. Raises Busy."""
+        if len(self._open) >= PROBES_MAX:
+            raise Busy(f"{PROBES_MAX} others measure their way to this shard; try again in a moment")
+        account, place = caller.account, object()
+        self._rate.take(account, asyncio.get_running_loop().time())
+        self._open.take_if_free(account, place, f"probes of {account or 'this host'}")
+        try:
+            yield
+        finally:
+            self._open.give_back(account, place)

@@ -1,7 +1,12 @@
-"""Takes checkpoints by hard links, directly from the data folders of shards. It does not matter whether the shards run.
+"""Folders of version files on real disks: checkpoints are taken from data folders, and restored into new ones.
 
-A version file never changes once it has its name, so a hard link to it is as good as a copy. The last two versions are
-kept. A file may vanish before it is linked; then there is a newer one.
+A checkpoint is taken by hard links, whether or not the shards run. A version file never changes once it has its name,
+so a hard link to it is as good as a copy. The last two versions are kept. A file may vanish before it is linked; then
+there is a newer one.
+
+It is restored for any number of shards. That number decides where fragments are placed, but not how the model is cut.
+So values, momentum and anchors are written unchanged, bit for bit; only the header of a file changes. No `epoch-` file
+is written: the shards take epochs that the run cannot have had before (docs/version-file.md).
 """
 
 from __future__ import annotations
@@ -10,13 +15,29 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from diloco_common.errors import CheckpointExists, CheckpointIncomplete, NoCheckpoint, VersionDamaged
-from diloco_server.storage.checkpoint import MANIFEST, CheckpointFile, Contents, contents_of, describe, write_manifest
-from diloco_server.storage.filesystem import Disk, open_private
-from diloco_server.storage.version_file import Header, parse_version_name, version_names
+from diloco_common.errors import CheckpointExists, CheckpointIncomplete, ConfigError, NoCheckpoint, VersionDamaged
+from diloco_common.manifest import Manifest, cut
+from diloco_server.storage.checkpoint import (
+    MANIFEST,
+    CheckpointFile,
+    Contents,
+    contents_of,
+    describe,
+    placed,
+    write_manifest,
+)
+from diloco_server.storage.filesystem import Disk, open_private, sync_path
+from diloco_server.storage.version_file import (
+    Header,
+    StoredVersion,
+    parse_version_name,
+    version_name,
+    version_names,
+    write_version,
+)
 
 TRIES = 100
 """Attempts to link a fragment whose files keep vanishing. A shard would have to make a version during each of them."""
@@ -58,7 +79,7 @@ def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tu
         contents = contents_of(described)
         _check_complete(contents, None if whole else {file.shard_index for file in contents.files})
         write_manifest(disk, contents)
-        _sync(target.parent)
+        sync_path(target.parent)
         return contents, damage
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
@@ -105,7 +126,7 @@ def hard_link(source: Path, target: Path) -> None:
         try:
             os.close(open_private(temporary, os.O_WRONLY))
             shutil.copyfile(source, temporary)
-            _sync(temporary)
+            sync_path(temporary)
         except OSError:
             temporary.unlink(missing_ok=True)  # this file may have filled the disk
             raise
@@ -123,7 +144,7 @@ def remove_checkpoint(folder: Path) -> None:
     if not folder.is_dir():
         return
     (folder / MANIFEST).unlink(missing_ok=True)
-    _sync(folder)
+    sync_path(folder)
     shutil.rmtree(folder)
 
 
@@ -145,9 +166,49 @@ def _exists(target: Path) -> CheckpointExists:
     return CheckpointExists(f"{target} {what}: give another --name, or delete it")
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def place(contents: Contents, num_shards: int) -> Manifest:
+    """Place a checkpoint's fragments on shards. Raises ConfigError if there are too few fragments."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        manifest = cut(contents.tensors, contents.num_fragments, num_shards)
+    except ValueError as error:
+        raise ConfigError(f"--shards {num_shards}: {error}") from None
+    mine = [(f.fragment_id, f.pieces) for f in manifest.fragments]
+    assert mine == [(f.fragment_id, f.pieces) for f in contents.manifest.fragments], "the cut depends on the shards"
+    return manifest
+
+
+def restore(versions: Iterable[tuple[Header, StoredVersion]], manifest: Manifest, target: Path) -> None:
+    """Write a version of every fragment to `target`/shard-N: afterwards all of it is there, or nothing.
+
+    Raises OSError, and ConfigError if `target` is not empty or another restore writes to it.
+    """
+    target = target.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not empty: restore into a new folder")
+    half = target.with_name(target.name + ".restoring")
+    parent = Disk(target.parent)
+    try:
+        half.mkdir(mode=0o700)
+    except FileExistsError:
+        raise ConfigError(
+            f"{half} exists: another restore is running, or one was killed. Wait for it, or delete that folder"
+        ) from None
+    try:
+        homes = {f.fragment_id: f.shard_index for f in manifest.fragments}
+        disks = [Disk(half / f"shard-{index}") for index in range(manifest.num_shards)]
+        for header, stored in versions:
+            index = homes[stored.record.fragment_id]
+            origin = placed(header.origin, manifest.num_shards, index)
+            file = disks[index].create(version_name(stored.record.fragment_id, stored.record.version))
+            try:
+                write_version(file, stored, origin, manifest, None)
+                file.sync()
+            finally:
+                file.close()
+        for disk in disks:
+            disk.sync_names()
+        half.rename(target)
+        parent.sync_names()
+    except BaseException:
+        shutil.rmtree(half, ignore_errors=True)
+        raise
