@@ -11,7 +11,7 @@ the code that runs in production. What to read next, in this order:
     server/diloco_server/core/fragment.py       a fragment on the shard: versions
     worker/diloco_worker/core/fragment.py       a fragment on a learner: anchor, contribution, fate
     worker/diloco_worker/learner.py             the step boundary
-    server/diloco_server/driver.py              what the shell does for the shard
+    server/diloco_server/shell/driver.py              what the shell does for the shard
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from diloco_common.child import end_with_parent
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
-        "diloco_server.server", "diloco_demo.training", "diloco_worker.joining", "torch._dynamo",
+        "diloco_server.shell.server", "diloco_demo.training", "diloco_worker.joining", "torch._dynamo",
         "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
     ]
 )  # fmt: skip

@@ -28,7 +28,7 @@ from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import Fact
 from diloco_server.core.membership import Member
-from diloco_server.driver import Job
+from diloco_server.shell.driver import Job
 from diloco_worker.core.copies import FindCopies
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore

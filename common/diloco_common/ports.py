@@ -1,9 +1,9 @@
 """The ports of a shell. Each shell is given its time, randomness, threads, history and transport from outside.
 
 There are two worlds. In production these are the wall clock, the system's randomness, real threads, files and gRPC.
-Each process builds its world in one file (`diloco_server/server.py`, `diloco_worker/joining.py`). In the simulator they
-are virtual time, a seeded generator, memory and faults. The shells are the same in both. They wait with asyncio alone:
-the event loop belongs to the world too, and a virtual loop sleeps in no time.
+Each process builds its world in one file (`diloco_server/shell/server.py`, `diloco_worker/joining.py`). In the
+simulator they are virtual time, a seeded generator, memory and faults. The shells are the same in both. They wait with
+asyncio alone: the event loop belongs to the world too, and a virtual loop sleeps in no time.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def serve(
     import torch
 
     from diloco_common import logs
-    from diloco_server import server
+    from diloco_server.shell import server
 
     gc.collect()
     gc.freeze()  # a full collection in the event loop need not look at the modules again: 100 ms for torch's

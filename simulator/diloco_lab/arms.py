@@ -24,7 +24,7 @@ from diloco_common.errors import ConfigError
 from diloco_common.extensions import find, is_extension
 from diloco_common.settings import Section, Settings
 from diloco_lab.given import read_toml, validated
-from diloco_server.rules import find_rules
+from diloco_server.shell.rules import find_rules
 
 LEARNT_FROM = ("run", "sync", "outer", "guard", "model", "train", "data")
 """The sections of the settings that what is learnt depends on."""

@@ -21,8 +21,8 @@ from diloco_server.core.ledger import Fact
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import piece_norms
 from diloco_server.core.shard import Shard
-from diloco_server.driver import EffectDriver, Job
-from diloco_server.rules import find_rules
+from diloco_server.shell.driver import EffectDriver, Job
+from diloco_server.shell.rules import find_rules
 from diloco_server.storage.version_file import StoredVersion
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from diloco_server.core.cadence import needed
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.round import Round
 from diloco_server.core.rounds import LAST_S
-from diloco_server.host import ShardHost
-from diloco_server.service import Service
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.service import Service
 from diloco_server.storage.store import FileStore, MemoryStore, Store
 from diloco_server.storage.version_file import Origin
 from diloco_simulator import invariants

@@ -17,7 +17,7 @@ from diloco_common.http import check_http_is_meant
 from diloco_common.security import exposure
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
-from diloco_server.access import check_consent
+from diloco_server.shell.access import check_consent
 from manifests import FOLDER, ROOT, built, containers, environment, on_top_of, one, pods
 
 OVERLAYS = [f"overlays/{folder.name}" for folder in sorted((FOLDER / "overlays").iterdir())]

@@ -15,7 +15,7 @@ from diloco_common import protobuf
 from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.servicer import JOINS_PER_S
+from diloco_server.shell.servicer import JOINS_PER_S
 
 GHOSTS = 1_024
 AT_ONCE = 64

@@ -15,8 +15,8 @@ from diloco_common import rpc
 from diloco_common.errors import LeaseExpired
 from diloco_common.identity import Identity
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.access import Callers
-from diloco_server.servicer import Messages, ParameterServer
+from diloco_server.shell.access import Callers
+from diloco_server.shell.servicer import Messages, ParameterServer
 
 
 class Front(ParameterServer):

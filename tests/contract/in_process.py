@@ -27,7 +27,7 @@ from diloco_common.settings import Settings
 from diloco_common.tls import read_folder
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
-from diloco_server.server import ShardServer
+from diloco_server.shell.server import ShardServer
 from waiting import DEADLINE_S, until
 
 CHUNK_ELEMENTS = 256

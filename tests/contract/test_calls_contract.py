@@ -19,7 +19,7 @@ from diloco_common.manifest import TensorSpec
 from diloco_common.messages import Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
 from diloco_common.protocol import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server import probes as health
+from diloco_server.shell import probes as health
 from secret_files import secret_file
 from waiting import until
 
@@ -162,11 +162,11 @@ def test_pulls_in_an_encoding_of_their_own_are_limited_and_others_are_not(serve,
     shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
     joined(shard).seed(0.25)
     observer = shard.caller("")
-    monkeypatch.setattr("diloco_server.service.OBSERVERS_AT_ONCE", 1)
+    monkeypatch.setattr("diloco_server.shell.service.OBSERVERS_AT_ONCE", 1)
     assert observer.pull(encodings=["float32"])[0].version == 0
     assert observer.pull(encodings=["float32"])[0].version == 0, "the first one has ended"
 
-    monkeypatch.setattr("diloco_server.service.OBSERVERS_AT_ONCE", 0)
+    monkeypatch.setattr("diloco_server.shell.service.OBSERVERS_AT_ONCE", 0)
     found = refusal(lambda: observer.pull(encodings=["float32"]))
 
     assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")

@@ -25,9 +25,9 @@ from diloco_deploy.doctor.runner import Check
 from diloco_deploy.doctor.runner import run as run_checks
 from diloco_deploy.explain.catalogue import CODES
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.access import Callers
-from diloco_server.probes import PROBES, Probe
-from diloco_server.servicer import ParameterServer
+from diloco_server.shell.access import Callers
+from diloco_server.shell.probes import PROBES, Probe
+from diloco_server.shell.servicer import ParameterServer
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_probe_is_answered_with_what_came(serve, loop):
 
 
 def test_a_probe_without_end_is_ended(serve, loop, monkeypatch):
-    monkeypatch.setattr("diloco_server.probes.PROBE_S", 60.0)  # by its bytes, and not by its time
+    monkeypatch.setattr("diloco_server.shell.probes.PROBE_S", 60.0)  # by its bytes, and not by its time
     answer = Caller(loop, serve().address).measure(endless)
     assert PROBE_BYTES_MAX <= answer.num_bytes <= PROBE_BYTES_MAX + PROBE_MESSAGE_BYTES
 

@@ -11,8 +11,8 @@ import pytest
 
 from diloco_common.errors import InUse
 from diloco_common.settings import Settings
-from diloco_server import keeper, server
-from diloco_server.server import ShardServer
+from diloco_server.shell import keeper, server
+from diloco_server.shell.server import ShardServer
 from diloco_server.storage.filesystem import FolderLock
 from diloco_server.storage.store import FileStore
 from stores import MANIFEST, make_version

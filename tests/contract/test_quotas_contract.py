@@ -17,7 +17,7 @@ from diloco_common.codec import encode_payload
 from diloco_common.manifest import TensorSpec, cut
 from diloco_deploy.health import main
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server import waits
+from diloco_server.shell import waits
 from waiting import DEADLINE_S, until
 
 RSS_MORE = 64 << 20

@@ -15,7 +15,7 @@ from diloco_common.errors import Busy
 from diloco_common.manifest import TensorSpec, cut
 from diloco_common.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.service import SEEDS_AT_ONCE
+from diloco_server.shell.service import SEEDS_AT_ONCE
 from waiting import until
 
 FRAGMENTS = SEEDS_AT_ONCE + 1

@@ -17,7 +17,8 @@ ENDS_S = 60.0
 
 SLOW_DISK = """
 import sys, threading
-from diloco_server import cli, host
+from diloco_server import cli
+from diloco_server.shell import host
 def recover(*_):
     print("recovering", flush=True)
     threading.Event().wait()
@@ -28,8 +29,9 @@ sys.exit(cli.main(["--set=security.insecure=true", "--listen=127.0.0.1:0", "--ht
 
 HUNG_DISK = """
 import sys, threading
-from diloco_server import cli, server
-from diloco_server.host import ShardHost
+from diloco_server import cli
+from diloco_server.shell import server
+from diloco_server.shell.host import ShardHost
 server.LAST_WRITE_S = 0.1
 async def recover(self):
     self.keeper._threads.submit(threading.Event().wait)

@@ -22,11 +22,11 @@ from diloco_server.core.shard import Shard
 from diloco_server.core.trust import cuts
 from diloco_server.core.trust.trail import Most, Trail
 from diloco_server.core.versions import Versions
-from diloco_server.host import ShardHost
-from diloco_server.keeper import Keeper
-from diloco_server.quotas import Places
-from diloco_server.quotas import Pushes as PushQuota
-from diloco_server.service import Service
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.keeper import Keeper
+from diloco_server.shell.quotas import Places
+from diloco_server.shell.quotas import Pushes as PushQuota
+from diloco_server.shell.service import Service
 from diloco_server.storage import version_file
 from diloco_server.storage.store import FileStore
 from diloco_server.storage.version_file import StoredVersion

@@ -17,8 +17,8 @@ from diloco_server.core.parts import HalfContribution
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.rounds import Rounds
 from diloco_server.core.versions import Versions
-from diloco_server.driver import EffectDriver
-from diloco_server.host import AwakeClock
+from diloco_server.shell.driver import EffectDriver
+from diloco_server.shell.host import AwakeClock
 from diloco_worker.boundary import StepBoundary
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import EventQueue

@@ -17,7 +17,7 @@ HOPS = re.findall(r"^\| (\d+) \| (.*?) \|", PAGE, re.M)
 
 
 def source(file: str) -> Path:
-    """Of a file as the page names it: server/host.py."""
+    """Of a file as the page names it: server/shell/host.py."""
     part, _, path = file.partition("/")
     return ROOT / part / f"diloco_{part}" / path
 

@@ -12,7 +12,7 @@ from diloco_common.errors import Expired, Revoked, Unauthenticated, WrongIdentit
 from diloco_common.identity import MAY, Identity, Scope
 from diloco_common.tls import proof_of
 from diloco_common.tokens import read_token_key
-from diloco_server.access import Callers
+from diloco_server.shell.access import Callers
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from diloco_common.messages import Collect, LearnerPolicy
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.fragment import FragmentState
-from diloco_server.telemetry import ShardHistory
+from diloco_server.shell.telemetry import ShardHistory
 from diloco_worker.companions import Companions, most_of
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.momentum import Companion, Pace

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from diloco_common.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
-from diloco_server.control_streams import ControlStream
+from diloco_server.shell.control_streams import ControlStream
 
 
 def heard(*said: Directive) -> list[Directive]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import make_settings
-from diloco_server.quotas import KEPT, connections_allowed, connections_wanted
+from diloco_server.shell.quotas import KEPT, connections_allowed, connections_wanted
 
 
 @pytest.mark.parametrize(

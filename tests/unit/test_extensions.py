@@ -21,7 +21,7 @@ from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import OUR_RULES, SLICE, Nesterov, OuterOptimizer, make_outer_optimizer
-from diloco_server.rules import check_codecs, find_rules
+from diloco_server.shell.rules import check_codecs, find_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTER = [*OUR_RULES, "own_outer_rule:Averaged", "delayed_nesterov:DelayedNesterov", "heloco:HeLoCo"]

@@ -19,8 +19,8 @@ from diloco_common.settings import Settings
 from diloco_server.core import arithmetic
 from diloco_server.core.effects import MergeRound, SeedFragment
 from diloco_server.core.fragment import FragmentState
-from diloco_server.host import ShardHost
-from diloco_server.server import real_world
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.server import real_world
 from diloco_server.storage.store import MemoryStore, Store
 from diloco_server.storage.version_file import StoredVersion
 from waiting import until_async

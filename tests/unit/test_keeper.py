@@ -14,9 +14,9 @@ from diloco_common.logs import Log
 from diloco_common.manifest import Manifest
 from diloco_common.metrics import ShardMetrics
 from diloco_common.settings import ShardSettings
-from diloco_server import keeper as module
-from diloco_server.keeper import Keeper
-from diloco_server.server import real_world
+from diloco_server.shell import keeper as module
+from diloco_server.shell.keeper import Keeper
+from diloco_server.shell.server import real_world
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.store import Recovered
 from diloco_server.storage.version_file import StoredVersion

@@ -83,11 +83,11 @@ NETWORK = frozenset({"grpc", "diloco_common.rpc"})
 PRODUCTION = frozenset({
     "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.by_name", "diloco_common.http",
     "diloco_common.metrics",
-    "diloco_server.server", "diloco_server.servicer", "diloco_worker.joining", "diloco_worker.grpc_transport",
+    "diloco_server.shell.server", "diloco_server.shell.servicer", "diloco_server.shell.access",
+    "diloco_server.shell.probes", "diloco_worker.joining", "diloco_worker.grpc_transport",
     "diloco_worker.network_thread", "diloco_worker.number", "grpc", "threading", "ssl", "cryptography",
     "diloco_common.tls",
-    "diloco_common.handshake", "diloco_common.tokens", "diloco_server.access",
-    "diloco_server.probes", "diloco_worker.credentials",
+    "diloco_common.handshake", "diloco_common.tokens", "diloco_worker.credentials",
 })  # fmt: skip
 """The other world: the simulator runs the shells, and nothing of this."""
 RULES = {
@@ -97,9 +97,14 @@ RULES = {
     "diloco_common.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
     "diloco_common.by_name": allow("diloco_common", "diloco_protos", never=TORCH),
     "diloco_server": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
-    "diloco_server.servicer": allow("diloco_common", "diloco_protos", "diloco_server.access", never=CLOCKS_AND_CHANCE),
-    "diloco_server.probes": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
-    "diloco_server.server": allow("diloco_server", "diloco_common", "diloco_protos"),
+    "diloco_server.shell.servicer": allow(
+        "diloco_common", "diloco_protos", "diloco_server.shell.access", never=CLOCKS_AND_CHANCE
+    ),
+    "diloco_server.shell.probes": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
+    "diloco_server.shell.server": allow("diloco_server", "diloco_common", "diloco_protos"),
+    "diloco_server.storage": allow(
+        "diloco_server.storage", "diloco_server.core", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK
+    ),
     "diloco_server.core": core("diloco_server"),
     "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
     "diloco_worker.grpc_transport": allow(
@@ -219,10 +224,10 @@ def test_every_module_keeps_to_its_layer(repository):
         pytest.param("diloco_server.core.shard", "if TYPE_CHECKING:\n    import grpc", id="for types alone"),
         pytest.param("diloco_server.core.shard", "clock = __import__('time').monotonic", id="behind the back"),
         pytest.param("diloco_worker.core.learner", "from diloco_server.core.round import Round", id="the other side"),
-        pytest.param("diloco_server.service", "import diloco_deploy.cli", id="from a shell"),
-        pytest.param("diloco_server.host", "from time import monotonic", id="the clock of a shell"),
+        pytest.param("diloco_server.shell.service", "import diloco_deploy.cli", id="from a shell"),
+        pytest.param("diloco_server.shell.host", "from time import monotonic", id="the clock of a shell"),
         pytest.param("diloco_worker.learner", "from uuid import uuid4", id="the chance of a shell"),
-        pytest.param("diloco_server.service", "from diloco_common import rpc", id="grpc in a shell"),
+        pytest.param("diloco_server.shell.service", "from diloco_common import rpc", id="grpc in a shell"),
         pytest.param("diloco_simulator.process", "import time", id="real time in the simulator"),
     ],
 )
@@ -237,7 +242,7 @@ def test_a_module_that_breaks_its_layer_is_found(module, source):
         ("diloco_server.core.shard", "import math\nimport torch\nfrom dataclasses import dataclass"),
         ("diloco_server.core.shard", "from diloco_common.errors import Late\nfrom .round import Round"),
         ("diloco_server.core", "from .round import Round"),
-        ("diloco_server.server", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
+        ("diloco_server.shell.server", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
         ("diloco_deploy.up", "import diloco_server.cli, diloco_worker, diloco_simulator"),
     ],
 )

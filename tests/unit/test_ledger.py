@@ -37,9 +37,9 @@ from diloco_server.core.ledger import (
     VersionsLost,
 )
 from diloco_server.core.round import CloseReason
-from diloco_server.host import ShardHost
-from diloco_server.server import real_world
-from diloco_server.status import rounds_since, shard_status
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.server import real_world
+from diloco_server.shell.status import rounds_since, shard_status
 from diloco_server.storage.store import MemoryStore
 
 EPOCH = 7

@@ -6,8 +6,8 @@ import pytest
 
 from diloco_common.errors import Busy
 from diloco_common.rate import Rate
-from diloco_server import quotas
-from diloco_server.quotas import SHOWN_BYTES, Places, Pushes, Takers
+from diloco_server.shell import quotas
+from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Takers
 
 MIB = 1 << 20
 

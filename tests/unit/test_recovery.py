@@ -18,7 +18,7 @@ from diloco_common.manifest import Fragment, model_digest
 from diloco_common.settings import Settings
 from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.outer import make_outer_optimizer
-from diloco_server.keeper import recover
+from diloco_server.shell.keeper import recover
 from diloco_simulator.disk import FakeDisk, FakeFile
 from stores import MANIFEST, SIZE, make_version, open_store
 

@@ -44,12 +44,12 @@ from diloco_common.messages import (
 from diloco_common.metrics import ShardMetrics
 from diloco_common.protocol import PROTOCOL
 from diloco_common.ranges import Range
-from diloco_server import quotas, waits
-from diloco_server import service as module
-from diloco_server.host import ShardHost
-from diloco_server.server import real_world
-from diloco_server.service import Service
-from diloco_server.status import rounds_since, shard_status
+from diloco_server.shell import quotas, waits
+from diloco_server.shell import service as module
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.server import real_world
+from diloco_server.shell.service import Service
+from diloco_server.shell.status import rounds_since, shard_status
 from diloco_server.storage.store import MemoryStore
 from diloco_server.storage.version_file import StoredVersion
 from waiting import DEADLINE_S, until_async

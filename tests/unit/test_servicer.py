@@ -12,8 +12,8 @@ import pytest
 from diloco_common import rpc
 from diloco_common.errors import WrongRun
 from diloco_common.ports import ShardService
-from diloco_server.access import Callers
-from diloco_server.servicer import ParameterServer
+from diloco_server.shell.access import Callers
+from diloco_server.shell.servicer import ParameterServer
 
 CALLS = ("Join", "Attend", "Push", "Pull", "Leave")
 

@@ -54,7 +54,7 @@ from diloco_server.core.ledger import (
 )
 from diloco_server.core.membership import Member
 from diloco_server.core.shard import Shard
-from diloco_server.driver import EffectDriver
+from diloco_server.shell.driver import EffectDriver
 from lockstep import ShardShell
 
 SIZE = 8

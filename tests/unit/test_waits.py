@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from diloco_common.errors import Busy, TornUpload
-from diloco_server import waits
-from diloco_server.waits import Bodies, OpenPush, Outgoing, Turns, Unread
+from diloco_server.shell import waits
+from diloco_server.shell.waits import Bodies, OpenPush, Outgoing, Turns, Unread
 from waiting import DEADLINE_S, until_async
 
 

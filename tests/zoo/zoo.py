@@ -279,5 +279,7 @@ def preload(programs: Sequence[Program]) -> None:
     """Import once what these programs import, as that takes longer than they do."""
     names = {"transformers.trainer": "hf_trainer", "lightning.pytorch": "lightning_trainer", "peft": "lora"}
     wanted = [module for module, name in names.items() if any(program.name == name for program in programs)]
-    forks.context.set_forkserver_preload(["diloco_server.server", "diloco_worker.joining", "torch._dynamo", *wanted])
+    forks.context.set_forkserver_preload(
+        ["diloco_server.shell.server", "diloco_worker.joining", "torch._dynamo", *wanted]
+    )
     os.environ["OMP_NUM_THREADS"] = "1"

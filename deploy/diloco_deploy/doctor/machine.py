@@ -11,7 +11,7 @@ from diloco_deploy.doctor.disk import Shard
 from diloco_deploy.doctor.finding import Finding, failure, ok, warning
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.formulas import BITS
-from diloco_server.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
+from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
 
 CGROUP = Path("/sys/fs/cgroup")
 

@@ -20,7 +20,7 @@ class DrawnRound:
     opened_at: float
     """Seconds since 1970, by the clock of the page's server."""
     facts: Mapping[str, Any]
-    """As `diloco_server/status.py` tells them."""
+    """As `diloco_server/shell/status.py` tells them."""
     cut_s: float | None = None
     """When its shard fell silent, if it had not become a version by then: nobody knows how it went on."""
 

@@ -26,7 +26,7 @@ from diloco_common.messages import JoinRequest, Outcome, Progress, PullHeader, P
 from diloco_common.ports import ShardService
 from diloco_common.rate import Rate
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.access import Callers
+from diloco_server.shell.access import Callers
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Messages: TypeAlias = AsyncIterator[bytes]

@@ -33,13 +33,13 @@ from diloco_common.metrics import ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
 from diloco_common.tls import TlsFiles
-from diloco_server.access import LOOK_S, AccessFiles
-from diloco_server.host import ShardHost
-from diloco_server.probes import Health, Probe
-from diloco_server.quotas import connections_allowed, connections_wanted, files_max, raise_limit
-from diloco_server.service import Service
-from diloco_server.servicer import ParameterServer
-from diloco_server.status import rounds_since, shard_status
+from diloco_server.shell.access import LOOK_S, AccessFiles
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.probes import Health, Probe
+from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
+from diloco_server.shell.service import Service
+from diloco_server.shell.servicer import ParameterServer
+from diloco_server.shell.status import rounds_since, shard_status
 from diloco_server.storage.store import open_store
 
 DRAIN_S = 5.0

@@ -27,10 +27,10 @@ from diloco_common.identity import Identity
 from diloco_common.protocol import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S
 from diloco_common.rate import Rate
 from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.access import Callers
-from diloco_server.quotas import Places
-from diloco_server.servicer import Context, Messages, only
-from diloco_server.waits import BODY_S, Bodies
+from diloco_server.shell.access import Callers
+from diloco_server.shell.quotas import Places
+from diloco_server.shell.servicer import Context, Messages, only
+from diloco_server.shell.waits import BODY_S, Bodies
 
 SERVICE = "grpc.health.v1.Health"
 MESSAGE_BYTES_MAX = 1 << 10

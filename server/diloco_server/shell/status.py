@@ -11,7 +11,7 @@ from diloco_server.core.fragment import FragmentState
 from diloco_server.core.ledger import Event, TracedRound
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.conduct import Conduct
-from diloco_server.host import ShardHost
+from diloco_server.shell.host import ShardHost
 
 EVENTS_SHOWN = 50
 """The last ones, at /status; /rounds has more."""

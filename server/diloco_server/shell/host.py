@@ -25,19 +25,19 @@ from diloco_common.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.ranges import Range
 from diloco_common.settings import Settings
-from diloco_server.control_streams import ControlStream, ControlStreams
 from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import PieceNorms
 from diloco_server.core.parts import places_of
 from diloco_server.core.shard import Shard
-from diloco_server.driver import EffectDriver, Job
-from diloco_server.keeper import Checkpointer, Keeper, recover
-from diloco_server.rules import find_rules
+from diloco_server.shell.control_streams import ControlStream, ControlStreams
+from diloco_server.shell.driver import EffectDriver, Job
+from diloco_server.shell.keeper import Checkpointer, Keeper, recover
+from diloco_server.shell.rules import find_rules
+from diloco_server.shell.telemetry import ShardTelemetry
 from diloco_server.storage.store import Store
 from diloco_server.storage.version_file import StoredVersion
-from diloco_server.telemetry import ShardTelemetry
 
 
 class AwakeClock:

@@ -23,7 +23,7 @@ from diloco_server.core.ledger import Fact
 from diloco_server.core.outer import TakeMean, make_outer_optimizer
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
-from diloco_server.rules import find_rules
+from diloco_server.shell.rules import find_rules
 from diloco_server.storage.version_file import StoredVersion
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from diloco_common.errors import Busy, Refusal, TornUpload
 from diloco_common.protocol import SLOWEST_BYTES_PER_S
-from diloco_server.quotas import Bytes
+from diloco_server.shell.quotas import Bytes
 
 BODIES_AT_ONCE = 4
 """Messages of callers without a lease that are read at once. Nobody knows their sizes before they are there."""

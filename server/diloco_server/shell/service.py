@@ -40,11 +40,11 @@ from diloco_common.part_layout import num_elements
 from diloco_common.protocol import PROTOCOL, PUSHES_AT_ONCE, SLOWEST_BYTES_PER_S
 from diloco_common.ranges import Range
 from diloco_common.rate import Rate
-from diloco_server.control_streams import ControlStream
-from diloco_server.host import ShardHost
-from diloco_server.quotas import SHOWN_BYTES, Places, Pushes, Takers
-from diloco_server.rules import check_codecs
-from diloco_server.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
+from diloco_server.shell.control_streams import ControlStream
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Takers
+from diloco_server.shell.rules import check_codecs
+from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 
 PULLS_AT_ONCE, HOST_PULLS_AT_ONCE = 4, 4
 """Pulls of one learner, and of callers without a lease from one host; more are answered BUSY. One is enough; others may
