@@ -76,7 +76,7 @@ class Learner:
         joined = shard.shard.join(name, f"process of {name}", replica.specs, shard.now)  # a lease
         self.generation = joined.generation
         assert shard.shard.manifest is not None  # the shard has cut the model into fragments
-        self.core = LearnerCore(replica, shard.shard.manifest, shard.shard.policy())
+        self.core = LearnerCore(replica, shard.shard.manifest, shard.shard.join_answer().policy)
         self.begin()
 
     @property
