@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from diloco_common.manifest import cut
+from diloco_common.wire.manifest import cut
 from light_learners import Accepted, LightLearner, noise_of, running_shard, tensors_of
 
 SYNC_EVERY = 24

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from diloco_common.codec import get_codec
 from diloco_common.codec.base import Part
-from diloco_common.manifest import Piece
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.settings import GuardSettings, LeaseSettings, RunSettings, Settings, SyncSettings, TrainSettings
+from diloco_common.wire.manifest import Piece
+from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_lab.arms import Conditions
 from diloco_lab.lockstep import TICK, LearnerRig, LockstepRun, ShardRig
 from diloco_server.core.effects import MergeRound

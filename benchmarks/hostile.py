@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload
-from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_common.settings import GuardSettings
+from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_lab.lockstep import TICK, ShardRig
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.ledger import Fact, LearnerQuarantined

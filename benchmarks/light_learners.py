@@ -25,13 +25,21 @@ from pathlib import Path
 import grpc
 import torch
 
-from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, encode_payload
-from diloco_common.endpoints import Endpoints, read_address
-from diloco_common.identity import Identity
-from diloco_common.manifest import Fragment, Manifest, TensorSpec
-from diloco_common.messages import Collect, Committed, Evicted, Progress, PullHeader, PushHeader
-from diloco_common.protocol import PROTOCOL, PUSHES_AT_ONCE
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.addresses import Endpoints, read_address
+from diloco_common.wire.manifest import Fragment, Manifest, TensorSpec
+from diloco_common.wire.messages import (
+    PROTOCOL,
+    PUSHES_AT_ONCE,
+    Collect,
+    Committed,
+    Evicted,
+    Progress,
+    PullHeader,
+    PushHeader,
+)
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.dialing import TRY_AGAIN, backoff_s

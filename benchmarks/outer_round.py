@@ -38,8 +38,8 @@ from torch import nn
 
 import diloco_worker
 from diloco_common.allocator import tune_allocator
-from diloco_common.identity import subject_of
-from diloco_common.manifest import TensorSpec
+from diloco_common.trust.identity import subject_of
+from diloco_common.wire.manifest import TensorSpec
 from diloco_deploy.certs.authority import make_authority, open_authority
 from light_learners import ShardProcess, running_shard, running_shards, tensors_of
 

@@ -23,9 +23,9 @@ import torch
 from diloco_common.allocator import tune_allocator
 from diloco_common.codec import encode_payload
 from diloco_common.codec.change import VALUES
-from diloco_common.endpoints import read_address
-from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import Settings
+from diloco_common.wire.addresses import read_address
+from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import Disk

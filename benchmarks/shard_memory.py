@@ -21,7 +21,7 @@ import sys
 
 import torch
 
-from diloco_common.manifest import Manifest, cut
+from diloco_common.wire.manifest import Manifest, cut
 from light_learners import Accepted, LightLearner, ShardProcess, noise_of, running_shard, tensors_of
 
 BYTES_PER_PARAMETER_MAX = 11.0

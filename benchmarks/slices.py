@@ -17,9 +17,9 @@ import torch
 
 from diloco_common.allocator import tune_allocator
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import Progress
 from diloco_common.settings import Settings, ShardSettings, SyncSettings
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import Progress
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import Restored
 from diloco_server.core.record import Record

@@ -41,7 +41,7 @@ import torch
 
 import diloco_worker
 from diloco_common.allocator import tune_allocator
-from diloco_common.manifest import TensorSpec
+from diloco_common.wire.manifest import TensorSpec
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.tensors import ContributionTensors, FragmentTensors
 from light_learners import running_shards, tensors_of

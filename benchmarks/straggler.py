@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from diloco_common.endpoints import read_address
+from diloco_common.wire.addresses import read_address
 from diloco_deploy.cluster.asking import fetch_status
 
 LOSS_MAX = 0.05

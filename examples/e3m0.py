@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco_common.codec.blocks import FLOAT32_TINY
-from diloco_common.codec.nibbles import Int4
+from diloco_common.codec.blocks import FLOAT32_TINY, Int4
 
 
 class E3M0(Int4):

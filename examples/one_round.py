@@ -5,7 +5,7 @@
 No threads, no sockets, no disk: the shell around the cores is this file. Everything that is decided or computed is
 the code that runs in production. What to read next, in this order:
 
-    common/diloco_common/messages.py            what is said
+    common/diloco_common/wire/messages.py            what is said
     server/diloco_server/core/round.py          a round: who is asked, who has answered, when it may close
     server/diloco_server/core/rounds.py         all rounds of a shard, and what becomes of a push
     server/diloco_server/core/fragment.py       a fragment on the shard: versions
@@ -21,8 +21,8 @@ from torch import nn
 
 from diloco_common.codec import encode_payload
 from diloco_common.codec.change import decode_version
-from diloco_common.messages import Collect, Committed, Progress, PushHeader
 from diloco_common.settings import Settings, SyncSettings
+from diloco_common.wire.messages import Collect, Committed, Progress, PushHeader
 from diloco_lab.shard import LockstepShard
 from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import ContributionAnswered, Fact

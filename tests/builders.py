@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.codec import Chunk, Payload, crc32c, decode_payload, encode_payload
-from diloco_common.manifest import Piece
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Piece
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.core.merge import merge as merged_slices
 from diloco_server.core.merge import piece_norms

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from certificates import Certificates
-from diloco_common.metrics import ShardMetrics, WorkerMetrics
-from diloco_common.tls import TlsFiles, read_folder
+from diloco_common.observe.metrics import ShardMetrics, WorkerMetrics
+from diloco_common.trust.tls import TlsFiles, read_folder
 
 
 def busy_shard() -> ShardMetrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from diloco_common.identity import subject_of
+from diloco_common.trust.identity import subject_of
 from diloco_deploy.certs.authority import make_authority, open_authority
 
 

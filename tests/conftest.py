@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from diloco_common import logs
+from diloco_common.observe import logs
 
 # Before torch starts, here and in every process that a test starts: OpenMP threads of several processes on a
 # few busy cores spend their time waiting for each other.

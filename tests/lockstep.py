@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_common.settings import Settings, ShardSettings
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
 from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import Fact

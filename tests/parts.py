@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco_common.logs import Log
-from diloco_common.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
-from diloco_common.metrics import WorkerMetrics
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
+from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_worker.boundary import Start
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.connections import Connections

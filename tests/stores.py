@@ -9,7 +9,7 @@ import torch
 
 from builders import random_values
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec, cut
+from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record
 from diloco_server.storage.filesystem import FileSystem

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco_common.endpoints import read_address
 from diloco_common.settings_loader import load
+from diloco_common.wire.addresses import read_address
 from diloco_deploy import up
 from diloco_deploy.folder import Outputs
 from diloco_deploy.show.terminal import Snapshot, view

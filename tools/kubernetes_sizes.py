@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from diloco_common.codec import num_payload_bytes
 from diloco_common.settings import CheckpointSettings, SyncSettings
-from diloco_common.sizes import Share, learner_bytes
+from diloco_common.wire.sizes import Share, learner_bytes
 from diloco_deploy import units
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.formulas import BITS

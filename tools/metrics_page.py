@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from diloco_common.metrics.registry import Certificates, Declare, Totals
-from diloco_common.metrics.shard import Contributions, Itself, Learners, Rounds, Storage
-from diloco_common.metrics.worker import Exchange, Training
+from diloco_common.observe.metrics.registry import Certificates, Declare, Totals
+from diloco_common.observe.metrics.shard import Contributions, Itself, Learners, Rounds, Storage
+from diloco_common.observe.metrics.worker import Exchange, Training
 from written import ROOT, written
 
 TARGET = ROOT / "docs/metrics.md"
@@ -24,8 +24,8 @@ HEAD = """\
 # Metrics
 
 Every metric that `/metrics` of shards and workers shows. `tools/metrics_page.py` writes this page from
-[the code](../common/diloco_common/metrics). A metric without a unit is a count or a plain number. A histogram has the
-series `..._bucket`, `..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions,
+[the code](../common/diloco_common/observe/metrics). A metric without a unit is a count or a plain number. A histogram
+has the series `..._bucket`, `..._sum` and `..._count`. Each process also has `diloco_build_info` with its versions,
 `process_cpu_seconds_total`, `process_resident_memory_bytes` and similar metrics.
 
 [recording.yml](../deploy/prometheus/rules/recording.yml) derives further series from these. [Operations](operations.md)

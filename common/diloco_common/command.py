@@ -7,6 +7,7 @@ line for a known error, and with the exit code of that error. Nothing slow is im
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -14,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -26,8 +28,7 @@ from cyclopts.exceptions import (
 )
 from rich.console import Console
 
-from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError
-from diloco_common.spelling import did_you_mean
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DilocoError, did_you_mean
 
 OPTIONS = Parameter(negative=(), allow_repeating=True)
 """Of all options: no second name with --no-, and the last one of several wins, so scripts may add theirs."""
@@ -169,3 +170,21 @@ def _stdout_is_broken() -> bool:
     # Python flushes stdout once more at exit, and would complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Make the folders of these files; None is passed over.
+
+    Raises ConfigError for a file that cannot be written, before hours of work and not after them.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None

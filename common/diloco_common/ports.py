@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import Unavailable as Unavailable
-from diloco_common.identity import Identity
-from diloco_common.messages import (
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.messages import (
     Directive,
     JoinAnswer,
     JoinRequest,
@@ -51,7 +51,7 @@ class World:
 
 
 class History(Protocol):
-    """A process records here what happens to it, so that promises can be checked (`diloco_common/judge.py`)."""
+    """A process records here what happens to it, so that promises can be checked (the simulator's judge)."""
 
     def write(self, what: str, **facts: Any) -> None:
         """Append one line. Safe from any thread."""

@@ -22,9 +22,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from diloco_common import quantities
-from diloco_common.endpoints import write_json
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
+from diloco_common.wire.addresses import write_json
 
 ENV_PREFIX = "DILOCO_"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_common.endpoints import Endpoints, Role, dialable
 from diloco_common.settings import Settings
+from diloco_common.wire.addresses import Endpoints, Role, dialable
 from diloco_demo.shapes import declared_digest
 from diloco_deploy.folder import Files
 from diloco_deploy.own_certificates import OBSERVER, OwnCertificates

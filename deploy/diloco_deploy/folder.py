@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
+from diloco_common.command import check_outputs
 from diloco_common.errors import ConfigError, InUse
-from diloco_common.outputs import check_outputs
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load_saved
 

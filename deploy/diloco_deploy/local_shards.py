@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco_common.endpoints import dialable, read_address
 from diloco_common.errors import CannotConnect
 from diloco_common.settings_loader import load_saved
+from diloco_common.wire.addresses import dialable, read_address
 from diloco_deploy.own_certificates import OwnCertificates
 
 

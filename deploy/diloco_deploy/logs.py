@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco_common.errors import ConfigError, DataError
-from diloco_common.spelling import did_you_mean
+from diloco_common.errors import ConfigError, DataError, did_you_mean
 
 LOOK_S = 0.3
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from diloco_common.endpoints import Role
 from diloco_common.settings import Settings
+from diloco_common.wire.addresses import Role
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 from diloco_deploy.show.watch import Watch
 

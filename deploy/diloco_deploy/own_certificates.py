@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from diloco_common.addresses import is_loopback, parse_address
 from diloco_common.errors import ConfigError
-from diloco_common.identity import subject_of
-from diloco_common.revocations import REVOKED
 from diloco_common.settings import Settings
+from diloco_common.trust.identity import subject_of
+from diloco_common.trust.revocations import REVOKED
+from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_deploy.certs.authority import make_authority, open_authority
 from diloco_deploy.certs.commands import is_good
 

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from diloco_common.endpoints import Role, write_json
 from diloco_common.errors import EXIT_IN_USE
-from diloco_common.identity import subject_of
-from diloco_common.revocations import REVOKED
+from diloco_common.trust.identity import subject_of
+from diloco_common.trust.revocations import REVOKED
+from diloco_common.wire.addresses import Role, write_json
 from diloco_deploy.certs.authority import open_authority
 from diloco_deploy.certs.commands import is_good
 from diloco_deploy.folder import Files, Outputs

@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from diloco_common.endpoints import Role
 from diloco_common.errors import EXIT_INTERRUPTED, CannotConnect, ConfigError, DilocoError
-from diloco_common.identity import subject_of
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_common.trust.identity import subject_of
+from diloco_common.wire.addresses import Role
 from diloco_demo.shapes import declared_digest
 from diloco_deploy.certs.authority import make_authority, open_authority
 from diloco_deploy.cluster.asking import Asker, fetch_all

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_common.endpoints import write_json
 from diloco_common.errors import CannotConnect, ConfigError
+from diloco_common.wire.addresses import write_json
 from diloco_deploy.cluster.record import ClusterRecord, read_record
 
 WORKERS_MAX = 256

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from diloco_common.endpoints import Endpoints, read_address
 from diloco_common.errors import EXIT_UNEXPECTED
+from diloco_common.wire.addresses import Endpoints, read_address
 
 DEATHS_MAX = 5
 """A child is not started again after more deaths in a row than this."""

@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_common.endpoints import dialable, write_json
 from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_common.wire.addresses import dialable, write_json
 from diloco_deploy.children import EVALUATE, Children, Programs, names
 from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
 from diloco_deploy.folder import Files, Outputs, anchored, shown

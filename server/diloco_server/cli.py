@@ -48,7 +48,7 @@ def serve(
 
     import torch
 
-    from diloco_common import logs
+    from diloco_common.observe import logs
     from diloco_server.shell import server
 
     gc.collect()

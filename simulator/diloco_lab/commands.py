@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_common.command import check_outputs
 from diloco_common.errors import EXIT_OK, ConfigError
-from diloco_common.outputs import check_outputs
 from diloco_lab.arms import load_arm
 from diloco_lab.cli import LabOptions
 from diloco_lab.report import comparison, draw, ranking, write_csv

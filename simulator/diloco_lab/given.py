@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from diloco_common.errors import ConfigError
-from diloco_common.spelling import did_you_mean
+from diloco_common.errors import ConfigError, did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.errors import NotFinite
-from diloco_common.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
 from diloco_common.settings import Settings, ShardSettings
+from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
 from diloco_demo.training import share_at
 from diloco_lab.arms import Conditions
 from diloco_lab.inner import InnerSteps

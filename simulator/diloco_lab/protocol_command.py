@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from diloco_common.command import check_outputs
 from diloco_common.errors import EXIT_OK, ConfigError
-from diloco_common.outputs import check_outputs
 from diloco_lab.arms import Arm
 from diloco_lab.protocol import carry_out, load_protocol
 from diloco_lab.protocol_page import page

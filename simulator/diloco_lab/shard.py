@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Refusal
-from diloco_common.messages import PushAnswer, PushHeader
-from diloco_common.metrics import ComputePhase
+from diloco_common.observe.metrics import ComputePhase
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
+from diloco_common.wire.messages import PushAnswer, PushHeader
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.ledger import Fact

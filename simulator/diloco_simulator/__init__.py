@@ -12,7 +12,7 @@ hostile_process.py  a hostile learner in one process; plot.py, hostile.py, lies.
 wire.py             the wire as a hostile learner meets it
 fairness.py         what hostile learners may not get
 silence.py          stands in for metrics and log
-invariants.py       what must hold at any moment; `diloco_common.judge` reads the histories
+invariants.py       what must hold at any moment; `diloco_simulator.verify.judge` reads the histories
 faults.py           what goes wrong, and when it is over
 cluster.py          everything of one schedule; start here
 runner.py           many schedules, in several processes

@@ -1,7 +1,7 @@
 """One schedule: the product's shards and learners, a network, faults; run until it is over, healed, and well again.
 
 The processes run production code in virtual time. Their histories go to the judge that looks at real processes too
-(`diloco_common.judge`); what histories do not tell is checked while the schedule runs (`invariants.py`).
+(`diloco_simulator.verify.judge`); what histories do not tell is checked while the schedule runs (`invariants.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any
 
 from diloco_common.errors import LeaseExpired
-from diloco_common.histories import Histories, gather
-from diloco_common.history import MemoryHistory
-from diloco_common.judge import violations
-from diloco_common.messages import Committed
+from diloco_common.observe.histories import Histories, gather
+from diloco_common.observe.history import MemoryHistory
+from diloco_common.wire.messages import Committed
 from diloco_server.core.fragment import FragmentState
 from diloco_simulator import invariants
 from diloco_simulator.fairness import Fairness
@@ -36,6 +35,7 @@ from diloco_simulator.published import PublishedFormula
 from diloco_simulator.shard_disk import ShardDisk
 from diloco_simulator.shard_process import ShardProcess
 from diloco_simulator.timeline import Timeline
+from diloco_simulator.verify.judge import violations
 from diloco_worker.boundary import Start
 
 TAIL = 60

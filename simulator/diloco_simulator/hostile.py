@@ -19,10 +19,18 @@ import torch
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.errors import Refusal, Superseded
-from diloco_common.identity import Identity
-from diloco_common.messages import Collect, Committed, Directive, JoinRequest, Progress, PullRequest, PushHeader
 from diloco_common.ports import Unavailable
-from diloco_common.protocol import PROTOCOL
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.messages import (
+    PROTOCOL,
+    Collect,
+    Committed,
+    Directive,
+    JoinRequest,
+    Progress,
+    PullRequest,
+    PushHeader,
+)
 from diloco_simulator import lies
 from diloco_simulator.plot import AS_OTHERS, FOREIGN, PUSHES, Held, HostileTransport, Plot, Session, Sniffed
 

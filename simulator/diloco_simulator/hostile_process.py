@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from diloco_common.manifest import Fragment, TensorSpec, cut
+from diloco_common.wire.manifest import Fragment, TensorSpec, cut
 from diloco_simulator.hostile import HostileLearner
 from diloco_simulator.model import AVERAGED, PATTERN, SHAPES, part_of
 from diloco_simulator.plot import Plot

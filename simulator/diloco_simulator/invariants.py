@@ -1,4 +1,4 @@
-"""What must hold in a schedule, beside the promises of `diloco_common.judge`. A breach raises `Violation`.
+"""What must hold in a schedule, beside the promises of `diloco_simulator.verify.judge`. A breach raises `Violation`.
 
 Each function reads what the product has, at one moment. docs/simulation.md says in words what is promised.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
-from diloco_common.manifest import Fragment
+from diloco_common.wire.manifest import Fragment
 from diloco_simulator import invariants
 from diloco_simulator.learner_process import LOOK_S, SAVES, SETTLE_S, Account, Checkpoint, refused_since
 from diloco_simulator.model import AVERAGED, Counting

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
-from diloco_common.messages import PushHeader
+from diloco_common.wire.messages import PushHeader
 from diloco_simulator import invariants
 from diloco_simulator.model import Counting, TornReplica, part_of
 from diloco_simulator.process import Process

@@ -16,10 +16,9 @@ import torch
 from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c, encode_payload, usual_chunk_elements
 from diloco_common.codec.payload import num_payload_bytes
 from diloco_common.errors import NotFinite
-from diloco_common.identity import Identity
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Held, Progress, PullRequest, PushHeader
-from diloco_common.ranges import Range
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Held, Progress, PullRequest, PushHeader, Range
 
 ENCODINGS = ("float32", "bfloat16", "int8", "int4", "e3m0", "topk64_2bit", "float64", "", "int8" * 40)
 STEPS_AHEAD = 1000

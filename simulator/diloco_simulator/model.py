@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from diloco_common.manifest import Fragment
+from diloco_common.wire.manifest import Fragment
 from diloco_worker.core.momentum import Companion, Momenta
 from diloco_worker.core.replica import Replica
 

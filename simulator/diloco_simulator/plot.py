@@ -9,9 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco_common.codec import Chunk, Payload
-from diloco_common.identity import Identity
-from diloco_common.manifest import Fragment, Manifest
-from diloco_common.messages import (
+from diloco_common.ports import ControlStream
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.manifest import Fragment, Manifest
+from diloco_common.wire.messages import (
     Collect,
     JoinAnswer,
     JoinRequest,
@@ -20,7 +21,6 @@ from diloco_common.messages import (
     PushAnswer,
     PushHeader,
 )
-from diloco_common.ports import ControlStream
 
 PUSHES = ("contribute", "contribute", "claim", "claim", "lie", "lie", "other bytes", "not finite")
 AS_OTHERS = "contribute as others"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from diloco_common.codec import Codec, get_codec
 from diloco_common.codec.base import Part
-from diloco_common.manifest import Fragment, Piece
 from diloco_common.settings import OuterSettings
+from diloco_common.wire.manifest import Fragment, Piece
 from diloco_server.core.merge import MergedSlice, chunk_tensors
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Contribution

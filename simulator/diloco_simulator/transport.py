@@ -8,8 +8,9 @@ from typing import Any
 
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import Refusal
-from diloco_common.identity import Identity
-from diloco_common.messages import (
+from diloco_common.ports import ShardService, Unavailable
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.messages import (
     Directive,
     JoinAnswer,
     JoinRequest,
@@ -19,7 +20,6 @@ from diloco_common.messages import (
     PushAnswer,
     PushHeader,
 )
-from diloco_common.ports import ShardService, Unavailable
 from diloco_simulator.network import Answer, Call, End, Network, Path
 from diloco_simulator.plot import Sniffed
 from diloco_simulator.process import Process

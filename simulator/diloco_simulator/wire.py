@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from diloco_common import protobuf
 from diloco_common.codec import Chunk
 from diloco_common.errors import BadRequest, NotSeeded, WrongIdentity
-from diloco_common.identity import Identity, check_learner_id
-from diloco_common.messages import (
+from diloco_common.ports import ShardService
+from diloco_common.trust.identity import Identity, check_learner_id
+from diloco_common.wire import protobuf
+from diloco_common.wire.messages import (
     Collect,
     Committed,
     Directive,
@@ -29,7 +30,6 @@ from diloco_common.messages import (
     PushHeader,
     Stop,
 )
-from diloco_common.ports import ShardService
 
 MESSAGE_BYTES_MAX = 20 << 20
 """As gRPC is told in production."""

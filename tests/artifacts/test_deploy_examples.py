@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 
 from diloco_common.settings import Settings
-from diloco_common.tls import CA, CERTIFICATE, KEY, read_folder
+from diloco_common.trust.tls import CA, CERTIFICATE, KEY, read_folder
 from programs import need
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco_common.revocations import read_revocations
 from diloco_common.settings_loader import load
-from diloco_common.tls import read_folder
+from diloco_common.trust.revocations import read_revocations
+from diloco_common.trust.tls import read_folder
 from manifests import ROOT, built, pods
 from pages import followed
 from programs import kubectl

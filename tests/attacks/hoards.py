@@ -13,8 +13,8 @@ from attack import Over, Seen, Target
 from intruder import SERVICE, Asked, Mole, refused
 from torch import Tensor
 
-from diloco_common import protobuf
 from diloco_common.codec import encode_payload
+from diloco_common.wire import protobuf
 from diloco_protos import parameter_server_pb2 as pb
 
 PUSHES = 64

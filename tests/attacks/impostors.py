@@ -11,9 +11,9 @@ from attack import Evidence, Over, Seen, Target
 from intruder import Intruder, Mole, refused
 
 from builders import chunk_request
-from diloco_common import protobuf
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec
+from diloco_common.wire import protobuf
+from diloco_common.wire.manifest import TensorSpec
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.servicer import JOINS_PER_S
 

@@ -20,10 +20,10 @@ from honest_learners import model_of
 from torch import Tensor
 
 from builders import chunk_request
-from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, decode_payload, encode_payload
-from diloco_common.manifest import Fragment, TensorSpec, cut
-from diloco_common.protocol import PROTOCOL
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import Fragment, TensorSpec, cut
+from diloco_common.wire.messages import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.core.replica import Replica
 

@@ -33,7 +33,7 @@ from processes import sets, until
 
 import forks
 from certificates import Certificates
-from diloco_common.endpoints import Endpoints, read_address
+from diloco_common.wire.addresses import Endpoints, read_address
 from diloco_server import cli
 
 SETTINGS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from front import Front
 from in_process import Clock, InProcessShard, LoopThread, settings_with
 from training import Training
 
-from diloco_common.logs import TextFormatter
+from diloco_common.observe.logs import TextFormatter
 from diloco_common.settings import Settings
 from diloco_worker.notice import Notice
 

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 from in_process import InProcessShard
 
-from diloco_common import rpc
 from diloco_common.errors import LeaseExpired
-from diloco_common.identity import Identity
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import rpc
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
 from diloco_server.shell.servicer import Messages, ParameterServer

@@ -17,14 +17,13 @@ import grpc
 import torch
 
 from builders import chunk_request
-from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, encode_payload
-from diloco_common.identity import Identity
-from diloco_common.manifest import Manifest, TensorSpec, cut
-from diloco_common.messages import Progress, PushHeader
-from diloco_common.protocol import PROTOCOL
 from diloco_common.settings import Settings
-from diloco_common.tls import read_folder
+from diloco_common.trust.identity import Identity
+from diloco_common.trust.tls import read_folder
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import Manifest, TensorSpec, cut
+from diloco_common.wire.messages import PROTOCOL, Progress, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_server.shell.server import ShardServer

@@ -7,7 +7,7 @@ from collections import Counter
 
 import grpc
 
-from diloco_common import rpc
+from diloco_common.wire import rpc
 
 CONNECTIONS = 16
 CALLS = 120

@@ -11,13 +11,12 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, contribution, refusal, settings_with
 
-from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import BadLearnerId, ConfigError, InUse
-from diloco_common.identity import Identity
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
-from diloco_common.protocol import PROTOCOL
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import PROTOCOL, Collect, Committed, Drain, Evicted, JoinRequest, Pulse, Stop
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import probes as health
 from secret_files import secret_file

@@ -13,11 +13,11 @@ from front import Front
 from in_process import Caller, InProcessShard, contribution, refusal, settings_with
 from torch import Tensor
 
-from diloco_common import protobuf
 from diloco_common.codec import Chunk, Payload, decode_payload
 from diloco_common.codec.change import decode_version
-from diloco_common.identity import Identity
-from diloco_common.messages import Collect, Committed, PullHeader
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf
+from diloco_common.wire.messages import Collect, Committed, PullHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.global_model import pull_global_model
 from waiting import until

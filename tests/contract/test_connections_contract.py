@@ -10,9 +10,8 @@ import struct
 import pytest
 from in_process import TENSORS, InProcessShard, settings_with
 
-from diloco_common import protobuf, rpc
-from diloco_common.messages import Committed, Pulse
-from diloco_common.protocol import PROTOCOL
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.messages import PROTOCOL, Committed, Pulse
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 

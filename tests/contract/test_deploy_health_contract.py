@@ -17,7 +17,7 @@ from in_process import settings_with
 from prometheus_client import CollectorRegistry
 
 from certificates import Certificates
-from diloco_common.http import HttpServer
+from diloco_common.observe.http import HttpServer
 from diloco_deploy import cli
 from diloco_deploy.health import main
 

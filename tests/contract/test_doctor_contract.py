@@ -14,9 +14,9 @@ import pytest
 from in_process import InProcessShard, LoopThread, settings_with
 
 from certificates import Certificates
-from diloco_common import rpc
-from diloco_common.protocol import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
 from diloco_common.settings import Settings
+from diloco_common.wire import rpc
+from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
 from diloco_deploy.doctor import run_of_shards, way
 from diloco_deploy.doctor.command import Patient, look
 from diloco_deploy.doctor.finding import Finding, State

@@ -8,11 +8,10 @@ from in_process import TENSORS, InProcessShard, refusal, settings_with
 from torch import nn
 
 import diloco_worker
-from diloco_common import protobuf, rpc
-from diloco_common.bounds import FROZEN_MAX
 from diloco_common.errors import ConfigError, FrozenMismatch
-from diloco_common.messages import FrozenTensor
-from diloco_common.protocol import PROTOCOL
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.bounds import FROZEN_MAX
+from diloco_common.wire.messages import PROTOCOL, FrozenTensor
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.learner import Learner
 from waiting import until

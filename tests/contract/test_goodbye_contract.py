@@ -12,7 +12,7 @@ from training import state_of
 
 import diloco_worker
 from diloco_common.errors import CannotConnect
-from diloco_common.identity import Identity
+from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
 from diloco_server.shell.servicer import ParameterServer
 from diloco_worker import boundary, learner

@@ -17,11 +17,10 @@ from training import tiny_model
 import diloco_worker
 from certificates import Certificates
 from diloco_common.errors import CannotConnect, HandshakeFailed, NoCertificate, NotAShard, TlsNotSpoken
-from diloco_common.handshake import find_cause
-from diloco_common.identity import Identity
-from diloco_common.messages import JoinRequest
-from diloco_common.protocol import PROTOCOL
-from diloco_common.tls import read_folder
+from diloco_common.trust.identity import Identity
+from diloco_common.trust.tls import read_folder
+from diloco_common.wire.handshake import find_cause
+from diloco_common.wire.messages import PROTOCOL, JoinRequest
 from diloco_worker.credentials import Credentials
 from diloco_worker.global_model import pull_global_model
 from diloco_worker.grpc_transport import GrpcTransport

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from in_process import settings_with
 
-from diloco_common.history import read_histories
-from diloco_common.judge import violations
+from diloco_common.observe.history import read_histories
+from diloco_simulator.verify.judge import violations
 
 
 def test_recorded_histories_tell_what_happened_and_keep_the_promises(serve, train, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco_common import http, http_connections
 from diloco_common.errors import ConfigError, InUse
-from diloco_common.http import HttpServer, check_http_is_meant
-from diloco_common.http_listener import HttpListener
+from diloco_common.observe import http, http_connections
+from diloco_common.observe.http import HttpServer, check_http_is_meant
+from diloco_common.observe.http_listener import HttpListener
 from diloco_common.settings import SecuritySettings
 from diloco_deploy.cluster.asking import Asker, fetch_status
 from waiting import DEADLINE_S, until_async

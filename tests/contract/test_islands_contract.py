@@ -20,8 +20,8 @@ from island_rank import batch, plain, whole
 
 import diloco_worker
 import forks
-from diloco_common.history import read_histories
-from diloco_common.judge import violations
+from diloco_common.observe.history import read_histories
+from diloco_simulator.verify.judge import violations
 from diloco_worker.export import lay_out
 
 pytestmark = pytest.mark.timeout(900)

@@ -14,11 +14,10 @@ import grpc
 import pytest
 from in_process import TENSORS, Attendance, Caller, Clock, InProcessShard, contribution, refusal, settings_with
 
-from diloco_common import bounds, protobuf, rpc
 from diloco_common.errors import WORDS_MAX
-from diloco_common.manifest import TensorSpec, model_digest
-from diloco_common.messages import Progress
-from diloco_common.protocol import PROTOCOL
+from diloco_common.wire import bounds, protobuf, rpc
+from diloco_common.wire.manifest import TensorSpec, model_digest
+from diloco_common.wire.messages import PROTOCOL, Progress
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import DEADLINE_S, until
 

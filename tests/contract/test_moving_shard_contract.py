@@ -9,8 +9,8 @@ from in_process import InProcessShard, settings_with
 from training import tiny_model
 
 import diloco_worker
-from diloco_common.endpoints import write_address
 from diloco_common.errors import CannotConnect
+from diloco_common.wire.addresses import write_address
 
 
 def tell(file: Path, shard: InProcessShard) -> None:

@@ -14,8 +14,8 @@ import torch
 from in_process import settings_with
 from training import tiny_model
 
-from diloco_common.logs import Log
-from diloco_common.metrics import WorkerMetrics
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
 from diloco_worker.boundary import Start
 from diloco_worker.connections import Connections

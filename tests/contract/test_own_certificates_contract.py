@@ -10,11 +10,11 @@ import pytest
 from cryptography import x509
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import subject_of
-from diloco_common.revocations import read_revocations
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
-from diloco_common.tls import read_folder
+from diloco_common.trust.identity import subject_of
+from diloco_common.trust.revocations import read_revocations
+from diloco_common.trust.tls import read_folder
 from diloco_deploy.certs.authority import open_authority
 from diloco_deploy.children import Children, Programs
 from diloco_deploy.folder import Files, Outputs

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from diloco_common.addresses import bind_socket, bound_address, who_listens
 from diloco_common.errors import ConfigError, InUse
+from diloco_common.wire.addresses import bind_socket, bound_address, who_listens
 
 
 def test_port_0_gives_a_free_port_that_can_be_connected_to():

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco_worker
-from diloco_common.endpoints import write_address
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_common.wire.addresses import write_address
 from diloco_deploy.cli import main
 from diloco_deploy.pull import adapter_name
 

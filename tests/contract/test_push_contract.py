@@ -25,10 +25,9 @@ from in_process import (
 )
 
 from builders import chunk_request
-from diloco_common import protobuf, rpc
 from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c, encode_payload
-from diloco_common.messages import Collect, Committed, PushHeader
-from diloco_common.ranges import Range
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.messages import Collect, Committed, PushHeader, Range
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 

@@ -12,9 +12,9 @@ from half_calls import HalfCall
 from in_process import NUM_ELEMENTS, InProcessShard, settings_with
 from training import Training
 
-from diloco_common import protobuf, rpc
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec, cut
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_deploy.health import main
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell import waits

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diloco_worker
 from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
-from diloco_common.manifest import cut
+from diloco_common.wire.manifest import cut
 from diloco_worker.core.parts import Seat, located
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet

@@ -9,11 +9,11 @@ import torch
 from in_process import CHUNK_ELEMENTS, Caller, InProcessShard, refusal, settings_with
 
 from builders import chunk_request
-from diloco_common import protobuf, rpc
 from diloco_common.codec import encode_payload
 from diloco_common.errors import Busy
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import PushHeader
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.service import SEEDS_AT_ONCE
 from waiting import until

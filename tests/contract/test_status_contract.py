@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco_common.endpoints import write_address
+from diloco_common.wire.addresses import write_address
 from diloco_deploy.cli import main
 from diloco_deploy.cluster.asking import Poller, fetch_all, fetch_status
 from diloco_deploy.show import status

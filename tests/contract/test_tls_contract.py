@@ -16,12 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from in_process import NUM_ELEMENTS, InProcessShard, contribution, refusal, settings_with
 
 from certificates import Certificates
-from diloco_common import protobuf, rpc
 from diloco_common.codec import encode_payload, usual_chunk_elements
 from diloco_common.errors import ConfigError, Revoked
-from diloco_common.identity import MAY
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import PushHeader
+from diloco_common.trust.identity import MAY
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.global_model import pull_global_model
 from secret_files import secret_file
@@ -321,7 +321,7 @@ def test_a_shard_serves_with_its_renewed_certificate_and_connections_go_on(shard
 
 
 def shown_serial(address: str) -> str:
-    from diloco_common.handshake import certificate_at
+    from diloco_common.wire.handshake import certificate_at
 
     certificate = certificate_at(address, 2.0)
     assert certificate is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common import watchdog
+from diloco_common.observe import http
 
 
 def test_systemd_hears_from_a_process_for_as_long_as_it_makes_progress(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_systemd_hears_from_a_process_for_as_long_as_it_makes_progress(tmp_path:
             return looks.pop(0)
 
         with pytest.raises(EOFError):
-            asyncio.run(watchdog.feed(is_alive, environ))
+            asyncio.run(http.feed_watchdog(is_alive, environ))
         assert [systemd.recv(64) for _ in range(3)] == [b"WATCHDOG=1"] * 3
         with pytest.raises(BlockingIOError):
             systemd.recv(64)
@@ -35,4 +35,4 @@ def test_systemd_hears_from_a_process_for_as_long_as_it_makes_progress(tmp_path:
     "environ", [{}, {"NOTIFY_SOCKET": "/x"}, {"NOTIFY_SOCKET": "/x", "WATCHDOG_USEC": "9", "WATCHDOG_PID": "1"}]
 )
 def test_where_nobody_listens_nothing_is_said(environ: dict[str, str]) -> None:
-    asyncio.run(asyncio.wait_for(watchdog.feed(lambda: True, environ), 5.0))
+    asyncio.run(asyncio.wait_for(http.feed_watchdog(lambda: True, environ), 5.0))

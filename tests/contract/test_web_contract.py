@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from certificates import Certificates
-from diloco_common.endpoints import write_address
 from diloco_common.errors import ConfigError
 from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
+from diloco_common.wire.addresses import write_address
 from diloco_deploy.cluster.asking import Answered, Asker, NoAnswer, ask
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
 from diloco_deploy.web import app, command, credentials, live_page

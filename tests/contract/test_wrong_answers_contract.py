@@ -12,9 +12,8 @@ import torch
 
 from diloco_common.codec import encode_payload
 from diloco_common.errors import BadRequest, DilocoError, Refusal, Unavailable
-from diloco_common.identity import Identity
-from diloco_common.messages import JoinRequest, PullRequest, PushHeader
-from diloco_common.protocol import PROTOCOL
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.messages import PROTOCOL, JoinRequest, PullRequest, PushHeader
 from diloco_worker.grpc_transport import GrpcTransport
 
 ME = Identity("local", "cat", 1, 1)

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 import forks
 import waiting
-from diloco_common.endpoints import Endpoints, read_address
+from diloco_common.wire.addresses import Endpoints, read_address
 from forks import Forked
 
 Status = dict[str, Any]

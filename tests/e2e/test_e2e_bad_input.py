@@ -18,7 +18,7 @@ from processes import LocalCluster, Process, http_get, run_module, until
 import diloco_demo.cli
 import diloco_deploy.cli
 import diloco_server.cli
-from diloco_common.endpoints import Endpoints
+from diloco_common.wire.addresses import Endpoints
 from diloco_deploy.show.status import ANSWER_WITHIN_S
 
 Ended = subprocess.CompletedProcess[str]

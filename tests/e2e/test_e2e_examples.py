@@ -17,7 +17,7 @@ import pytest
 from processes import TINY, environment, sets, until
 
 import forks
-from diloco_common.endpoints import read_address
+from diloco_common.wire.addresses import read_address
 from forks import Forked
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 from processes import TINY, until
 
-from diloco_common.endpoints import Endpoints, Role, read_address
 from diloco_common.errors import DilocoError
-from diloco_common.histories import Line, gather
-from diloco_common.history import read_history
-from diloco_common.judge import violations
+from diloco_common.observe.histories import Line, gather
+from diloco_common.observe.history import read_history
 from diloco_common.settings_loader import Given, load, save
+from diloco_common.wire.addresses import Endpoints, Role, read_address
 from diloco_deploy import ray_up
 from diloco_deploy.cluster.record import read_record
 from diloco_deploy.folder import Files, Outputs
 from diloco_deploy.ray_member import Look, Member, Plan
+from diloco_simulator.verify.judge import violations
 
 HOST = "127.0.0.1"
 Make = Callable[[str], Member]

@@ -16,8 +16,8 @@ import torch
 from processes import TINY, environment, http_get, run_module, sets, until
 from safetensors.torch import load_file
 
-from diloco_common.endpoints import read_address
 from diloco_common.settings import Settings
+from diloco_common.wire.addresses import read_address
 from diloco_demo.data import load_corpus
 from diloco_demo.gpt import build_gpt, evaluate
 from forks import Forked

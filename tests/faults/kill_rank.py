@@ -40,8 +40,8 @@ from in_process import InProcessShard, LoopThread, settings_with
 from training import Training
 
 from diloco_common.codec import num_payload_bytes
-from diloco_common.history import read_histories
-from diloco_common.judge import violations
+from diloco_common.observe.history import read_histories
+from diloco_simulator.verify.judge import violations
 from waiting import until
 
 SIZES = (2, 3)

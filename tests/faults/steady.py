@@ -30,8 +30,8 @@ from processes import Status, http_get, learner_in, sets, until
 
 import diloco_worker
 import forks
-from diloco_common.endpoints import Endpoints, read_address
-from diloco_common.messages import Committed
+from diloco_common.wire.addresses import Endpoints, read_address
+from diloco_common.wire.messages import Committed
 from diloco_server import cli
 from diloco_worker.core import dialing
 

@@ -14,7 +14,7 @@ import pytest
 from networks import Namespace, need_namespaces
 from processes import TINY, environment, until
 
-from diloco_common.endpoints import read_address
+from diloco_common.wire.addresses import read_address
 from diloco_deploy.cluster.asking import Asker, fetch_status
 from pages import followed
 

@@ -17,12 +17,13 @@ from typing import Any
 import messages
 from fuzzing import Finding, Result, mutated
 
-from diloco_common import protobuf
 from diloco_common.codec import Chunk, Payload
 from diloco_common.codec.frames import frame_of
 from diloco_common.errors import Refusal, refusal_from
-from diloco_common.identity import Identity
-from diloco_common.messages import (
+from diloco_common.ports import Unavailable
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf
+from diloco_common.wire.messages import (
     Directive,
     JoinAnswer,
     JoinRequest,
@@ -32,7 +33,6 @@ from diloco_common.messages import (
     PushAnswer,
     PushHeader,
 )
-from diloco_common.ports import Unavailable
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_simulator.cluster import Cluster
 from diloco_simulator.invariants import Violation

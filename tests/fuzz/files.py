@@ -17,9 +17,9 @@ import torch
 from fuzzing import FLOATS, NUMBERS, TEXTS, mutated
 
 import stores
-from diloco_common import protobuf
 from diloco_common.codec import encode_payload
 from diloco_common.settings import Settings
+from diloco_common.wire import protobuf
 from diloco_server.core.arithmetic import Published
 from diloco_server.core.fragment import Restored
 from diloco_server.core.shard import Shard

@@ -10,7 +10,7 @@ from fuzzing import FLOATS, TEXTS, mutated, number
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from diloco_common import protobuf
+from diloco_common.wire import protobuf
 from diloco_protos import parameter_server_pb2 as pb
 
 REPEATED = (0, 1, 1, 1, 2, 3, 40)

@@ -6,10 +6,10 @@ import random
 
 from fuzzing import NUMBERS, TEXTS
 
-from diloco_common import protobuf
 from diloco_common.errors import Refusal
-from diloco_common.protocol import PROTOCOL
 from diloco_common.settings import Settings
+from diloco_common.wire import protobuf
+from diloco_common.wire.messages import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.core.shard import Shard
 

@@ -22,12 +22,12 @@ from fuzzing import NUMBERS, RSS_MORE, STUCK_S, TEXTS, Finding, Result, chance_o
 from scene import ShardProcess
 
 from builders import chunk_request
-from diloco_common import protobuf, rpc
 from diloco_common.codec import encode_payload
 from diloco_common.codec.frames import frame_of
 from diloco_common.errors import Busy, Refusal
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.protocol import PROTOCOL
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import PROTOCOL
 from diloco_protos import parameter_server_pb2 as pb
 
 SERVICE = "/diloco.v1.ParameterServer/"

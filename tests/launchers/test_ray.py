@@ -20,10 +20,10 @@ import pytest
 from tiny import TINY, as_environment
 
 import waiting
-from diloco_common.endpoints import read_address
-from diloco_common.histories import Histories, Line, gather
-from diloco_common.history import read_history
-from diloco_common.judge import violations
+from diloco_common.observe.histories import Histories, Line, gather
+from diloco_common.observe.history import read_history
+from diloco_common.wire.addresses import read_address
+from diloco_simulator.verify.judge import violations
 from pages import blocks
 
 if TYPE_CHECKING:

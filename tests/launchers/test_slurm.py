@@ -20,9 +20,9 @@ from slurm_cluster import Slurm
 from tiny import TINY, as_environment
 
 import waiting
-from diloco_common.histories import Line
-from diloco_common.history import read_histories, read_history
-from diloco_common.judge import violations
+from diloco_common.observe.histories import Line
+from diloco_common.observe.history import read_histories, read_history
+from diloco_simulator.verify.judge import violations
 from pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]

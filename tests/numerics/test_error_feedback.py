@@ -10,8 +10,8 @@ from torch import nn
 
 from builders import decoded, random_values
 from diloco_common.errors import NormTooLarge
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from builders import make_contribution, merge, one_piece, random_values
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import Piece
+from diloco_common.wire.manifest import Piece
 from diloco_server.core.merge import MergeRule, piece_norms
 from diloco_server.core.round import Contribution
 

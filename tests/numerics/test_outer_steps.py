@@ -9,7 +9,7 @@ from examples.heloco import KEPT, corrected
 
 from builders import make_contribution, make_settings, random_values
 from diloco_common.codec.base import BFLOAT16_MAX
-from diloco_common.manifest import Piece
+from diloco_common.wire.manifest import Piece
 from diloco_server.core.merge import merge
 from diloco_server.core.outer import OUR_RULES, SLICE, make_outer_optimizer
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from builders import make_contribution
-from diloco_common.manifest import Piece, Rule
+from diloco_common.wire.manifest import Piece, Rule
 from diloco_server.core.merge import Latest, pool
 from diloco_server.core.round import Round
 

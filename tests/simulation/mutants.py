@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
-from diloco_common.identity import Identity
-from diloco_common.messages import Progress, PushAnswer
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.messages import Progress, PushAnswer
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound

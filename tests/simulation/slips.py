@@ -7,7 +7,7 @@ from typing import Any
 
 from mutants import Mutant
 
-from diloco_common.messages import Outcome
+from diloco_common.wire.messages import Outcome
 from diloco_server.core import merge, outer
 from diloco_server.core.cadence import GraceWindow
 from diloco_server.core.fragment import FragmentState

@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diloco_common.histories import Histories, gather
-from diloco_common.history import MemoryHistory
+from diloco_common.observe.histories import Histories, gather
+from diloco_common.observe.history import MemoryHistory
 
 
 class Flaw(Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_common.addresses import is_loopback, parse_address
 from diloco_common.errors import ConfigError
+from diloco_common.wire.addresses import is_loopback, parse_address
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_common.errors import ConfigError, DilocoError, ManifestMismatch, Superseded, UnknownEncoding, WrongRun
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import FragmentStatus, LearnerPolicy
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import FragmentStatus, LearnerPolicy
 from diloco_worker.core.agreement import Agreement, Objections
 from diloco_worker.core.events import Joined
 

@@ -10,8 +10,8 @@ import torch
 
 from builders import make_settings
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Outcome, Progress, PushHeader
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Outcome, Progress, PushHeader
 from diloco_server.core.ledger import RoundClosed
 from diloco_server.core.trust.arrivals import Arrivals, Call, Expected, next_boundary
 from diloco_server.core.trust.trail import Trail

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.audit import FILES_KEPT, REPEAT_S, REPEATED_MAX, AuditLog
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Identity, Proof, subject_of
+from diloco_common.trust.identity import Identity, Proof, subject_of
+from diloco_server.shell.audit import FILES_KEPT, REPEAT_S, REPEATED_MAX, AuditLog
 
 A = Identity("r", "a", generation=3, peer="ipv4:10.0.0.7", proof=Proof(subject_of("r", "learner/a"), "ab12", 0.0))
 STRANGER = Identity("r", "\x1b[31m\n" + "x" * 5000, peer="ipv4:10.0.0.8")

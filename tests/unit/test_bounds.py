@@ -18,10 +18,10 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_common import bounds, protobuf
-from diloco_common.bounds import LIMITS, Limit
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
-from diloco_common.messages import (
+from diloco_common.wire import bounds, protobuf
+from diloco_common.wire.bounds import LIMITS, Limit
+from diloco_common.wire.messages import (
     Evicted,
     FragmentStatus,
     FrozenTensor,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_common.errors import BadRequest, ModelChanged, UnsupportedModel
-from diloco_common.manifest import check_kinds, cut
+from diloco_common.wire.manifest import check_kinds, cut
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diloco_common.errors import ConfigError
-from diloco_common.logs import Log
+from diloco_common.observe.logs import Log
 from diloco_common.settings import ModelSettings, TrainSettings
 from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from diloco_demo.data import TokenStream

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_common.messages import Progress
+from diloco_common.wire.messages import Progress
 from diloco_server.core.cadence import Quorum, Rest, every_h_steps, first_interval, interval, is_due, needed
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.trail import Trail

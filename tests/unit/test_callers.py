@@ -9,9 +9,9 @@ import pytest
 
 from certificates import Certificates
 from diloco_common.errors import Expired, Revoked, Unauthenticated, WrongIdentity, WrongScope
-from diloco_common.identity import MAY, Identity, Scope
-from diloco_common.tls import proof_of
-from diloco_common.tokens import read_token_key
+from diloco_common.trust.identity import MAY, Identity, Scope
+from diloco_common.trust.tls import proof_of
+from diloco_common.trust.tokens import read_token_key
 from diloco_server.shell.access import Callers
 
 

@@ -14,9 +14,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from certificates import Certificates
 from diloco_common.errors import ConfigError, SecretExposed, WrongIdentity
-from diloco_common.identity import Identity, Proof, Scope, Subject, subject_of, subject_of_uri
-from diloco_common.revocations import read_revocations
-from diloco_common.tls import TlsFolder, proof_of, read_folder
+from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of, subject_of_uri
+from diloco_common.trust.revocations import read_revocations
+from diloco_common.trust.tls import TlsFolder, proof_of, read_folder
 from diloco_deploy.certs.authority import open_authority
 from diloco_deploy.cli import main
 

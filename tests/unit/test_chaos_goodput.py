@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from recorded import EPOCH, accepted, announced, clean, find, histories, merging, push, sent
 
-from diloco_common.histories import Histories, gather
-from diloco_common.judge import stood_still
+from diloco_common.observe.histories import Histories, gather
 from diloco_deploy.chaos.goodput import longest_gaps, work_of
 from diloco_deploy.chaos.harm import harm_of
 from diloco_deploy.chaos.losses import LOSSES, losses
@@ -16,6 +15,7 @@ from diloco_deploy.chaos.plan import Fault, FaultKind
 from diloco_deploy.chaos.result import CHECKS, make_baseline, make_result, summary
 from diloco_deploy.chaos.run import ChaosRun
 from diloco_deploy.chaos.run import InjectedFault as Hit
+from diloco_simulator.verify.judge import stood_still
 
 
 def stepping(*times: float, born: float = 0.0) -> list[dict[str, Any]]:

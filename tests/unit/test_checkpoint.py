@@ -20,7 +20,7 @@ from diloco_common.errors import (
     ConfigError,
     VersionDamaged,
 )
-from diloco_common.manifest import TensorSpec, companion_of, cut
+from diloco_common.wire.manifest import TensorSpec, companion_of, cut
 from diloco_deploy.checkpoint import sources
 from diloco_server.storage import folders
 from diloco_server.storage.checkpoint import (

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco_common.manifest import TensorSpec, companion_of, cut
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.settings_loader import save as save_settings
+from diloco_common.wire.manifest import TensorSpec, companion_of, cut
 from diloco_deploy.cli import main
 from diloco_deploy.folder import Files, Outputs
 from diloco_server.storage.filesystem import Disk

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco_common.bounds import MESSAGE_BYTES_MAX
 from diloco_common.codec import (
     CHUNK_ELEMENTS_MAX,
     Checksum,
@@ -32,9 +31,10 @@ from diloco_common.codec import (
     usual_chunk_elements,
 )
 from diloco_common.codec.frames import HEAD_BYTES
+from diloco_common.codec.memory import SLICE_ELEMENTS
 from diloco_common.codec.payload import CHUNK_BYTES_MAX
-from diloco_common.codec.scratch import SLICE_ELEMENTS
 from diloco_common.errors import BadChecksum, BadEncoding, BadSize, NotFinite, UnknownEncoding
+from diloco_common.wire.bounds import MESSAGE_BYTES_MAX
 
 each_encoding = pytest.mark.parametrize("encoding", encoding_names())
 each_block_encoding = pytest.mark.parametrize("encoding", ["int8", "int4"])

@@ -21,8 +21,8 @@ from diloco_common.codec.plain import PlainCodec
 from diloco_common.codec.registry import get_codec
 from diloco_common.codec.topk import TopK
 from diloco_common.errors import BadEncoding, NotFinite
-from diloco_common.manifest import Fragment
 from diloco_common.settings import OuterSettings
+from diloco_common.wire.manifest import Fragment
 from diloco_server.core.arithmetic import Making, Values, step
 from diloco_server.core.outer import make_outer_optimizer
 

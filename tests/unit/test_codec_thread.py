@@ -12,8 +12,8 @@ from torch import nn
 
 from diloco_common.codec import encode_payload
 from diloco_common.errors import NotFinite
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, Held, LearnerPolicy, PullHeader
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, Held, LearnerPolicy, PullHeader
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore

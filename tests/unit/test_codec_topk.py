@@ -12,7 +12,7 @@ from torch import Tensor
 
 from builders import decoded, random_values
 from diloco_common.codec import Payload, decode_payload, encode_payload, get_codec, num_payload_bytes
-from diloco_common.codec.scratch import SLICE_ELEMENTS
+from diloco_common.codec.memory import SLICE_ELEMENTS
 from diloco_common.codec.topk import _select_among_candidates, _select_dense
 from diloco_common.errors import BadEncoding
 

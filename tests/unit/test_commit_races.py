@@ -14,8 +14,8 @@ import torch
 
 from builders import make_settings
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Outcome, Progress, PushHeader
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Outcome, Progress, PushHeader
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import Phase, Restored
 from diloco_server.core.record import Record

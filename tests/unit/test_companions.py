@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from builders import make_settings
 from diloco_common.errors import ConfigError, ManifestMismatch, ModelChanged, UnsupportedModel
-from diloco_common.history import MemoryHistory
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import Collect, LearnerPolicy
+from diloco_common.observe.history import MemoryHistory
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import Collect, LearnerPolicy
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.fragment import FragmentState

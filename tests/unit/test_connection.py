@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
 from diloco_worker.connection import Connection
 from diloco_worker.core.events import Failed, Joined
 from diloco_worker.core.learner import LearnerCore

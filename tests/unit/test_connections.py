@@ -7,10 +7,10 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from diloco_common import protobuf
 from diloco_common.errors import DilocoError
-from diloco_common.messages import Directive, LearnerPolicy, Progress, Pulse, ShardAway
 from diloco_common.ports import Unavailable
+from diloco_common.wire import protobuf
+from diloco_common.wire.messages import Directive, LearnerPolicy, Progress, Pulse, ShardAway
 from diloco_worker.connections import Connections
 from diloco_worker.core.acts import ModelCut, StepEnded
 from diloco_worker.core.events import Failed

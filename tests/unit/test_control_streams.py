@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from diloco_common.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
+from diloco_common.wire.messages import Collect, Committed, Directive, Drain, Evicted, Pulse, Stop
 from diloco_server.shell.control_streams import ControlStream
 
 

@@ -13,8 +13,8 @@ from test_pace import TOKENS as TOKENS_OF_A_STEP
 
 from builders import make_contribution
 from diloco_common.errors import Implausible
-from diloco_common.messages import Outcome, Progress
 from diloco_common.settings import LeaseSettings
+from diloco_common.wire.messages import Outcome, Progress
 from diloco_server.core.membership import Membership
 from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Round

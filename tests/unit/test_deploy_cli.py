@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diloco_common.endpoints import Endpoints, dialable, read_address, write_address, write_json
 from diloco_common.settings import Settings
+from diloco_common.wire.addresses import Endpoints, dialable, read_address, write_address, write_json
 from diloco_deploy.cli import main
 from diloco_deploy.cluster.record import ClusterRecord
 from diloco_deploy.folder import Files, Outputs, shown

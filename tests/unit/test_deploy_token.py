@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.security import read_bearer_token
 from diloco_common.settings import SecuritySettings
+from diloco_common.trust.security import read_bearer_token
 from diloco_deploy.cli import main
 from diloco_deploy.token import make_bearer_token
 

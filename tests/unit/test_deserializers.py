@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from diloco_common import protobuf
 from diloco_common.errors import BadRequest
+from diloco_common.wire import protobuf
 from diloco_protos import parameter_server_pb2 as pb
 
 Kind = type[Message]

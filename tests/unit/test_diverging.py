@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_common.errors import NotFinite
-from diloco_common.messages import Outcome, PushAnswer
+from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.diverging import REFUSALS_MAX, Diverging
 
 REFUSED = PushAnswer(Outcome.REJECTED, NotFinite.code)

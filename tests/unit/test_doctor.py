@@ -13,8 +13,8 @@ import pytest
 
 from diloco_common.codec import native
 from diloco_common.errors import CannotConnect
-from diloco_common.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_common.settings import Settings, ShardSettings
+from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_deploy.cli import main
 from diloco_deploy.doctor import command, disk, machine, run_of_shards, way
 from diloco_deploy.doctor.disk import Shard, Written

@@ -10,8 +10,8 @@ import torch
 
 from builders import make_settings
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import Progress
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import Progress
 from diloco_server.core import rounds
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import first_interval, is_due

@@ -7,8 +7,8 @@ import torch
 
 from builders import make_settings
 from diloco_common.codec import Payload, encode_payload
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Outcome, Progress, PushHeader
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Outcome, Progress, PushHeader
 from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diloco_common.errors import DilocoError, NotFinite
-from diloco_common.messages import Outcome, PushAnswer
+from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.events import Answered, Arrived, Event, EventQueue, Failed, Stopped
 
 FAILED = Failed(DilocoError("no way on"))

@@ -14,9 +14,9 @@ import diloco_common
 import diloco_deploy
 import diloco_server
 import diloco_worker
-from diloco_common import rpc
 from diloco_common.errors import ConfigError, DilocoError, Refusal
-from diloco_common.metrics.shard import rejections
+from diloco_common.observe.metrics.shard import rejections
+from diloco_common.wire import rpc
 from diloco_deploy.explain.catalogue import CODES, ENTRIES, find, of_kind
 from diloco_deploy.explain.command import explain, plain_text
 from diloco_deploy.explain.entry import Kind

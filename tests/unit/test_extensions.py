@@ -15,8 +15,8 @@ from builders import make_contribution, make_settings, random_values
 from diloco_common.codec import decode_payload, encode_payload, encoding_names, get_codec, offered_names, registry
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, plugin_names
-from diloco_common.manifest import Piece
 from diloco_common.settings import ModelSettings, TrainSettings
+from diloco_common.wire.manifest import Piece
 from diloco_demo.gpt import build_gpt
 from diloco_demo.training import make_optimizer
 from diloco_server.core.merge import merge

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diloco_common.errors import ConfigError
-from diloco_common.logs import Log
+from diloco_common.observe.logs import Log
 from diloco_worker.core.counted import counted
 from diloco_worker.following import Following
 

@@ -10,8 +10,8 @@ import torch
 
 from builders import make_contribution
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec, cut
 from diloco_common.settings import LeaseSettings
+from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import Asking, FragmentState, Phase, Phases, Restored
 from diloco_server.core.membership import Member, Membership

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco_common import bounds, protobuf
 from diloco_common.codec import Chunk, PayloadReceiver, crc32c, encode_payload
 from diloco_common.codec.frames import HEAD_BYTES, NewFrame, chunk_in, frame_of, framed, said_crc32c
-from diloco_common.entries import has_at_most, size_of
 from diloco_common.errors import BadChecksum, BadRequest
-from diloco_common.messages import PullHeader, PushHeader
+from diloco_common.wire import bounds, protobuf
+from diloco_common.wire.entries import has_at_most, size_of
+from diloco_common.wire.messages import PullHeader, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 
 SIZES = [0, 1, 5, 127, 128, 129, 2**14 - 1, 2**14, 2**21 - 1, 2**21, 2**22]

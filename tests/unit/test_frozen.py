@@ -6,7 +6,7 @@ import pytest
 from test_shard import MODEL, Rig
 
 from diloco_common.errors import FrozenMismatch
-from diloco_common.messages import FrozenTensor
+from diloco_common.wire.messages import FrozenTensor
 from diloco_server.core.model import SHOWN
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from diloco_common.messages import FrozenTensor
+from diloco_common.wire.messages import FrozenTensor
 from diloco_worker import frozen_tensors
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.frozen_tensors import declare

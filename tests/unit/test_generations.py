@@ -6,7 +6,7 @@ import pytest
 
 from builders import make_settings
 from diloco_common.errors import StaleGeneration, Superseded
-from diloco_common.manifest import TensorSpec
+from diloco_common.wire.manifest import TensorSpec
 from diloco_server.core.shard import Shard
 
 MODEL = (TensorSpec("w", (4,)),)

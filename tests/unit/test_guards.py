@@ -21,9 +21,9 @@ from diloco_common.errors import (
     WrongEpoch,
     WrongRound,
 )
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import PushHeader
 from diloco_common.settings import GuardSettings, LeaseSettings
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import PushHeader
 from diloco_server.core import admission
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_common.history import HistoryFile, MemoryHistory, fingerprint, read_histories, read_history
+from diloco_common.observe.history import HistoryFile, MemoryHistory, fingerprint, read_histories, read_history
 
 
 def ticking():

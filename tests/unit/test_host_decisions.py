@@ -11,11 +11,11 @@ import torch
 
 from diloco_common.codec import encode_payload
 from diloco_common.errors import NotFinite
-from diloco_common.logs import Log
-from diloco_common.manifest import Manifest, TensorSpec
-from diloco_common.metrics import ShardMetrics
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import Clock
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Manifest, TensorSpec
 from diloco_server.core import arithmetic
 from diloco_server.core.effects import MergeRound, SeedFragment
 from diloco_server.core.fragment import FragmentState

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from diloco_common.http_connections import CONNECTIONS_MAX, HEALTH_MAX, Connections
+from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX, Connections
 
 
 class _Transport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_common.messages import LearnerPolicy
+from diloco_common.wire.messages import LearnerPolicy
 from diloco_worker.core.events import Joined
 from diloco_worker.core.shards import Shards
 

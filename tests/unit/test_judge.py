@@ -25,8 +25,8 @@ from recorded import (
     stepped,
 )
 
-from diloco_common.histories import gather
-from diloco_common.judge import violations
+from diloco_common.observe.histories import gather
+from diloco_simulator.verify.judge import violations
 
 Plant = Callable[[Lines], None]
 EXCUSED = {(LATER, 0)}

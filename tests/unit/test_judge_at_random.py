@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_histories import Flaw, Run
 
-from diloco_common.judge import violations
+from diloco_simulator.verify.judge import violations
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from diloco_common.logs import Log
-from diloco_common.manifest import Manifest
-from diloco_common.metrics import ShardMetrics
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.settings import ShardSettings
+from diloco_common.wire.manifest import Manifest
 from diloco_server.shell import keeper as module
 from diloco_server.shell.keeper import Keeper
 from diloco_server.shell.server import real_world

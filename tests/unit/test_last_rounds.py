@@ -8,7 +8,7 @@ from test_shard import ACCEPTED, TOKENS, Rig
 from torch import nn
 
 from builders import make_settings
-from diloco_common.messages import Collect
+from diloco_common.wire.messages import Collect
 from diloco_server.core.rounds import LAST_S
 from lockstep import Lockstep
 

@@ -39,20 +39,16 @@ PURE_STDLIB = sys.stdlib_module_names - IMPURE
 PURE_COMMON = tuple(
     f"diloco_common.{name}"
     for name in (
-        "bounds",
         "codec",
         "errors",
-        "identity",
-        "kinds",
-        "manifest",
-        "messages",
-        "newest",
-        "part_layout",
-        "protocol",
-        "ranges",
         "settings",
-        "sizes",
-        "spelling",
+        "trust.identity",
+        "wire.bounds",
+        "wire.kinds",
+        "wire.manifest",
+        "wire.messages",
+        "wire.newest",
+        "wire.sizes",
     )
 )
 
@@ -79,27 +75,32 @@ def core(package: str) -> Rule:
 
 TORCH = frozenset({"torch"})
 CLOCKS_AND_CHANCE = frozenset({"datetime", "random", "secrets", "time", "uuid"})
-NETWORK = frozenset({"grpc", "diloco_common.rpc"})
+NETWORK = frozenset({"grpc", "diloco_common.wire.rpc"})
 PRODUCTION = frozenset({
-    "time", "secrets", "diloco_common.rpc", "diloco_common.protobuf", "diloco_common.by_name", "diloco_common.http",
-    "diloco_common.metrics",
-    "diloco_server.shell.server", "diloco_server.shell.servicer", "diloco_server.shell.access",
-    "diloco_server.shell.probes", "diloco_worker.joining", "diloco_worker.grpc_transport",
-    "diloco_worker.network_thread", "diloco_worker.number", "grpc", "threading", "ssl", "cryptography",
-    "diloco_common.tls",
-    "diloco_common.handshake", "diloco_common.tokens", "diloco_worker.credentials",
+    "cryptography", "diloco_common.observe.http", "diloco_common.observe.metrics", "diloco_common.trust.tls",
+    "diloco_common.trust.tokens", "diloco_common.wire.by_name", "diloco_common.wire.handshake",
+    "diloco_common.wire.protobuf", "diloco_common.wire.rpc", "diloco_server.shell.access",
+    "diloco_server.shell.probes", "diloco_server.shell.server", "diloco_server.shell.servicer",
+    "diloco_worker.credentials", "diloco_worker.grpc_transport", "diloco_worker.joining",
+    "diloco_worker.network_thread", "diloco_worker.number", "grpc", "secrets", "ssl", "threading", "time",
 })  # fmt: skip
 """The other world: the simulator runs the shells, and nothing of this."""
 RULES = {
     "diloco_protos": allow("diloco_protos", outside=frozenset({"google", "grpc"}) | sys.stdlib_module_names),
     "diloco_common": allow("diloco_common", never=TORCH),
     "diloco_common.codec": allow("diloco_common"),
-    "diloco_common.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
-    "diloco_common.by_name": allow("diloco_common", "diloco_protos", never=TORCH),
+    "diloco_common.wire.protobuf": allow("diloco_common", "diloco_protos", never=TORCH),
+    "diloco_common.wire.by_name": allow("diloco_common", "diloco_protos", never=TORCH),
     "diloco_server": allow("diloco_server", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
     "diloco_server.shell.servicer": allow(
-        "diloco_common", "diloco_protos", "diloco_server.shell.access", never=CLOCKS_AND_CHANCE
+        "diloco_common",
+        "diloco_protos",
+        "diloco_server.shell.access",
+        "diloco_server.shell.audit",
+        "diloco_server.shell.rate",
+        never=CLOCKS_AND_CHANCE,
     ),
+    "diloco_server.shell.audit": allow("diloco_server", "diloco_common", never=NETWORK),
     "diloco_server.shell.probes": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
     "diloco_server.shell.server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.storage": allow(
@@ -121,7 +122,7 @@ RULES = {
     "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server", "diloco_worker", never=PRODUCTION),
-    "diloco_simulator.wire": allow("diloco_common", never=frozenset({"diloco_common.rpc", "grpc"})),
+    "diloco_simulator.wire": allow("diloco_common", never=frozenset({"diloco_common.wire.rpc", "grpc"})),
     "diloco_simulator.cli": allow("diloco_simulator", "diloco_common"),
     "diloco_lab": allow("diloco_lab", "diloco_common", "diloco_server", "diloco_worker", "diloco_demo", never=NETWORK),
     "diloco_lab.cli": allow("diloco_lab", "diloco_common"),
@@ -210,9 +211,9 @@ def test_every_module_keeps_to_its_layer(repository):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("diloco_common.manifest", "import torch", id="what the longest name that fits rules out"),
-        pytest.param("diloco_common.manifest", "from torch.nn import Module", id="a part of it"),
-        pytest.param("diloco_common.rpc", "from diloco_protos import parameter_server_pb2", id="another package"),
+        pytest.param("diloco_common.wire.manifest", "import torch", id="what the longest name that fits rules out"),
+        pytest.param("diloco_common.wire.manifest", "from torch.nn import Module", id="a part of it"),
+        pytest.param("diloco_common.wire.rpc", "from diloco_protos import parameter_server_pb2", id="another package"),
         pytest.param("diloco_protos.extra", "import torch", id="what is not listed"),
         pytest.param("diloco_server.core.shard", "import math, time", id="a clock"),
         pytest.param("diloco_server.core.shard", "import os.path", id="a part of the machine"),
@@ -227,7 +228,7 @@ def test_every_module_keeps_to_its_layer(repository):
         pytest.param("diloco_server.shell.service", "import diloco_deploy.cli", id="from a shell"),
         pytest.param("diloco_server.shell.host", "from time import monotonic", id="the clock of a shell"),
         pytest.param("diloco_worker.learner", "from uuid import uuid4", id="the chance of a shell"),
-        pytest.param("diloco_server.shell.service", "from diloco_common import rpc", id="grpc in a shell"),
+        pytest.param("diloco_server.shell.service", "from diloco_common.wire import rpc", id="grpc in a shell"),
         pytest.param("diloco_simulator.process", "import time", id="real time in the simulator"),
     ],
 )
@@ -238,7 +239,7 @@ def test_a_module_that_breaks_its_layer_is_found(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("diloco_common.codec.int8", "import torch"),
+        ("diloco_common.codec.blocks", "import torch"),
         ("diloco_server.core.shard", "import math\nimport torch\nfrom dataclasses import dataclass"),
         ("diloco_server.core.shard", "from diloco_common.errors import Late\nfrom .round import Round"),
         ("diloco_server.core", "from .round import Round"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from builders import make_settings
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import cut
+from diloco_common.wire.manifest import cut
 from diloco_worker.companions import Companions
 from diloco_worker.core import layout
 from diloco_worker.core.replica import Replica

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker.core.events import Asked, Joined
 from diloco_worker.core.fragment import AskedRound
 from diloco_worker.core.replica import Replica

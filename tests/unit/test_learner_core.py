@@ -14,8 +14,8 @@ from builders import decoded
 from diloco_common.codec import Payload
 from diloco_common.codec.base import Reference
 from diloco_common.errors import NormTooLarge, NotFinite, TooStale, WrongRound
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core import tensors
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.learner import LearnerCore

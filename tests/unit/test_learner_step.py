@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from diloco_common.errors import Superseded
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker import learner as shell
 from diloco_worker.core.acts import PushContribution, StepEnded, VersionApplied
 from diloco_worker.core.events import Arrived, Asked, Failed, Joined

@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from builders import make_settings
-from diloco_common.logs import Log
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
-from diloco_common.metrics import ShardMetrics
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import ledger as module
 from diloco_server.core.ledger import (
     BudgetReached,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_common.messages import Progress
+from diloco_common.wire.messages import Progress
 from diloco_server.core.membership import ALIKE, Likeness
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_common.logs import Log, configure, show
+from diloco_common.observe.logs import Log, configure, show
 
 ANSI = "\x1b[31mred\x1b[0m"
 

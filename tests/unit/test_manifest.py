@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_common.bounds import FRAGMENTS_MAX
 from diloco_common.errors import BadRequest
-from diloco_common.manifest import (
+from diloco_common.wire.bounds import FRAGMENTS_MAX
+from diloco_common.wire.manifest import (
     Manifest,
     Rule,
     TensorSpec,
@@ -25,7 +25,7 @@ from diloco_common.manifest import (
     model_digest,
     spec_of,
 )
-from diloco_common.protobuf import tensors_from_pb, tensors_to_pb
+from diloco_common.wire.protobuf import tensors_from_pb, tensors_to_pb
 from diloco_protos import parameter_server_pb2 as pb
 
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)

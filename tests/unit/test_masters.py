@@ -11,7 +11,7 @@ from test_values_between_steps import Rig
 from torch import Tensor, nn
 
 from diloco_common.errors import VersionUndone, WrongCall
-from diloco_common.manifest import cut
+from diloco_common.wire.manifest import cut
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
 from diloco_worker.masters import Masters, find_copies

@@ -14,7 +14,7 @@ from diloco_common.errors import (
     Stalled,
     Superseded,
 )
-from diloco_common.messages import Progress
+from diloco_common.wire.messages import Progress
 from diloco_server.core.membership import NUMBER_S, Member, Membership, State
 
 

@@ -10,7 +10,7 @@ import torch
 from builders import decoded, make_contribution, merge, one_piece, random_values
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.errors import BadEncoding
-from diloco_common.manifest import Piece
+from diloco_common.wire.manifest import Piece
 from diloco_server.core.merge import piece_norms
 
 SIZE = 1000

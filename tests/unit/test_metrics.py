@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from busy import busy_shard, busy_worker, certificate
-from diloco_common.metrics import ShardMetrics, WorkerMetrics
+from diloco_common.observe.metrics import ShardMetrics, WorkerMetrics
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:

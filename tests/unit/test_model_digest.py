@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_common.manifest import Momentum, TensorSpec, companion_of, model_digest
 from diloco_common.settings import ModelSettings, Settings, TrainSettings
+from diloco_common.wire.manifest import Momentum, TensorSpec, companion_of, model_digest
 from diloco_demo import cli
 from diloco_demo.gpt import build_gpt
 from diloco_demo.shapes import declared_digest, gpt_tensors

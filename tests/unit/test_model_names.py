@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import cut
+from diloco_common.wire.manifest import cut
 from diloco_worker.core import names
 from diloco_worker.core.replica import Replica
 

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from builders import decoded, make_settings, random_values
 from diloco_common.codec import Payload, encode_payload
-from diloco_common.codec.cut import cut_chunks, cut_header
+from diloco_common.codec.parts import cut_chunks, cut_header, num_elements, spans
 from diloco_common.errors import Busy, Refusal, VersionGone
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
-from diloco_common.part_layout import num_elements, spans
-from diloco_common.ranges import Range
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader, Range
 from diloco_server.core import parts as parts_module
 from diloco_server.core.fragment import KEPT_MAX
 from diloco_server.core.membership import Member

@@ -22,8 +22,8 @@ from diloco_common.errors import (
     StaleGeneration,
     UnknownEncoding,
 )
-from diloco_common.manifest import cut
-from diloco_common.messages import Held, LearnerPolicy, PullHeader, PullRequest
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Held, LearnerPolicy, PullHeader, PullRequest
 from diloco_worker import puller as module
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import ConnectionState

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from diloco_common.codec import Payload
-from diloco_common.identity import Identity
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
-from diloco_common.protocol import PUSHES_AT_ONCE
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import PUSHES_AT_ONCE, Collect, LearnerPolicy, Outcome, PushAnswer, PushHeader
 from diloco_worker.core.acts import PushContribution, SeedFragment
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.fragment import Contribution

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diloco_common.errors import BadChecksum, NormTooLarge
-from diloco_common.messages import Outcome, PushAnswer
+from diloco_common.wire.messages import Outcome, PushAnswer
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.pushes import Lease, Pushes
 from diloco_worker.core.tensors import ContributionTensors

@@ -10,8 +10,8 @@ import torch
 
 from builders import make_contribution, make_settings
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core.ledger import LearnerQuarantined, LearnerReleased
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.conduct import LONGEST, OUTLIERS, VOTES, Quarantine, far_off

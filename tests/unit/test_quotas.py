@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from diloco_common.errors import Busy
-from diloco_common.rate import Rate
 from diloco_server.shell import quotas
 from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Takers
+from diloco_server.shell.rate import Rate
 
 MIB = 1 << 20
 

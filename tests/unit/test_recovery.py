@@ -13,9 +13,9 @@ import torch
 
 from builders import random_values
 from diloco_common.errors import DataError, WrongFolder
-from diloco_common.logs import Log
-from diloco_common.manifest import Fragment, model_digest
+from diloco_common.observe.logs import Log
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Fragment, model_digest
 from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.shell.keeper import recover

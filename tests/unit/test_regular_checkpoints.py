@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco_common.errors import VersionDamaged
-from diloco_common.manifest import Manifest, TensorSpec, companion_of, cut
+from diloco_common.wire.manifest import Manifest, TensorSpec, companion_of, cut
 from diloco_server.storage.checkpoint import find_damage, read_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.regular import RegularCheckpoints

@@ -7,8 +7,17 @@ import logging
 
 import pytest
 
-from diloco_common.logs import Log, configure
-from diloco_common.repeats import EVENTS_MAX, KINDS_MAX, WARNINGS_MAX, WINDOW_S, Kind, Over, Repeats
+from diloco_common.observe.logs import (
+    EVENTS_MAX,
+    KINDS_MAX,
+    WARNINGS_MAX,
+    WINDOW_S,
+    Kind,
+    Log,
+    Over,
+    Repeats,
+    configure,
+)
 
 REFUSED: Kind = ("diloco.shard-0", logging.WARNING, "call refused", "BUSY")
 JOINED: Kind = ("diloco.shard-0", logging.INFO, "joined", "")

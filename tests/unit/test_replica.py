@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import cut
+from diloco_common.wire.manifest import cut
 from diloco_worker.core.replica import Replica
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from builders import decoded
-from diloco_common.manifest import cut
-from diloco_common.messages import LearnerPolicy
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import LearnerPolicy
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import FragmentTensors
 

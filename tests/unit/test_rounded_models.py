@@ -9,8 +9,8 @@ import torch
 from test_learner_core import EPOCH, delta_of_snapshot
 from torch import Tensor, nn
 
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, LearnerPolicy
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, LearnerPolicy
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet

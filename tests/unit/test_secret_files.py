@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco_common.errors import SecretExposed
-from diloco_common.security import check_private, exposure, read_bearer_token, read_private
 from diloco_common.settings import SecuritySettings
+from diloco_common.trust.security import check_private, exposure, read_bearer_token, read_private
 from secret_files import secret_file
 
 ROOT, US, OTHER = 0, 1000, 1001

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from diloco_common.manifest import cut
-from diloco_common.messages import FragmentStatus, LearnerPolicy
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import FragmentStatus, LearnerPolicy
 from diloco_worker.boundary import SEED_HOLD_S
 from diloco_worker.core.acts import SeedFragment
 from diloco_worker.core.events import Joined

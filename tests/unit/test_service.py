@@ -26,10 +26,12 @@ from diloco_common.errors import (
     UnknownEncoding,
     VersionGone,
 )
-from diloco_common.identity import Identity, Proof, Scope, Subject
-from diloco_common.logs import Log
-from diloco_common.manifest import Manifest, TensorSpec, cut
-from diloco_common.messages import (
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.trust.identity import Identity, Proof, Scope, Subject
+from diloco_common.wire.manifest import Manifest, TensorSpec, cut
+from diloco_common.wire.messages import (
+    PROTOCOL,
     Collect,
     Committed,
     Directive,
@@ -40,10 +42,8 @@ from diloco_common.messages import (
     PullRequest,
     PushAnswer,
     PushHeader,
+    Range,
 )
-from diloco_common.metrics import ShardMetrics
-from diloco_common.protocol import PROTOCOL
-from diloco_common.ranges import Range
 from diloco_server.shell import quotas, waits
 from diloco_server.shell import service as module
 from diloco_server.shell.host import ShardHost

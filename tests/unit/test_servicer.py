@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import grpc
 import pytest
 
-from diloco_common import rpc
 from diloco_common.errors import WrongRun
 from diloco_common.ports import ShardService
+from diloco_common.wire import rpc
 from diloco_server.shell.access import Callers
 from diloco_server.shell.servicer import ParameterServer
 

@@ -28,8 +28,8 @@ from diloco_common.errors import (
     Superseded,
     UnknownFragment,
 )
-from diloco_common.manifest import TensorSpec, companion_of, model_digest
-from diloco_common.messages import (
+from diloco_common.wire.manifest import TensorSpec, companion_of, model_digest
+from diloco_common.wire.messages import (
     Collect,
     Committed,
     Drain,

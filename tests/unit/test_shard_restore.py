@@ -15,8 +15,8 @@ import torch
 from builders import make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.errors import Superseded
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import Collect, Committed, Held, Outcome, Progress, PushAnswer, PushHeader, Stop
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import Collect, Committed, Held, Outcome, Progress, PushAnswer, PushHeader, Stop
 from diloco_server.core.fragment import Restored
 from diloco_server.core.ledger import VersionsLost
 from diloco_server.core.membership import Member

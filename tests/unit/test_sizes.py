@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import Manifest, TensorSpec, cut
-from diloco_common.messages import LearnerPolicy
-from diloco_common.sizes import learner_bytes, shares, torch_chunk
+from diloco_common.wire.manifest import Manifest, TensorSpec, cut
+from diloco_common.wire.messages import LearnerPolicy
+from diloco_common.wire.sizes import learner_bytes, shares, torch_chunk
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.parts import Holding, LocalFragment, Sharing, local_fragment
 from diloco_worker.core.replica import Replica

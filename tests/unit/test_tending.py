@@ -11,9 +11,9 @@ import pytest
 from cryptography import x509
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import subject_of
-from diloco_common.revocations import read_revocations
-from diloco_common.tls import read_folder
+from diloco_common.trust.identity import subject_of
+from diloco_common.trust.revocations import read_revocations
+from diloco_common.trust.tls import read_folder
 from diloco_deploy.certs.authority import make_authority, open_authority
 from diloco_deploy.certs.tending import AGAIN, Tending
 from diloco_deploy.cli import main

@@ -11,8 +11,8 @@ import torch
 
 from builders import make_settings
 from diloco_common.codec import encode_payload
-from diloco_common.manifest import Fragment, Piece, TensorSpec
-from diloco_common.messages import Outcome, Progress, PushAnswer, PushHeader
+from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
+from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core.ledger import LearnerQuarantined
 from diloco_server.core.membership import Member
 from diloco_server.core.trust.lengths import CROWD, FAR, SETTLED, STRAIGHT, Lengths, Way

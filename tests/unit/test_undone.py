@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from builders import TinyText, make_settings
 from diloco_common.errors import VersionUndone
-from diloco_common.manifest import Fragment, Piece, cut
-from diloco_common.messages import FragmentStatus, LearnerPolicy
+from diloco_common.wire.manifest import Fragment, Piece, cut
+from diloco_common.wire.messages import FragmentStatus, LearnerPolicy
 from diloco_worker.core.events import Arrived, Joined
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_common.manifest import cut
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy
 from diloco_worker.core.acts import PushContribution
 from diloco_worker.core.events import Arrived, Asked, Joined
 from diloco_worker.core.replica import Replica

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from diloco_common import bounds
 from diloco_common.errors import VersionDamaged
+from diloco_common.wire import bounds
 from diloco_server.core.arithmetic import Values
 from diloco_server.storage import version_file
 from diloco_server.storage.filesystem import Disk, FileSystem

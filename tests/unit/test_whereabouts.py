@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.endpoints import write_address
 from diloco_common.errors import ConfigError
 from diloco_common.ports import Unavailable
+from diloco_common.wire.addresses import write_address
 from diloco_worker import whereabouts
 from diloco_worker.whereabouts import Whereabouts, addresses_of
 

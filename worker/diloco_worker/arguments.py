@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from diloco_common.errors import WrongCall
-from diloco_common.spelling import did_you_mean, shown
+from diloco_common.errors import WrongCall, did_you_mean, shown
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _TOKEN = re.compile(r"[!-~]+\Z")

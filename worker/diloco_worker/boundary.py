@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from diloco_common.errors import DilocoError
-from diloco_common.manifest import cut
-from diloco_common.messages import Pulse
 from diloco_common.ports import World
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import Pulse
 from diloco_worker.core.acts import (
     Act,
     Figures,

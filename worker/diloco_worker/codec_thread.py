@@ -19,8 +19,8 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
-from diloco_common.messages import Held, PullHeader
 from diloco_common.ports import World
+from diloco_common.wire.messages import Held, PullHeader
 from diloco_worker.core.events import Arrived
 from diloco_worker.core.fragment import Contribution
 from diloco_worker.core.layout import wait_for_device

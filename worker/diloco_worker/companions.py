@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, ModelChanged, UnsupportedModel
-from diloco_common.manifest import Momentum
+from diloco_common.wire.manifest import Momentum
 from diloco_worker.core.momentum import Companion, Pace
 from diloco_worker.core.shared_set import SharedSet
 

@@ -14,8 +14,10 @@ from dataclasses import replace
 
 from diloco_common.codec import offered_names
 from diloco_common.errors import BadRequest, DilocoError, Refusal, refusal_from
-from diloco_common.manifest import Manifest
-from diloco_common.messages import (
+from diloco_common.ports import ControlStream, Unavailable
+from diloco_common.wire.manifest import Manifest
+from diloco_common.wire.messages import (
+    PROTOCOL,
     Collect,
     Committed,
     Directive,
@@ -28,8 +30,6 @@ from diloco_common.messages import (
     ShardAway,
     Stop,
 )
-from diloco_common.ports import ControlStream, Unavailable
-from diloco_common.protocol import PROTOCOL
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import FetchEnded, FetchVersion
 from diloco_worker.core.agreement import Agreement, Objections

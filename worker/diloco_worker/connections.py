@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_common.errors import DilocoError
-from diloco_common.messages import Progress, Pulse, ShardAway
 from diloco_common.ports import Unavailable
+from diloco_common.wire.messages import Progress, Pulse, ShardAway
 from diloco_worker.connection import Connection
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import Act, LastRounds, ModelCut, PushContribution, SeedFragment, StepEnded

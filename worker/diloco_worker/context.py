@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import FrozenTensor, Tie
 from diloco_common.ports import Transport, World
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import FrozenTensor, Tie
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.core.connection import Caller
 from diloco_worker.inbox import Inbox

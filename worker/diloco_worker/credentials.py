@@ -11,11 +11,10 @@ import socket
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Scope, Subject, check_learner_id
-from diloco_common.security import read_bearer_token
 from diloco_common.settings import SecuritySettings
-from diloco_common.tls import TlsFiles, TlsFolder
-from diloco_common.watched import Stamp, stamp_of
+from diloco_common.trust.identity import Scope, Subject, check_learner_id
+from diloco_common.trust.security import read_bearer_token
+from diloco_common.trust.tls import Stamp, TlsFiles, TlsFolder, stamp_of
 
 
 class Credentials:

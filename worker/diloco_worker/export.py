@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diloco_common.errors import DataError
-from diloco_common.manifest import Fragment, Manifest
+from diloco_common.wire.manifest import Fragment, Manifest
 
 
 def empty_tensors(manifest: Manifest, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

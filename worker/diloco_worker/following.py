@@ -13,7 +13,7 @@ from typing import Protocol
 from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError
-from diloco_common.logs import Log
+from diloco_common.observe.logs import Log
 from diloco_worker.core.counted import counted
 
 Amount = int | Callable[[], int]

@@ -16,8 +16,8 @@ import google_crc32c
 import torch
 from torch import Tensor
 
-from diloco_common.bounds import FROZEN_MAX
-from diloco_common.messages import FrozenTensor
+from diloco_common.wire.bounds import FROZEN_MAX
+from diloco_common.wire.messages import FrozenTensor
 from diloco_worker.core.shared_set import SharedSet
 
 FrozenRule: TypeAlias = Literal["same", "any"]

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from diloco_common.codec import decode_payload
 from diloco_common.errors import CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch
-from diloco_common.identity import Identity
-from diloco_common.manifest import Fragment, Manifest, cut
-from diloco_common.messages import JoinAnswer, JoinRequest, PullRequest
 from diloco_common.ports import Transport, Unavailable
-from diloco_common.protocol import PROTOCOL
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.manifest import Fragment, Manifest, cut
+from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest
 from diloco_worker.credentials import Credentials
 from diloco_worker.export import empty_tensors, lay_out
 from diloco_worker.grpc_transport import GrpcTransport

@@ -12,12 +12,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
-from diloco_common import protobuf, rpc
 from diloco_common.codec import Chunk, Payload
 from diloco_common.errors import DilocoError, HandshakeFailed
-from diloco_common.handshake import find_cause
-from diloco_common.identity import Identity
-from diloco_common.messages import (
+from diloco_common.ports import Unavailable
+from diloco_common.trust.identity import Identity
+from diloco_common.trust.tls import TlsFiles
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.handshake import find_cause
+from diloco_common.wire.messages import (
     Directive,
     JoinAnswer,
     JoinRequest,
@@ -27,8 +29,6 @@ from diloco_common.messages import (
     PushAnswer,
     PushHeader,
 )
-from diloco_common.ports import Unavailable
-from diloco_common.tls import TlsFiles
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_worker.credentials import Credentials
 from diloco_worker.whereabouts import Whereabouts

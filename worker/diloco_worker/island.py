@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from diloco_common.errors import ConfigError, UnsupportedModel
-from diloco_common.manifest import model_digest
-from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
+from diloco_common.wire.manifest import model_digest
+from diloco_common.wire.messages import FrozenTensor, Progress
 from diloco_worker.boundary import Start
 from diloco_worker.codec_thread import CodecThread
 from diloco_worker.context import ConnectionContext

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from diloco_common.errors import IslandBroken
-from diloco_common.messages import Pulse
 from diloco_common.ports import World
+from diloco_common.wire.messages import Pulse
 from diloco_worker.boundary import Start, StepBoundary
 from diloco_worker.core.acts import Act, FetchEnded, FetchVersion, GiveUp, LeaseTaken, PushContribution, SeedFragment
 from diloco_worker.core.events import Arrived, Event, Joined

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from diloco_common.messages import Committed, Directive, Progress
+from diloco_common.wire.messages import Committed, Directive, Progress
 from diloco_worker.connection import Connection
 from diloco_worker.connections import Connections
 from diloco_worker.context import ConnectionContext

@@ -15,18 +15,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco_common import logs
 from diloco_common.codec import memory, native
-from diloco_common.endpoints import write_address
-from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel, WrongCall
-from diloco_common.history import HistoryFile
-from diloco_common.http import HttpServer
-from diloco_common.http_tls import TlsDoor
-from diloco_common.logs import Log
-from diloco_common.manifest import model_digest
-from diloco_common.metrics import WorkerMetrics
+from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel, WrongCall, shown
+from diloco_common.observe import logs
+from diloco_common.observe.history import HistoryFile
+from diloco_common.observe.http import HttpServer
+from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import WorkerMetrics
 from diloco_common.ports import World
-from diloco_common.spelling import shown
+from diloco_common.wire.addresses import write_address
+from diloco_common.wire.manifest import model_digest
 from diloco_worker import children, frozen_tensors, uncaught
 from diloco_worker.arguments import check_names, check_path, check_seconds, check_who, check_word
 from diloco_worker.boundary import Start

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from diloco_common.errors import ConfigError, DilocoError, LearnerEnded, VersionUndone, WrongCall
-from diloco_common.messages import FrozenTensor, Progress
 from diloco_common.ports import Transport, World
+from diloco_common.wire.messages import FrozenTensor, Progress
 from diloco_worker import children
 from diloco_worker.arguments import check_seconds
 from diloco_worker.boundary import Start, StepBoundary

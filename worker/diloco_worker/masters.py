@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from diloco_common.errors import WrongCall
-from diloco_common.spelling import did_you_mean, shown
+from diloco_common.errors import WrongCall, did_you_mean, shown
 from diloco_worker.core.copies import FindCopies
 from diloco_worker.core.shared_set import SharedSet
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from diloco_common.http import HttpServer
+from diloco_common.observe.http import HttpServer
 from diloco_worker.connections import Connections
 from diloco_worker.core.acts import Act
 

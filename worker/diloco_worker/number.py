@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from diloco_common import logs
 from diloco_common.errors import Busy, CannotConnect, ConfigError, Draining, HandshakeFailed
-from diloco_common.identity import Identity
-from diloco_common.logs import Log
-from diloco_common.messages import JoinAnswer, JoinRequest
+from diloco_common.observe import logs
+from diloco_common.observe.logs import Log
 from diloco_common.ports import Unavailable
-from diloco_common.protocol import PROTOCOL
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest
 from diloco_worker import children, uncaught
 from diloco_worker.arguments import check_seconds, check_who
 from diloco_worker.credentials import Credentials

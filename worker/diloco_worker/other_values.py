@@ -14,8 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from diloco_common.errors import UnsupportedModel, WrongCall
-from diloco_common.spelling import did_you_mean, shown
+from diloco_common.errors import UnsupportedModel, WrongCall, did_you_mean, shown
 from diloco_worker.core import layout, names
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import as_module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_common.logs import Log
+from diloco_common.observe.logs import Log
 from diloco_worker.core.dialing import ANNOUNCE_WAIT_S
 
 FIRST_S = 1.5

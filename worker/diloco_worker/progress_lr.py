@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from diloco_common.errors import ConfigError, WrongCall
-from diloco_common.spelling import shown
+from diloco_common.errors import ConfigError, WrongCall, shown
 
 Shape: TypeAlias = Literal["cosine", "linear", "wsd", "constant"]
 SHAPES = ("cosine", "linear", "wsd", "constant")

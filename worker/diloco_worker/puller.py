@@ -19,9 +19,8 @@ from diloco_common.errors import (
     UnknownEncoding,
     VersionGone,
 )
-from diloco_common.messages import PullHeader, PullRequest
 from diloco_common.ports import Transport, Unavailable
-from diloco_common.ranges import Range
+from diloco_common.wire.messages import PullHeader, PullRequest, Range
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.dialing import backoff_s, call_s

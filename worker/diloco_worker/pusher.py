@@ -8,9 +8,8 @@ from typing import Any
 
 from diloco_common.codec import Payload, PayloadHeader, usual_chunk_elements
 from diloco_common.errors import DilocoError, NotFinite, Refusal, refusal_from
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.ports import Transport, Unavailable
-from diloco_common.protocol import PUSHES_AT_ONCE
+from diloco_common.wire.messages import PUSHES_AT_ONCE, Outcome, PushAnswer, PushHeader
 from diloco_worker.context import ConnectionContext
 from diloco_worker.core.acts import PushContribution, SeedFragment
 from diloco_worker.core.connection import ConnectionState

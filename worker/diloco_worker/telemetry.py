@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diloco_common.history import fingerprint
-from diloco_common.logs import Log
-from diloco_common.manifest import TensorSpec, model_digest
-from diloco_common.messages import Pulse
-from diloco_common.metrics import WorkerMetrics
-from diloco_common.metrics.worker import PushOutcome, SyncPhase
+from diloco_common.observe.history import fingerprint
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import WorkerMetrics
+from diloco_common.observe.metrics.worker import PushOutcome, SyncPhase
 from diloco_common.ports import Clock, History
 from diloco_common.settings import WorkerSettings
+from diloco_common.wire.manifest import TensorSpec, model_digest
+from diloco_common.wire.messages import Pulse
 from diloco_worker.core.acts import (
     Act,
     Figures,

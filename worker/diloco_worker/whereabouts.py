@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_common.addresses import parse_address
-from diloco_common.endpoints import read_address
-from diloco_common.errors import ConfigError, WrongCall
+from diloco_common.errors import ConfigError, WrongCall, shown
 from diloco_common.ports import Unavailable
-from diloco_common.spelling import shown
-from diloco_common.watched import Stamp, stamp_of
+from diloco_common.trust.tls import Stamp, stamp_of
+from diloco_common.wire.addresses import parse_address, read_address
 
 FILE_MARK = "@"
 MISSING: Stamp = (None,)

@@ -1,19 +1,19 @@
 """Encodings of fragments: values to payloads and back. docs/wire-format.md specifies the format.
 
-`base.py` defines the interface of an encoding. `plain.py`, `int8.py`, `nibbles.py` and `topk.py` are the encodings, and
-`registry.py` finds one by its name. `change.py` encodes versions as changes, and makes anchors of them.
-`payload.py` cuts a fragment into chunks and describes them, `frames.py` holds each in the message that carries it,
-`checksum.py` names its bytes, and `receiver.py` takes it in. `native.py` runs the inner loops in C. Pure: no sockets,
-and no files but the compiled loops.
+`base.py` defines the interface of an encoding. `plain.py`, `blocks.py` and `topk.py` are the encodings, and
+`registry.py` finds one by its name. `change.py` encodes versions as changes, and makes anchors of them. `payload.py`
+cuts a fragment into chunks, describes them and takes them in, `frames.py` holds each in the message that carries it,
+and `parts.py` cuts ranges out. `native.py` runs the inner loops in C. Pure: no sockets, and no files but the compiled
+loops.
 """
 
 from diloco_common.codec.base import Codec
-from diloco_common.codec.checksum import Checksum, chunks_crc32c, crc32c
-from diloco_common.codec.frames import Chunk
+from diloco_common.codec.frames import Checksum, Chunk, chunks_crc32c, crc32c
 from diloco_common.codec.payload import (
     CHUNK_ELEMENTS_MAX,
     Payload,
     PayloadHeader,
+    PayloadReceiver,
     as_tensor,
     check_chunk,
     check_header,
@@ -23,7 +23,6 @@ from diloco_common.codec.payload import (
     num_payload_bytes,
     usual_chunk_elements,
 )
-from diloco_common.codec.receiver import PayloadReceiver
 from diloco_common.codec.registry import encoding_names, get_codec, offered_names
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from diloco_common.codec.memory import SLICE_ELEMENTS, scratch, slices, slices_of
 from diloco_common.codec.native import WeightedSum, kernels
-from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices, slices_of
 from diloco_common.errors import BadSize, NotFinite
 
 BLOCK_ELEMENTS = 256

@@ -9,11 +9,15 @@ that the others could have used.
 
 Not in huge pages: with them, a shard with 100 M parameters once took 24 s to read its versions, and 1 s without. It was
 seen on a busy machine and not traced.
+
+`scratch` is for what a thread needs while it encodes or decodes: its own buffers, by name. On CUDA, a thread must not
+run two streams through the codecs at once, because they would share its buffers.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -129,3 +133,36 @@ class Pool:
 
 _pool = Pool()
 """Memory of large tensors: it is used again once nobody views it, and not before."""
+
+
+SLICE_ELEMENTS = 2**18
+"""Encoders and decoders work on this many elements at a time: 1 MiB of float32, which stays in the cache."""
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+
+_buffers = _Buffers()
+
+
+def scratch(name: str, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
+    """The first `size` elements of this thread's buffer of that name, with arbitrary contents."""
+    key = (name, dtype, device)
+    buffer = _buffers.by_key.get(key)
+    if buffer is None or buffer.numel() < size:
+        # A tensor made inside inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            buffer = _buffers.by_key[key] = torch.empty(size, dtype=dtype, device=device)
+    return buffer[:size]
+
+
+def slices(num_elements: int) -> list[slice]:
+    """Cut 0..num_elements into slices of SLICE_ELEMENTS; the last one may be shorter."""
+    return [slice(start, min(start + SLICE_ELEMENTS, num_elements)) for start in range(0, num_elements, SLICE_ELEMENTS)]
+
+
+def slices_of(values: Tensor) -> list[slice]:
+    """On a CPU slices, so that each is still in the cache for the next pass; elsewhere all at once."""
+    return slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]

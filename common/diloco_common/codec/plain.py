@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.base import BFLOAT16_MAX, Codec, Part, refuse_non_finite
+from diloco_common.codec.memory import scratch, slices, slices_of
 from diloco_common.codec.native import Kernels, WeightedSum, kernels
-from diloco_common.codec.scratch import scratch, slices, slices_of
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

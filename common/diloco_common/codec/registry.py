@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from diloco_common.codec.base import Codec
-from diloco_common.codec.int8 import Int8
-from diloco_common.codec.nibbles import Int4
+from diloco_common.codec.blocks import Int4, Int8
 from diloco_common.codec.plain import Bfloat16, Float32
 from diloco_common.codec.topk import TopK
 from diloco_common.errors import ConfigError, UnknownEncoding

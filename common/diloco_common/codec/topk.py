@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.base import Codec, Part, refuse_non_finite
+from diloco_common.codec.memory import SLICE_ELEMENTS, scratch, slices
 from diloco_common.codec.native import Kernels, WeightedSum, kernels
-from diloco_common.codec.scratch import SLICE_ELEMENTS, scratch, slices
 from diloco_common.errors import BadEncoding
 
 BLOCK = 4096

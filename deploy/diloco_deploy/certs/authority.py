@@ -31,11 +31,11 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Proof, Scope, Subject
-from diloco_common.revocations import REVOKED, write_revocations
-from diloco_common.security import read_private
-from diloco_common.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, serial_text
-from diloco_common.tokens import sign_token
+from diloco_common.trust.identity import Proof, Scope, Subject
+from diloco_common.trust.revocations import REVOKED, write_revocations
+from diloco_common.trust.security import read_private
+from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, serial_text
+from diloco_common.trust.tokens import sign_token
 from diloco_deploy.certs.files import write_private, write_public
 from diloco_deploy.certs.registry import Issued, Registry
 from diloco_deploy.certs.taken import (

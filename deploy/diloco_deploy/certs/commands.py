@@ -11,8 +11,8 @@ from pathlib import Path
 from cryptography import x509
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Scope, Subject, subject_of
-from diloco_common.tls import read_folder, serial_text, shown
+from diloco_common.trust.identity import Scope, Subject, subject_of
+from diloco_common.trust.tls import read_folder, serial_text, shown
 from diloco_deploy.certs.authority import (
     CA_DAYS,
     HERE,
@@ -59,7 +59,7 @@ def tend(
     lent: Sequence[str],
 ) -> int:  # fmt: skip
     """Until SIGTERM or SIGINT. SIGHUP renews everything at once. Raises ConfigError."""
-    from diloco_common import logs
+    from diloco_common.observe import logs
 
     make_authority(folder, run_id, datetime.now(UTC))
     authority = open_authority(folder)

@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Subject, subject_of_uri
-from diloco_common.revocations import REVOKED, Revocation, normal_serial, read_revocations, write_revocations
-from diloco_common.tls import shown
+from diloco_common.trust.identity import Subject, subject_of_uri
+from diloco_common.trust.revocations import REVOKED, Revocation, normal_serial, read_revocations, write_revocations
+from diloco_common.trust.tls import shown
 
 ISSUED = "issued.jsonl"
 SERIAL_DIGITS_MIN = 12

@@ -8,10 +8,10 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from diloco_common.errors import ConfigError, DilocoError
-from diloco_common.identity import Subject
-from diloco_common.revocations import REVOKED
-from diloco_common.tls import CA, CERTIFICATE, KEY, subject_of_certificate
-from diloco_common.tokens import TOKEN_MAX, verify_token
+from diloco_common.trust.identity import Subject
+from diloco_common.trust.revocations import REVOKED
+from diloco_common.trust.tls import CA, CERTIFICATE, KEY, subject_of_certificate
+from diloco_common.trust.tokens import TOKEN_MAX, verify_token
 from diloco_deploy.certs.registry import ISSUED
 
 CA_KEY, TOKEN_KEY, TOKEN_PUBLIC = "ca.key", "token.key", "token.pub"

@@ -20,10 +20,9 @@ from itertools import islice
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
-from diloco_common.identity import Scope, Subject
-from diloco_common.revocations import REVOKED
-from diloco_common.tls import CA, KEY
-from diloco_common.watched import Stamp, stamp_of
+from diloco_common.trust.identity import Scope, Subject
+from diloco_common.trust.revocations import REVOKED
+from diloco_common.trust.tls import CA, KEY, Stamp, stamp_of
 from diloco_deploy.certs.authority import CERTIFICATE_DAYS, Authority
 from diloco_deploy.certs.files import write_public
 from diloco_deploy.certs.registry import Issued

@@ -12,5 +12,5 @@ result.py    the result as numbers and words
 timeline.py  the result as a picture
 command.py   the command, from the fault-free run to the exit code
 
-diloco_common/judge.py judges whether the promises were kept.
+diloco_simulator/verify/judge.py judges whether the promises were kept.
 """

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from diloco_common.endpoints import write_json
 from diloco_common.errors import NeverReady
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
+from diloco_common.wire.addresses import write_json
 from diloco_deploy.chaos.disks import SmallDisks
 from diloco_deploy.chaos.links import Links
 from diloco_deploy.chaos.plan import LINK, Fault, FaultKind

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_common.endpoints import write_json
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
-from diloco_common.histories import Histories
-from diloco_common.history import read_histories
+from diloco_common.observe.histories import Histories
+from diloco_common.observe.history import read_histories
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given
+from diloco_common.wire.addresses import write_json
 from diloco_deploy.chaos.cluster import ChaosCluster
 from diloco_deploy.chaos.disks import SmallDisks
 from diloco_deploy.chaos.links import LISTEN, Links, NoLinks

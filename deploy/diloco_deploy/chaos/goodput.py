@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from diloco_common.histories import Histories, Process
+from diloco_common.observe.histories import Histories, Process
 from diloco_deploy.chaos.run import ChaosRun
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from diloco_common.histories import Histories, Line
+from diloco_common.observe.histories import Histories, Line
 
 
 def harm_of(histories: Histories, name: str) -> dict[str, Any]:

@@ -17,17 +17,16 @@ import grpc
 import torch
 from torch import Tensor
 
-from diloco_common import protobuf, rpc
 from diloco_common.codec import Chunk
 from diloco_common.command import end_on_sigterm, new_app, run_app
 from diloco_common.errors import DilocoError, Refusal
-from diloco_common.identity import Identity
-from diloco_common.manifest import Fragment, cut
-from diloco_common.messages import JoinAnswer, JoinRequest, PullRequest, PushHeader
 from diloco_common.options import NO_SETTINGS, SettingsOptions, settings_from
 from diloco_common.ports import Unavailable
-from diloco_common.protocol import PROTOCOL
 from diloco_common.settings import Settings
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import Fragment, cut
+from diloco_common.wire.messages import PROTOCOL, JoinAnswer, JoinRequest, PullRequest, PushHeader
 from diloco_simulator.hostile import HostileLearner
 from diloco_simulator.plot import MANNERS, TACTICS, Plot
 from diloco_worker.credentials import Credentials

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_common.histories import Histories, Process
+from diloco_common.observe.histories import Histories, Process
 from diloco_deploy.chaos.goodput import Work, alive_times, death_of, steps_of, tokens_at, tokens_merged
 from diloco_deploy.chaos.plan import LINK
 from diloco_deploy.chaos.run import ChaosRun

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_common.histories import Histories
-from diloco_common.judge import Violation, stood_still, violations
+from diloco_common.observe.histories import Histories
 from diloco_deploy.chaos.goodput import Work, longest_gaps, work_of
 from diloco_deploy.chaos.harm import harm_of, words_of
 from diloco_deploy.chaos.losses import LOSSES, losses
 from diloco_deploy.chaos.plan import LINK, Fault
 from diloco_deploy.chaos.run import ChaosRun
+from diloco_simulator.verify.judge import Violation, stood_still, violations
 
 Result = dict[str, Any]
 CHECKS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import ConfigError
-from diloco_common.histories import Histories, Process
+from diloco_common.observe.histories import Histories, Process
 from diloco_deploy.chaos.goodput import alive_times
 from diloco_deploy.chaos.harm import lines_of
 from diloco_deploy.chaos.plan import LINK

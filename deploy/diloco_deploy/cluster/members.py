@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_common.endpoints import Role
+from diloco_common.wire.addresses import Role
 
 Status = Mapping[str, Any]
 """One answer of /status."""

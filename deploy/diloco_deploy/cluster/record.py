@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from diloco_common.endpoints import dialable, read_address, write_json
 from diloco_common.settings import Settings
+from diloco_common.wire.addresses import dialable, read_address, write_json
 
 
 class MemberRecord(BaseModel):

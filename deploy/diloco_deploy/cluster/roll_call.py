@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from diloco_common.endpoints import Role
+from diloco_common.wire.addresses import Role
 from diloco_deploy import units
 from diloco_deploy.cluster.learners import WITH_LEASE, put_together
 from diloco_deploy.cluster.members import Member, Status

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common.addresses import split_addresses
 from diloco_common.options import Config, Flag, Json, SettingsOptions, setting, settings_from
+from diloco_common.wire.addresses import split_addresses
 
 
 def status(
@@ -35,7 +35,7 @@ def status(
     Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if somebody who is expected is missing.
     """
     from diloco_common.command import QuietConsole
-    from diloco_common.security import read_bearer_token
+    from diloco_common.trust.security import read_bearer_token
     from diloco_deploy.show.status import Where, asker_for, check_watch, show_status, watch_status
 
     settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})

@@ -8,9 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from diloco_common.command import new_app
-from diloco_common.errors import ConfigError
+from diloco_common.errors import ConfigError, did_you_mean
 from diloco_common.options import Days
-from diloco_common.spelling import did_you_mean
 from diloco_deploy.commands.certs import CERTS, Folder
 
 app = new_app(

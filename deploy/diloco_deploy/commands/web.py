@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common.addresses import split_addresses
 from diloco_common.options import Config, Flag, SettingsOptions, setting, settings_from
+from diloco_common.wire.addresses import split_addresses
 
 
 def web(

@@ -13,12 +13,18 @@ from typing import TypeVar
 
 import grpc
 
-from diloco_common import protobuf, rpc
 from diloco_common.errors import DilocoError
-from diloco_common.identity import Identity
-from diloco_common.messages import JoinAnswer, JoinRequest, PullRequest
 from diloco_common.ports import Unavailable
-from diloco_common.protocol import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.messages import (
+    PROBE_BYTES_MAX,
+    PROBE_MESSAGE_BYTES,
+    PROBE_S,
+    JoinAnswer,
+    JoinRequest,
+    PullRequest,
+)
 from diloco_deploy.doctor.known import Door, Measured
 from diloco_protos import parameter_server_pb2 as pb
 

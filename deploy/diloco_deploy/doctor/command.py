@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from diloco_common.command import version
 from diloco_common.errors import plain
-from diloco_common.protocol import PROTOCOL
 from diloco_common.settings import Settings
+from diloco_common.wire.messages import PROTOCOL
 from diloco_deploy.doctor import way
 from diloco_deploy.doctor.finding import Finding, State
 from diloco_deploy.doctor.runner import TOTAL_S, Check, Found, run

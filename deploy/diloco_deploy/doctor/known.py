@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from diloco_common.messages import JoinAnswer
-    from diloco_common.tls import TlsFiles
+    from diloco_common.trust.tls import TlsFiles
+    from diloco_common.wire.messages import JoinAnswer
 
 
 class Door(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_common.errors import NotSeeded
-from diloco_common.messages import JoinAnswer
+from diloco_common.wire.messages import JoinAnswer
 from diloco_deploy import units
 from diloco_deploy.doctor import calls
 from diloco_deploy.doctor.finding import Finding, failure, ok, warning

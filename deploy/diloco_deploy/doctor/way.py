@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
-from diloco_common.addresses import parse_address
 from diloco_common.errors import HandshakeFailed
-from diloco_common.handshake import certificate_at, find_cause
-from diloco_common.tls import TlsFiles, shown
+from diloco_common.trust.tls import TlsFiles, shown
+from diloco_common.wire.addresses import parse_address
+from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_deploy.doctor.finding import Finding, failure, of_error, ok, warning
 
 DIAL_S = 3.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_common.endpoints import Role
+from diloco_common.wire.addresses import Role
 from diloco_deploy.cluster.members import Status
 from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.show.terminal import Snapshot

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Callable
 
-from diloco_common.addresses import is_no_name
+from diloco_common.wire.addresses import is_no_name
 
 _SESSION = b"diloco live page"
 

@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from diloco_common.http import finite
+from diloco_common.observe.http import finite
 from diloco_deploy.web.access import Access
 
 STATIC = Path(__file__).parent / "static"

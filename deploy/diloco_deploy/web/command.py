@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_common.errors import EXIT_OK, CannotConnect
-from diloco_common.http import check_http_is_meant
-from diloco_common.security import read_bearer_token
+from diloco_common.observe.http import check_http_is_meant
 from diloco_common.settings import SecuritySettings
+from diloco_common.trust.security import read_bearer_token
 from diloco_deploy.own_certificates import OwnCertificates
 from diloco_deploy.web.credentials import Credentials, door_of
 from diloco_deploy.web.live_page import LivePage

@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
-from diloco_common.http_tls import TlsDoor
-from diloco_common.identity import Proof
-from diloco_common.revocations import REVOKED, DenyList
-from diloco_common.tls import TlsFiles, TlsFolder
+from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.trust.identity import Proof
+from diloco_common.trust.revocations import REVOKED, DenyList
+from diloco_common.trust.tls import TlsFiles, TlsFolder
 from diloco_deploy.cluster.asking import Asker
 
 

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from diloco_common.errors import plain
-from diloco_common.http import finite
-from diloco_common.http_listener import HttpListener
-from diloco_common.http_tls import TlsDoor
+from diloco_common.observe.http import finite
+from diloco_common.observe.http_listener import HttpListener
+from diloco_common.observe.http_tls import TlsDoor
 from diloco_deploy.cluster.asking import ASK_S, NoAnswer, ask
 from diloco_deploy.web.access import Access
 from diloco_deploy.web.app import make_app

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco_common.addresses import parse_address
+from diloco_common.wire.addresses import parse_address
 from diloco_deploy.cluster.record import addresses_in, read_record
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from diloco_common.errors import DataError
-from diloco_common.manifest import TensorSpec, differences
+from diloco_common.wire.manifest import TensorSpec, differences
 
 FORMAT = "diloco-worker-checkpoint-3"
 _WEIGHTS = "weights"

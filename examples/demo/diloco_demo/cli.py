@@ -15,9 +15,9 @@ from cyclopts import Parameter
 from diloco_common.allocator import tune_allocator
 from diloco_common.command import end_on_sigterm, new_app, run_app
 from diloco_common.errors import ConfigError
-from diloco_common.manifest import TensorSpec, differences
 from diloco_common.options import NO_SETTINGS, SettingsOptions, setting, settings_from
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import TensorSpec, differences
 from diloco_demo.shapes import declared_digest, gpt_tensors
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def work(
     tune_allocator()  # before threads and large buffers
     import torch
 
-    from diloco_common import logs
+    from diloco_common.observe import logs
 
     logs.configure()
     if settings.worker.threads:
@@ -88,8 +88,8 @@ def work(
 
 
 def _train(settings: Settings, outputs: _Outputs) -> None:
-    from diloco_common.endpoints import write_json
-    from diloco_common.http import check_http_is_meant
+    from diloco_common.observe.http import check_http_is_meant
+    from diloco_common.wire.addresses import write_json
     from diloco_demo import training
     from diloco_demo.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
     from diloco_demo.data import TokenStream, load_corpus
@@ -161,7 +161,7 @@ def _train(settings: Settings, outputs: _Outputs) -> None:
 def _evaluate(settings: Settings, outputs: _Outputs) -> None:
     import torch
 
-    from diloco_common.endpoints import write_json
+    from diloco_common.wire.addresses import write_json
     from diloco_demo.data import load_corpus
     from diloco_demo.gpt import build_gpt, evaluate
     from diloco_worker import pull_global_model, write_model

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco_common.manifest import Momentum
+from diloco_common.wire.manifest import Momentum
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of a Newton-Schulz step: they raise small singular values fastest."""

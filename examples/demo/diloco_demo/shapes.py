@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 from diloco_common.extensions import is_extension
-from diloco_common.manifest import Momentum, TensorSpec, companion_of, model_digest
 from diloco_common.settings import ModelSettings, Settings, TrainSettings
+from diloco_common.wire.manifest import Momentum, TensorSpec, companion_of, model_digest
 
 BYTES = 256
 """Size of the vocabulary."""

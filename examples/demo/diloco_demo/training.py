@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diloco_common.errors import ConfigError
 from diloco_common.extensions import find, is_extension
-from diloco_common.logs import Log
+from diloco_common.observe.logs import Log
 from diloco_common.settings import TrainSettings
 from diloco_demo.checkpoint import TrainingProgress
 from diloco_demo.data import TokenStream

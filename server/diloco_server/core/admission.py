@@ -23,9 +23,9 @@ from diloco_common.errors import (
     WrongEpoch,
     WrongRound,
 )
-from diloco_common.manifest import Manifest
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
 from diloco_common.settings import SyncSettings
+from diloco_common.wire.manifest import Manifest
+from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.parts import HalfContribution, check_ranges, is_part, whole_of
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload, encode_payload, memory
 from diloco_common.codec.change import encode_change, pull_encodings
-from diloco_common.manifest import Fragment
+from diloco_common.wire.manifest import Fragment
 from diloco_server.core.merge import MergeRule, merge, pool
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.core.parts import PartedPayload

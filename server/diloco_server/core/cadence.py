@@ -34,8 +34,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco_common.manifest import turn
 from diloco_common.settings import SyncSettings
+from diloco_common.wire.manifest import turn
 from diloco_server.core.membership import Member
 
 Quorum = int | Literal["all"]

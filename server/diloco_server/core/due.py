@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from diloco_common.manifest import Fragment
 from diloco_common.settings import SyncSettings
+from diloco_common.wire.manifest import Fragment
 from diloco_server.core.cadence import CadenceRule, Quorum, Rest, interval, is_due, needed
 from diloco_server.core.fragment import FragmentState, Phase, Phases
 from diloco_server.core.membership import Member

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from diloco_common.codec import Payload
-from diloco_common.messages import Directive
+from diloco_common.wire.messages import Directive
 from diloco_server.core.ledger import Fact, Ledger
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.parts import PartedPayload

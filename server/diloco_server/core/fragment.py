@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from diloco_common.errors import Busy
-from diloco_common.manifest import Fragment
-from diloco_common.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
+from diloco_common.wire.manifest import Fragment
+from diloco_common.wire.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.merge import Latest

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
+from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core.round import CloseReason
 
 ROUNDS_MAX = 2048

@@ -17,8 +17,8 @@ from enum import Enum
 
 from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, Revoked, StaleGeneration, Superseded
 from diloco_common.errors import Stalled as StalledError
-from diloco_common.messages import Progress
 from diloco_common.settings import LeaseSettings
+from diloco_common.wire.messages import Progress
 from diloco_server.core.trust import trail as pace
 from diloco_server.core.trust.arrivals import Arrivals
 from diloco_server.core.trust.trail import Pace, Trail

@@ -49,10 +49,10 @@ from torch import Tensor
 
 from diloco_common.codec import Chunk, Codec, Payload, PayloadHeader, as_tensor, check_chunk, get_codec
 from diloco_common.codec.base import Part
+from diloco_common.codec.memory import scratch
 from diloco_common.codec.native import WeightedSum
-from diloco_common.codec.scratch import scratch
 from diloco_common.errors import BadEncoding
-from diloco_common.manifest import Piece, mean_of
+from diloco_common.wire.manifest import Piece, mean_of
 from diloco_server.core.parts import PartedPayload, Place, places_of, root
 from diloco_server.core.round import Contribution, Round
 from diloco_server.core.trust import cuts

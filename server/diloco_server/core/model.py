@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_common.errors import FrozenMismatch, ManifestMismatch
-from diloco_common.manifest import Manifest, TensorSpec, differences, kinds_of, model_digest
-from diloco_common.messages import FrozenTensor
+from diloco_common.wire.manifest import Manifest, TensorSpec, differences, kinds_of, model_digest
+from diloco_common.wire.messages import FrozenTensor
 
 SHOWN = 5
 """Differences that a refusal names."""

@@ -17,13 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from diloco_common.bounds import RANGES_OF_ALL_MAX
 from diloco_common.codec import Payload, PayloadHeader
+from diloco_common.codec.parts import Span, num_elements, spans
 from diloco_common.errors import BadSize, ContributionConflict
-from diloco_common.manifest import Piece
-from diloco_common.messages import PushHeader
-from diloco_common.part_layout import Span, num_elements, spans
-from diloco_common.ranges import Range
+from diloco_common.wire.bounds import RANGES_OF_ALL_MAX
+from diloco_common.wire.manifest import Piece
+from diloco_common.wire.messages import PushHeader, Range
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 PADDING_MAX = 1 << 22

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from diloco_common import bounds
+from diloco_common.wire import bounds
 from diloco_server.core.membership import Membership
 from diloco_server.core.round import Round
 from diloco_server.core.trust.norms import Norms

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from diloco_common.codec import Payload
-from diloco_common.messages import PushHeader
+from diloco_common.wire.messages import PushHeader
 from diloco_server.core.cadence import Quorum, needed
 from diloco_server.core.membership import Member
 from diloco_server.core.parts import HalfContribution, PartedPayload, is_part

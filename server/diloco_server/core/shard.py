@@ -24,8 +24,9 @@ from diloco_common.errors import (
     Superseded,
     VersionGone,
 )
-from diloco_common.manifest import Manifest, TensorSpec
-from diloco_common.messages import (
+from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Manifest, TensorSpec
+from diloco_common.wire.messages import (
     Drain,
     Evicted,
     FrozenTensor,
@@ -40,7 +41,6 @@ from diloco_common.messages import (
     Stop,
     Tie,
 )
-from diloco_common.settings import Settings
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum, every_h_steps
 from diloco_server.core.effects import Effect, Outbox

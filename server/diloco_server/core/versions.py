@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from diloco_common.errors import ManifestMismatch, UnknownFragment
-from diloco_common.manifest import Manifest, TensorSpec, cut, differences
-from diloco_common.messages import FrozenTensor, Held, Stop, Tie
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Manifest, TensorSpec, cut, differences
+from diloco_common.wire.messages import FrozenTensor, Held, Stop, Tie
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.effects import Outbox
 from diloco_server.core.fragment import FragmentState, Phases, Restored

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from diloco_common.addresses import is_loopback, parse_address
-from diloco_common.audit import Audit, NoAudit
 from diloco_common.errors import ConfigError, Expired, Refusal, Revoked, Unauthenticated, WrongIdentity
-from diloco_common.identity import Identity, Proof, Scope, Subject
-from diloco_common.logs import Log
-from diloco_common.revocations import REVOKED, DenyList
-from diloco_common.security import read_bearer_token
+from diloco_common.observe.logs import Log
 from diloco_common.settings import SecuritySettings, Settings
-from diloco_common.tls import TlsFiles, TlsFolder, proof_of, shown
-from diloco_common.tokens import read_token_key, verify_token
+from diloco_common.trust.identity import Identity, Proof, Scope, Subject
+from diloco_common.trust.revocations import REVOKED, DenyList
+from diloco_common.trust.security import read_bearer_token
+from diloco_common.trust.tls import TlsFiles, TlsFolder, proof_of, shown
+from diloco_common.trust.tokens import read_token_key, verify_token
+from diloco_common.wire.addresses import is_loopback, parse_address
+from diloco_server.shell.audit import Audit, NoAudit
 
 BEARER = "Bearer "
 

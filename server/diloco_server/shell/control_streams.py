@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from diloco_common.messages import Collect, Committed, Directive, Evicted
-from diloco_common.newest import Newest
+from diloco_common.wire.messages import Collect, Committed, Directive, Evicted
+from diloco_common.wire.newest import Newest
 from diloco_server.core.effects import Tell
 
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from diloco_common.codec.change import VALUES
-from diloco_common.manifest import Fragment
-from diloco_common.metrics import ComputePhase
+from diloco_common.observe.metrics import ComputePhase
 from diloco_common.ports import Clock
+from diloco_common.wire.manifest import Fragment
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Published, Values
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, TellAll

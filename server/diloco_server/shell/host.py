@@ -15,16 +15,24 @@ from typing import TypeVar
 
 from diloco_common import ports
 from diloco_common.codec import Chunk, Payload, PayloadHeader, encode_payload
-from diloco_common.codec.cut import cut_header
+from diloco_common.codec.parts import cut_header
 from diloco_common.errors import Draining, Refusal
-from diloco_common.identity import Identity
-from diloco_common.logs import Log
-from diloco_common.manifest import TensorSpec
-from diloco_common.messages import JoinAnswer, JoinRequest, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
-from diloco_common.metrics import ComputePhase, ShardMetrics
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ComputePhase, ShardMetrics
 from diloco_common.ports import Clock, World
-from diloco_common.ranges import Range
 from diloco_common.settings import Settings
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.manifest import TensorSpec
+from diloco_common.wire.messages import (
+    JoinAnswer,
+    JoinRequest,
+    Progress,
+    PullHeader,
+    PullRequest,
+    PushAnswer,
+    PushHeader,
+    Range,
+)
 from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
 from diloco_server.core.membership import Member

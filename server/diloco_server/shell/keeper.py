@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from diloco_common.errors import DataError, WrongFolder
-from diloco_common.logs import Log
-from diloco_common.manifest import Fragment, Manifest, model_digest
-from diloco_common.metrics import ShardMetrics
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import World
 from diloco_common.settings import Settings, ShardSettings
+from diloco_common.wire.manifest import Fragment, Manifest, model_digest
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Values
 from diloco_server.core.fragment import Restored

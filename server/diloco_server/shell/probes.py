@@ -21,14 +21,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from diloco_common import protobuf, rpc
 from diloco_common.errors import BadRequest, Busy, Refusal
-from diloco_common.identity import Identity
-from diloco_common.protocol import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S
-from diloco_common.rate import Rate
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
 from diloco_server.shell.quotas import Places
+from diloco_server.shell.rate import Rate
 from diloco_server.shell.servicer import Context, Messages, only
 from diloco_server.shell.waits import BODY_S, Bodies
 

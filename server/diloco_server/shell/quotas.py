@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from diloco_common.errors import Busy
-from diloco_common.http_connections import CONNECTIONS_MAX, HEALTH_MAX
+from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX
 from diloco_common.settings import ShardSettings
 
 SHOWN_BYTES = 256 << 10

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diloco_common.bounds import RULES_MAX
 from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, is_extension
 from diloco_common.settings import OuterSettings, Settings, SyncSettings
+from diloco_common.wire.bounds import RULES_MAX
 from diloco_server.core.cadence import CadenceRule, Rest, every_h_steps, interval
 from diloco_server.core.merge import MergeRule
 from diloco_server.core.outer import OuterOptimizer

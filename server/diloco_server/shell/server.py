@@ -19,21 +19,20 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health_pb2
 
-from diloco_common import rpc
-from diloco_common.addresses import bind_socket, in_use, parse_address
-from diloco_common.audit import AuditLog
 from diloco_common.codec import memory, native
-from diloco_common.endpoints import write_address
 from diloco_common.errors import EXIT_OK, DilocoError
-from diloco_common.history import HistoryFile
-from diloco_common.http import HttpServer, check_http_is_meant
-from diloco_common.http_tls import TlsDoor
-from diloco_common.logs import Log
-from diloco_common.metrics import ShardMetrics
+from diloco_common.observe.history import HistoryFile
+from diloco_common.observe.http import HttpServer, check_http_is_meant
+from diloco_common.observe.http_tls import TlsDoor
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ShardMetrics
 from diloco_common.ports import Clock, World
 from diloco_common.settings import Settings
-from diloco_common.tls import TlsFiles
+from diloco_common.trust.tls import TlsFiles
+from diloco_common.wire import rpc
+from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
 from diloco_server.shell.access import LOOK_S, AccessFiles
+from diloco_server.shell.audit import AuditLog
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit

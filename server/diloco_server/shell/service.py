@@ -12,9 +12,8 @@ from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from diloco_common import bounds
 from diloco_common.codec import Chunk, Payload, PayloadHeader, PayloadReceiver
-from diloco_common.codec.cut import ITEM_BYTES, cut_chunks
+from diloco_common.codec.parts import ITEM_BYTES, cut_chunks, num_elements
 from diloco_common.errors import (
     BadRequest,
     Busy,
@@ -24,8 +23,12 @@ from diloco_common.errors import (
     TornUpload,
     UnknownEncoding,
 )
-from diloco_common.identity import Identity
-from diloco_common.messages import (
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import bounds
+from diloco_common.wire.messages import (
+    PROTOCOL,
+    PUSHES_AT_ONCE,
+    SLOWEST_BYTES_PER_S,
     Directive,
     Evicted,
     JoinAnswer,
@@ -35,14 +38,12 @@ from diloco_common.messages import (
     PullRequest,
     PushAnswer,
     PushHeader,
+    Range,
 )
-from diloco_common.part_layout import num_elements
-from diloco_common.protocol import PROTOCOL, PUSHES_AT_ONCE, SLOWEST_BYTES_PER_S
-from diloco_common.ranges import Range
-from diloco_common.rate import Rate
 from diloco_server.shell.control_streams import ControlStream
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.quotas import SHOWN_BYTES, Places, Pushes, Takers
+from diloco_server.shell.rate import Rate
 from diloco_server.shell.rules import check_codecs
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Outgoing, Turns, Unread, Wait
 

@@ -16,17 +16,17 @@ from typing import Any, Self, TypeAlias
 
 import grpc
 
-from diloco_common import protobuf, rpc
-from diloco_common.audit import Audit, NoAudit
 from diloco_common.codec import Chunk
 from diloco_common.errors import BadRequest, Refusal
-from diloco_common.identity import Identity
-from diloco_common.manifest import TensorSpec, check_kinds
-from diloco_common.messages import JoinRequest, Outcome, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_common.ports import ShardService
-from diloco_common.rate import Rate
+from diloco_common.trust.identity import Identity
+from diloco_common.wire import protobuf, rpc
+from diloco_common.wire.manifest import TensorSpec, check_kinds
+from diloco_common.wire.messages import JoinRequest, Outcome, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
+from diloco_server.shell.audit import Audit, NoAudit
+from diloco_server.shell.rate import Rate
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Messages: TypeAlias = AsyncIterator[bytes]

@@ -10,10 +10,10 @@ import torch
 
 from diloco_common import ports
 from diloco_common.codec import decode_payload
-from diloco_common.history import fingerprint
-from diloco_common.logs import Log
-from diloco_common.messages import Outcome, PushAnswer, PushHeader
-from diloco_common.metrics import ShardMetrics
+from diloco_common.observe.history import fingerprint
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics import ShardMetrics
+from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.ledger import (
@@ -174,7 +174,7 @@ class ShardTelemetry:
 
 
 class ShardHistory:
-    """Writes down what happens to one shard in one epoch. `diloco_common/histories.py` has all lines."""
+    """Writes down what happens to one shard in one epoch. `diloco_common/observe/histories.py` has all lines."""
 
     def __init__(self, history: ports.History, epoch: int) -> None:
         self._history = history

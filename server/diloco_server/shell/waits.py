@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from diloco_common.errors import Busy, Refusal, TornUpload
-from diloco_common.protocol import SLOWEST_BYTES_PER_S
+from diloco_common.wire.messages import SLOWEST_BYTES_PER_S
 from diloco_server.shell.quotas import Bytes
 
 BODIES_AT_ONCE = 4

@@ -24,7 +24,7 @@ from diloco_common.errors import (
     NoCheckpoint,
     VersionDamaged,
 )
-from diloco_common.manifest import Manifest, TensorSpec, check_tensors, cut, differences, spec_of
+from diloco_common.wire.manifest import Manifest, TensorSpec, check_tensors, cut, differences, spec_of
 from diloco_server.storage.filesystem import Files, FileSystem
 from diloco_server.storage.version_file import (
     CHECKSUM_BYTES,

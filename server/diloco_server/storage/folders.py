@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from diloco_common.errors import CheckpointExists, CheckpointIncomplete, ConfigError, NoCheckpoint, VersionDamaged
-from diloco_common.manifest import Manifest, cut
+from diloco_common.wire.manifest import Manifest, cut
 from diloco_server.storage.checkpoint import (
     MANIFEST,
     CheckpointFile,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diloco_common.errors import VersionDamaged
-from diloco_common.manifest import Fragment, Manifest
+from diloco_common.wire.manifest import Fragment, Manifest
 from diloco_server.storage.checkpoint import contents_of, describe, write_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_server.storage.folders import fragments_in, hard_link, is_checkpoint, remove_checkpoint

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from diloco_common.errors import DataError, NothingIntact, VersionDamaged, WrongFolder
-from diloco_common.manifest import Manifest, differences
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Manifest, differences
 from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock
 from diloco_server.storage.version_file import (
     Header,

@@ -33,8 +33,8 @@ from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.change import ANCHOR
 from diloco_common.codec.frames import NewFrame
 from diloco_common.errors import BadRequest, DataError, VersionDamaged, plain
-from diloco_common.manifest import Manifest, check_tensors, cut, spec_of
 from diloco_common.settings import Settings
+from diloco_common.wire.manifest import Manifest, check_tensors, cut, spec_of
 from diloco_server.core.arithmetic import Values
 from diloco_server.core.record import Record, check_record
 from diloco_server.storage.filesystem import Files, NewFile, OldFile

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from diloco_common.endpoints import Role, write_address
+from diloco_common.wire.addresses import Role, write_address
 
 
 def arguments() -> argparse.Namespace:

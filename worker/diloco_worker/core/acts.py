@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
-from diloco_common.manifest import Manifest
-from diloco_common.messages import Progress, PushAnswer
+from diloco_common.wire.manifest import Manifest
+from diloco_common.wire.messages import Progress, PushAnswer
 from diloco_worker.core.events import Joined
 from diloco_worker.core.fragment import Contribution, Fate
 from diloco_worker.core.tensors import FragmentTensors

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from diloco_common.codec import get_codec
 from diloco_common.errors import ConfigError, DilocoError, ManifestMismatch, Superseded
-from diloco_common.manifest import Manifest, TensorSpec, cut
+from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_worker.core.events import Joined
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_common.errors import ModelChanged, UnsupportedModel
-from diloco_common.manifest import MEAN, VARIANCE, Dtype, Fragment, Piece, Rule, TensorSpec
+from diloco_common.wire.manifest import MEAN, VARIANCE, Dtype, Fragment, Piece, Rule, TensorSpec
 from diloco_worker.core import layout, names
 
 INTEGER_MAX = 2**24

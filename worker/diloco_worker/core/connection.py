@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from diloco_common.identity import Identity
-from diloco_common.manifest import Manifest
-from diloco_common.messages import JoinAnswer, LearnerPolicy, Pulse
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.manifest import Manifest
+from diloco_common.wire.messages import JoinAnswer, LearnerPolicy, Pulse
 from diloco_worker.core.events import Joined
 from diloco_worker.core.pushes import Lease
 

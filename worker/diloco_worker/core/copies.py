@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.base import as_held
-from diloco_common.manifest import Fragment, Piece
+from diloco_common.wire.manifest import Fragment, Piece
 from diloco_worker.core import layout
 from diloco_worker.core.parameters import Parameters
 

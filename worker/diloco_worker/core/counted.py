@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from diloco_common.bounds import TOKENS_MAX
-from diloco_common.errors import ConfigError, WrongCall
-from diloco_common.spelling import shown
+from diloco_common.errors import ConfigError, WrongCall, shown
+from diloco_common.wire.bounds import TOKENS_MAX
 
 
 class Counted(NamedTuple):

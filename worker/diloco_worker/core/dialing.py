@@ -32,7 +32,7 @@ from diloco_common.errors import (
     WrongEpoch,
     WrongHost,
 )
-from diloco_common.protocol import SLOWEST_BYTES_PER_S
+from diloco_common.wire.messages import SLOWEST_BYTES_PER_S
 
 JOIN_AGAIN = (NotJoined, LeaseExpired, Stalled, StaleGeneration, WrongEpoch)
 """The lease is over, or a repeated Join of this very process replaced it; a new one is to be had."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from diloco_common.errors import NotFinite
-from diloco_common.messages import Outcome, PushAnswer
+from diloco_common.wire.messages import Outcome, PushAnswer
 
 REFUSALS_MAX = 5
 """Rounds in a row that refuse a fragment of this learner because it is not finite. The last one ends the learner."""

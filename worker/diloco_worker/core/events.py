@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, PushAnswer
 from diloco_worker.core.tensors import Difference
 
 

@@ -13,7 +13,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from diloco_common.manifest import Fragment
+from diloco_common.wire.manifest import Fragment
 from diloco_worker.core.pushes import Lease, Pushes
 from diloco_worker.core.tensors import ContributionTensors, Difference, FragmentTensors
 

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from diloco_common.errors import IslandBroken, error_from
-from diloco_common.messages import Outcome, Pulse
-from diloco_common.newest import Newest
+from diloco_common.wire.messages import Outcome, Pulse
+from diloco_common.wire.newest import Newest
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
 from diloco_worker.core.island_words import LeaveAsked, Ready, StopAsked, Word, read_word, write_word
 

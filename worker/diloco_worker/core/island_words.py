@@ -10,7 +10,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from diloco_common.errors import error_from
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Gone, Joined, Stopped
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco_common.errors import WrongRound
-from diloco_common.manifest import Manifest
-from diloco_common.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
+from diloco_common.wire.manifest import Manifest
+from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, PushAnswer
 from diloco_worker.core.fragment import AskedRound, Contribution, Fate, LearnerFragment
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import Difference, FragmentTensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
+from diloco_common.wire.manifest import Fragment, Momentum, Piece, TensorSpec, companion_of, momentum_of
 from diloco_worker.core import layout
 from diloco_worker.core.parameters import Parameters
 

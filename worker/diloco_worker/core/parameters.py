@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco_common.codec.base import as_held, progress_since, rounds
 from diloco_common.errors import ModelChanged
-from diloco_common.manifest import Fragment, Piece
+from diloco_common.wire.manifest import Fragment, Piece
 from diloco_worker.core import layout
 
 

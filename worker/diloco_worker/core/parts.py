@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec.base import BLOCK_ELEMENTS
+from diloco_common.codec.parts import num_elements, spans
 from diloco_common.errors import UnsupportedModel
-from diloco_common.manifest import Fragment, Piece, TensorSpec
-from diloco_common.part_layout import num_elements, spans
-from diloco_common.ranges import Range
-from diloco_common.sizes import torch_chunk
+from diloco_common.wire.manifest import Fragment, Piece, TensorSpec
+from diloco_common.wire.messages import Range
+from diloco_common.wire.sizes import torch_chunk
 
 SUPPORTED = (
     "islands take DistributedDataParallel, and fully_shard (FSDP2) on a mesh of one dimension, or of two (HSDP), whose "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from diloco_common.messages import Outcome, PushAnswer
+from diloco_common.wire.messages import Outcome, PushAnswer
 
 
 class Lease(NamedTuple):

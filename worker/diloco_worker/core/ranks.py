@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from diloco_common.errors import UnsupportedModel, WrongCall
-from diloco_common.spelling import shown
+from diloco_common.errors import UnsupportedModel, WrongCall, shown
 from diloco_worker.core import names
 
 FSDP2 = "torch.distributed.fsdp.FSDPModule"

@@ -13,11 +13,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from diloco_common.bounds import TIES_MAX
 from diloco_common.errors import UnsupportedModel
-from diloco_common.kinds import Kind
-from diloco_common.manifest import Fragment, TensorSpec
-from diloco_common.messages import Tie
+from diloco_common.wire.bounds import TIES_MAX
+from diloco_common.wire.kinds import Kind
+from diloco_common.wire.manifest import Fragment, TensorSpec
+from diloco_common.wire.messages import Tie
 from diloco_worker.core import layout, momentum, names
 from diloco_worker.core.buffers import Buffers
 from diloco_worker.core.copies import Copied, FindCopies

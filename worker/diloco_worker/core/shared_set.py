@@ -19,8 +19,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from diloco_common.errors import UnsupportedModel, WrongCall
-from diloco_common.spelling import did_you_mean, shown
+from diloco_common.errors import UnsupportedModel, WrongCall, did_you_mean, shown
 from diloco_worker.core import names
 from diloco_worker.core.buffers import buffers_of
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import VersionUndone
-from diloco_common.manifest import Fragment
+from diloco_common.wire.manifest import Fragment
 from diloco_worker.core import layout
 
 ROWS = 4

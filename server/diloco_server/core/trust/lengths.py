@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median_high
 
-from diloco_common.manifest import Fragment
+from diloco_common.wire.manifest import Fragment
 
 FAR = 6.0
 """Times the usual length for as many steps. 99 % of honest ones of equal speed are below 1.6 times the median. At 4 the

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from diloco_common.errors import Implausible
-from diloco_common.messages import Progress, PushHeader
+from diloco_common.wire.messages import Progress, PushHeader
 
 STEPS_FACTOR = 16
 """A learner's steps count for rounds at most so many times as fast as those of the usual learner."""

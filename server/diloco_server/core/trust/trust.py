@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from diloco_common.errors import NormTooLarge, NotFinite
-from diloco_common.messages import PushHeader
 from diloco_common.settings import GuardSettings
+from diloco_common.wire.messages import PushHeader
 from diloco_server.core.cadence import Quorum
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import Member, Membership

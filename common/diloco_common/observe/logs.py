@@ -1,0 +1,283 @@
+"""One event per line with its identifiers, over the standard library's logging.
+
+    log = Log("shard-0")
+    log.event("round closed", fragment=3, version=7, participants=2)
+
+writes `12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Text from outside is escaped: no
+control character, newline or terminal sequence is ever written raw. Only entry points call `configure`. A library
+calls `listen`, which leaves the handlers to its user if there are any. Lines of one kind that come too often are
+counted instead (`Repeats`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO, TypeAlias
+
+WINDOW_S = 10.0
+EVENTS_MAX = 1000
+"""Lines of one kind in a window; of warnings and errors fewer."""
+WARNINGS_MAX = 20
+KINDS_MAX = 256
+"""Kinds that are counted at once. What is beyond is counted as one."""
+
+Kind: TypeAlias = tuple[str, int, str, str]
+"""Logger, level, what is said, stable code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A window has ended in which lines were only counted."""
+
+    kind: Kind
+    count: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Window:
+    began: float
+    said: int = 0
+    counted: int = 0
+
+
+class Repeats:
+    """Decides which lines are written."""
+
+    def __init__(self) -> None:
+        self._windows: dict[Kind, _Window] = {}  # in the order in which they began
+
+    def heard(self, kind: Kind, now: float) -> tuple[bool, Sequence[Over]]:
+        """Whether to write a line of this kind, and what to say before of windows that have ended."""
+        over = self._ended(now)
+        if kind not in self._windows and len(self._windows) >= KINDS_MAX:
+            kind = (kind[0], logging.WARNING, "lines of other kinds", "")
+        window = self._windows.setdefault(kind, _Window(now))
+        if window.said < (WARNINGS_MAX if kind[1] >= logging.WARNING else EVENTS_MAX):
+            window.said += 1
+            return True, over
+        window.counted += 1
+        return False, over
+
+    def all(self) -> Sequence[Over]:
+        """What is left to say at the end."""
+        windows, self._windows = self._windows, {}
+        return [Over(kind, window.counted, WINDOW_S) for kind, window in windows.items() if window.counted]
+
+    def _ended(self, now: float) -> Sequence[Over]:
+        over = []
+        for kind, window in list(self._windows.items()):
+            if 0 <= now - window.began < WINDOW_S:  # or the wall clock was put back
+                break
+            del self._windows[kind]
+            if window.counted:
+                over.append(Over(kind, window.counted, now - window.began))
+        return over
+
+
+_VALUE_MAX = 200
+"""Characters that are shown of a value."""
+_HUNG_UP = "ExecuteBatchError"
+"""grpc.aio logs it, with a traceback, when a caller hangs up while it is being answered."""
+_MESSAGE_MAX = 2000
+"""Characters that are shown of another library's message."""
+
+
+class Log:
+    """The log of one process, or of one part of it. `name` is its name, for example "shard-0"."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._logger = logging.getLogger(f"diloco.{name}")
+
+    def event(self, what: str, **fields: object) -> None:
+        """Something changed."""
+        self._write(logging.INFO, what, fields)
+
+    def debug(self, what: str, **fields: object) -> None:
+        """A detail for the search for a fault."""
+        self._write(logging.DEBUG, what, fields)
+
+    def warning(self, what: str, **fields: object) -> None:
+        """The process goes on, but not as intended."""
+        self._write(logging.WARNING, what, fields)
+
+    def error(self, what: str, *, trace: BaseException | None = None, **fields: object) -> None:
+        """Something failed for good. `trace` adds the traceback of an unexpected error."""
+        self._write(logging.ERROR, what, fields, trace)
+
+    def _write(self, level: int, what: str, fields: dict[str, object], trace: BaseException | None = None) -> None:
+        if not self._logger.isEnabledFor(level):
+            return
+        text = " ".join([escape(what), *(f"{key}={show(value)}" for key, value in fields.items())])
+        extra = {"diloco_process": self.name, "diloco_event": what, "diloco_fields": fields}
+        # A message without arguments: then logging does no %-formatting.
+        self._logger.log(level, text, exc_info=trace, extra=extra)
+
+
+def configure(*, json_lines: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Send our events, and the warnings of other libraries, to stderr. Replaces any earlier handlers."""
+    handler = Handler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("diloco").setLevel(level)
+    logging.captureWarnings(True)
+
+
+def listen() -> None:
+    """For a library: our events go to stderr, unless the process has handlers that get them. Repeating it is fine."""
+    ours = logging.getLogger("diloco")
+    if all(isinstance(h, logging.NullHandler) for h in (*ours.handlers, *logging.getLogger().handlers)):
+        handler = Handler(sys.stderr)
+        handler.setFormatter(TextFormatter())
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+
+
+def keep_quiet() -> None:
+    """For a library: without handlers of the process, nothing of ours is said, also no warnings."""
+    ours = logging.getLogger("diloco")
+    if not ours.handlers:
+        ours.addHandler(logging.NullHandler())
+
+
+class Handler(logging.StreamHandler[TextIO]):
+    """Writes the first lines of a kind, and then how many more there were."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._repeats = Repeats()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and type(record.exc_info[1]).__name__ == _HUNG_UP:
+            return
+        what, code = _kind(record)
+        says, over = self._repeats.heard((record.name, record.levelno, what, code), record.created)
+        self._tell(over)
+        if says:
+            super().emit(record)
+
+    def close(self) -> None:
+        """Also at the end of the process."""
+        self._tell(self._repeats.all())
+        super().close()
+
+    def _tell(self, over: Iterable[Over]) -> None:
+        for one in over:
+            name, level, what, code = one.kind
+            text = f"said {one.count:,} times more in {one.seconds:.0f} s: {what}"
+            record = logging.LogRecord(name, level, "", 0, f"{text} code={code}" if code else text, None, None)
+            record.diloco_process = name.removeprefix("diloco.")
+            record.diloco_event = text
+            record.diloco_fields = {"code": code} if code else {}
+            super().emit(record)
+
+
+def _kind(record: logging.LogRecord) -> tuple[str, str]:
+    """What a line says, apart from its facts: the event and its stable code; of other libraries, the message."""
+    event = getattr(record, "diloco_event", None)
+    if event is None:
+        return escape(str(record.msg)), ""
+    fields: dict[str, object] = record.__dict__.get("diloco_fields", {})
+    return escape(event), escape(str(fields.get("code", "")))
+
+
+class TextFormatter(logging.Formatter):
+    """`HH:MM:SS process [LEVEL] event key=value ...`, without the level if it is INFO."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%H:%M:%S", time.gmtime(record.created))
+        process = getattr(record, "diloco_process", record.name)
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        lines = [f"{stamp} {process} {level}{_message(record)}"]
+        lines += [f"    {line}" for line in _traceback_lines(record)]
+        return "\n".join(lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC, ISO 8601), process, level, event and the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, object] = getattr(record, "diloco_fields", {})
+        known: dict[str, object] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "process": getattr(record, "diloco_process", record.name),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "diloco_event", None) or _message(record),
+        }
+        if lines := _traceback_lines(record):
+            known["traceback"] = lines
+        # Our own facts about the line win over fields of the same name. json.dumps writes only ASCII: nothing is raw.
+        return json.dumps(_jsonable(fields) | known)
+
+
+def show(value: object) -> str:
+    """A value as shown in `key=value`: one word or quoted, escaped, and cut if it is long."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=str) if isinstance(value, set | frozenset) else value
+        return ",".join(show(item) for item in items) or "-"
+    text = str(value)
+    shown = escape(text)
+    if not text or any(c in text for c in ' "=,'):
+        return '"' + shown.replace('"', '\\"') + '"'
+    return shown
+
+
+def escape(text: str, limit: int = _VALUE_MAX) -> str:
+    """Text that is safe for a terminal, on one line, and cut after `limit` characters."""
+    cut = "" if len(text) <= limit else f"...(+{len(text) - limit})"
+    return "".join(_escape_character(c) for c in text[:limit]) + cut
+
+
+def _escape_character(c: str) -> str:
+    if c == "\\":
+        return "\\\\"
+    # Not printable: control characters, ESC, line separators, direction overrides, lone surrogates.
+    return c if c.isprintable() else ascii(c)[1:-1]
+
+
+def _message(record: logging.LogRecord) -> str:
+    if hasattr(record, "diloco_event"):
+        return record.getMessage()  # already escaped by Log
+    return escape(record.getMessage(), _MESSAGE_MAX)
+
+
+def _traceback_lines(record: logging.LogRecord) -> list[str]:
+    if not record.exc_info or record.exc_info[1] is None:
+        return []
+    text = "".join(traceback.format_exception(record.exc_info[1]))
+    return [escape(line, _MESSAGE_MAX) for line in text.splitlines()]
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN and no infinity
+        return None
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= _MESSAGE_MAX else f"{text[:_MESSAGE_MAX]}...(+{len(text) - _MESSAGE_MAX})"

@@ -1,0 +1,140 @@
+"""The basis of all metrics: a registry, the way to declare metrics in it, buckets, and what every process has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Self
+
+from cryptography import x509
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+
+from diloco_common.trust.tls import TlsFiles
+
+COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+"""Buckets of small whole numbers."""
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+
+class Registry(CollectorRegistry):
+    """A registry with the metrics of the process itself, and its versions.
+
+    It has none of the `_created` series that the library adds to every counter and histogram.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_scrape: Callable[[], None] = lambda: None
+        """Sets what is only looked at."""
+        ProcessCollector(registry=self)
+        build = Declare(self).gauge(
+            "diloco_build_info", "Versions of this process; always 1.", "version", "python", "torch", "grpcio"
+        )
+        build.labels(
+            _installed("decoupled-diloco"), platform.python_version(), _installed("torch"), _installed("grpcio")
+        ).set(1)
+
+    def collect(self) -> Iterable[Metric]:
+        self.before_scrape()
+        for family in super().collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+class Declare:
+    """Declares metrics in a registry: name, meaning, labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(name, what, labels, registry=self._registry)
+
+    def counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(name, what, labels, registry=self._registry)
+
+    def histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, what, buckets=buckets, registry=self._registry)
+
+    def totals(self, name: str, what: str, *labels: str) -> Totals:
+        return Totals(name, what, labels, self._registry)
+
+
+def start_at_zero(metric: Counter | Gauge, values: tuple[str, ...]) -> None:
+    """Rates and alerts need a series before its first event."""
+    for value in values:
+        metric.labels(value)
+
+
+class Totals:
+    """A counter that follows totals kept elsewhere.
+
+    It never falls: a total that starts again adds nothing until it is above the old one. There is no series before the
+    first total, unless it begins at zero, as rates and alerts need it. A zero, followed by the recovered total of a
+    shard, would look like that much work done at once.
+    """
+
+    def __init__(self, name: str, what: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._counter = Counter(name, what, labels, registry=registry if labels else None)
+        self._registry = registry
+        self._seen: dict[tuple[str, ...], float] = {}
+
+    def begin(self, *values: str) -> Self:
+        """The series of these values of its one label, or the only one, begin at zero."""
+        for value in values:
+            self.follow(0, value)
+        if not values:
+            self.follow(0)
+        return self
+
+    def follow(self, total: float, *labels: str) -> None:
+        """The total of these labels is now this much."""
+        seen = self._seen.get(labels)
+        if seen is not None and total <= seen:  # true of most totals, most of the time
+            return
+        if seen is None and not labels:
+            self._registry.register(self._counter)
+        series = self._counter.labels(*labels) if labels else self._counter
+        series.inc(total - (seen or 0))
+        self._seen[labels] = total
+
+    def follow_all(self, totals: Mapping[str, float], *labels: str) -> None:
+        """Those by the value of the last label."""
+        for value, total in totals.items():
+            self.follow(total, *labels, value)
+
+    def forget(self, first_label: str) -> None:
+        """Drop every series whose first label is this one."""
+        for labels in [labels for labels in self._seen if labels[0] == first_label]:
+            self._counter.remove(*labels)
+            del self._seen[labels]
+
+
+class Certificates:
+    """Present where `security.tls` is set. On shards and on workers."""
+
+    def __init__(self, declare: Declare) -> None:
+        self._expires = declare.gauge(
+            "diloco_certificate_expires_timestamp_seconds",
+            "When a certificate of this process expires, in seconds since 1970: its own, or the authority's (ca).",
+            "which",
+        )
+
+    def follow(self, files: Callable[[], TlsFiles]) -> None:
+        """From now on, tell of these, as they were read last."""
+        self._expires.labels("ca").set_function(lambda: _expires(files().ca))
+        if files().pair is not None:
+            self._expires.labels("own").set_function(lambda: _expires((files().pair or (b"", b""))[1]))
+
+
+def _expires(pem: bytes) -> float:
+    """Of several, that of the first."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

@@ -1,0 +1,227 @@
+"""All metrics of a shard, in groups.
+
+Totals follow what the shard counts itself (`diloco_server/core/ledger.py`), at the moment of a scrape; the rest is set
+and observed where it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from diloco_common.errors import CONTRIBUTIONS, DilocoError
+from diloco_common.observe.metrics.registry import COUNTS, SECONDS, Certificates, Declare, Registry
+
+ComputePhase = Literal["inspect", "seed", "merge", "encode"]
+"""Work of the compute thread: norms of contributions, version 0, merging up to the encoded version, and encoding for an
+observer."""
+LearnerState = Literal["alive", "stalled", "evicted", "left"]
+"""As in the core. Evicted: the lease ran out. Left: the learner said goodbye."""
+LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
+
+
+def rejections() -> list[str]:
+    """Codes of a rejected contribution, as docs/errors.md lists them."""
+    found, left = list[str](), [DilocoError]
+    for kind in left:
+        left += kind.__subclasses__()
+        if CONTRIBUTIONS in (kind.met, kind.also) and kind.code not in found:
+            found.append(kind.code)
+    return found
+
+
+class Itself:
+    """The shard and its part of the run."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.ready = declare.gauge("diloco_shard_ready", "1 while the shard is ready.")
+        self.epoch = declare.gauge("diloco_shard_epoch", "Epoch of this shard.")
+        self._settings = declare.gauge("diloco_shard_settings", "Settings that alerts compare with.", "setting")
+        self.refused_calls = declare.counter("diloco_shard_refused_calls_total", "Calls refused, by code.", "code")
+        self.tokens_merged = declare.totals(
+            "diloco_shard_tokens_merged_total", "Tokens merged in this run, averaged over the shard's fragments."
+        )
+        self.tokens_budget = declare.gauge(
+            "diloco_shard_tokens_budget", "Merged tokens at which the run ends; 0 for a run without end."
+        )
+
+    def settings(self, settings: Mapping[str, float]) -> None:
+        """By name, such as sync.quorum."""
+        for name, value in settings.items():
+            self._settings.labels(name).set(value)
+
+
+class Learners:
+    """Learners as one shard sees them."""
+
+    def __init__(self, declare: Declare) -> None:
+        self._learners = declare.gauge(
+            "diloco_shard_learners",
+            'Learners with a lease. "alive" counts all; "stalled" counts those that send heartbeats but end no step.',
+            "state",
+        )
+        self.joins = declare.totals("diloco_shard_joins_total", "Leases given.").begin()
+        self.evictions = declare.totals(
+            "diloco_shard_evictions_total", "Leases ended by the shard, by code.", "code"
+        ).begin("LEASE_EXPIRED", "STALLED")
+        self.inner_step = declare.gauge(
+            "diloco_shard_learner_inner_step", "Inner steps the learner has taken.", "learner"
+        )
+        self.tokens = declare.gauge("diloco_shard_learner_tokens", "Tokens the learner has trained on.", "learner")
+        self.step_seconds = declare.gauge(
+            "diloco_shard_learner_step_seconds", "Moving average of the seconds per inner step.", "learner"
+        )
+        self.loss = declare.gauge("diloco_shard_learner_loss", "Training loss of the learner's last step.", "learner")
+        self.silent = declare.gauge(
+            "diloco_shard_learner_silent_seconds", "Time since the learner's last message.", "learner"
+        )
+        self.quarantined = declare.gauge(
+            "diloco_shard_learner_quarantined", "1 while the learner is left out for its outliers.", "learner"
+        )
+        self.quarantines = declare.totals(
+            "diloco_shard_quarantines_total", "Learners left out because of their outliers; repeats count."
+        ).begin()
+        self._state = declare.gauge(
+            "diloco_shard_learner_state", "1 for the state of the learner, 0 for the other states.", "learner", "state"
+        )
+        self._states: dict[str, LearnerState] = {}
+        self.contributions = declare.totals(
+            "diloco_shard_learner_contributions_total",
+            "Contributions by learner and fate: asked for, contributed, merged.",
+            "learner",
+            "fate",
+        )
+        self.live(alive=0, stalled=0)
+
+    def live(self, *, alive: int, stalled: int) -> None:
+        """`alive` includes the stalled learners."""
+        self._learners.labels("alive").set(alive)
+        self._learners.labels("stalled").set(stalled)
+
+    def state(self, learner: str, state: LearnerState) -> None:
+        if self._states.get(learner) != state:
+            self._states[learner] = state
+            for one in LEARNER_STATES:
+                self._state.labels(learner, one).set(one == state)
+
+    def forget(self, learner: str) -> None:
+        """Drop the series of a learner that has been gone for long. Repeating it is fine."""
+        for gauge in (self.quarantined, self.inner_step, self.tokens, self.step_seconds, self.loss, self.silent):
+            with contextlib.suppress(KeyError):
+                gauge.remove(learner)
+        if self._states.pop(learner, None):
+            for state in LEARNER_STATES:
+                self._state.remove(learner, state)
+        self.contributions.forget(learner)
+
+
+class Contributions:
+    """Contributions and versions on the wire."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.outcomes = declare.totals(
+            "diloco_shard_contributions_total", "Contributions that arrived whole and valid, by outcome.", "outcome"
+        ).begin("accepted", "duplicate", "late")
+        self.rejected = declare.totals(
+            "diloco_shard_contributions_rejected_total", "Contributions that a guard refused, by code.", "code"
+        ).begin(*rejections())
+        self.tokens = declare.totals(
+            "diloco_shard_contributed_tokens_total",
+            "Tokens of contributions, once per fragment, by fate. Accepted tokens end as merged, or as fenced if their "
+            "learner lost its lease first. A live learner carries late, refused and fenced tokens on.",
+            "fate",
+        )
+        self.staleness = declare.histogram(
+            "diloco_shard_staleness_versions", "Latest version minus base version of accepted contributions.", COUNTS
+        )
+        self.received = declare.totals(
+            "diloco_shard_received_bytes_total", "Payload bytes of contributions and seeds."
+        ).begin()
+        self.sent = declare.totals("diloco_shard_sent_bytes_total", "Payload bytes of versions.").begin()
+
+
+class Rounds:
+    """Rounds, from opening to version."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.open = declare.gauge("diloco_shard_open_rounds", "Rounds that are collecting contributions.")
+        self.oldest = declare.gauge(
+            "diloco_shard_oldest_round_seconds", "Age of the oldest open round; 0 if none is open."
+        )
+        self.grace = declare.gauge("diloco_shard_grace_seconds", "Grace window of the newest round.")
+        self.quorum_seconds = declare.histogram(
+            "diloco_shard_quorum_seconds", "From opening a round to its quorum.", SECONDS
+        )
+        self.closed = declare.totals(
+            "diloco_shard_rounds_closed_total",
+            "Rounds closed, by reason: all contributed, the grace window ended, or the missing lost their leases.",
+            "why",
+        ).begin("all", "grace", "lease")
+        self.participants = declare.histogram(
+            "diloco_shard_round_participants", "Contributions merged per round.", COUNTS
+        )
+        self.merge_seconds = declare.histogram(
+            "diloco_shard_merge_seconds", "Merging contributions and taking the outer step.", SECONDS
+        )
+        self._compute_seconds = declare.counter(
+            "diloco_shard_compute_seconds_total", "CPU time of the compute thread, by phase.", "phase"
+        )
+        self.round_seconds = declare.histogram(
+            "diloco_shard_round_seconds", "From opening a round to announcing its version.", SECONDS
+        )
+        self._version = declare.gauge("diloco_shard_version", "Latest version, by fragment.", "fragment")
+        for phase in get_args(ComputePhase):
+            self.computed(phase, 0.0)
+
+    def computed(self, phase: ComputePhase, cpu_seconds: float) -> None:
+        self._compute_seconds.labels(phase).inc(cpu_seconds)
+
+    def version(self, fragment: int, version: int) -> None:
+        self._version.labels(str(fragment)).set(version)
+
+
+class Storage:
+    """Versions on their way to the disk, and lost versions."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.save_seconds = declare.histogram(
+            "diloco_shard_save_seconds", "Time to make a version durable: writing, and waiting for the disk.", SECONDS
+        )
+        self.saved_bytes = declare.totals("diloco_shard_saved_bytes_total", "Bytes of versions made durable.").begin()
+        self.save_failures = declare.counter(
+            "diloco_shard_save_failures_total",
+            "Attempts to make a version durable that the disk refused; repeats count.",
+        )
+        self.not_durable = declare.gauge(
+            "diloco_shard_versions_not_durable", "Versions that are computed but not on disk yet."
+        )
+        self.versions_lost = declare.totals(
+            "diloco_shard_versions_lost_total",
+            "Announced versions that this shard came back without, as reported by learners that hold them.",
+        ).begin()
+        self.disk_free = declare.gauge(
+            "diloco_shard_disk_free_bytes", "Free space where versions are kept; NaN if they are kept in memory only."
+        )
+        self.disk_free.set(float("nan"))  # unknown is not zero
+        self.checkpoint_version = declare.gauge(
+            "diloco_shard_checkpoint_version", "The newest regular checkpoint since the shard started."
+        )
+        self.checkpoint_failures = declare.counter(
+            "diloco_shard_checkpoint_failures_total",
+            "Attempts to add to a regular checkpoint that failed; repeats count.",
+        )
+
+
+class ShardMetrics:
+    """All metrics of a shard. What is not a total is safe to set from any thread."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        declare = Declare(self.registry)
+        self.itself = Itself(declare)
+        self.certificates = Certificates(declare)
+        self.learners = Learners(declare)
+        self.contributions = Contributions(declare)
+        self.rounds = Rounds(declare)
+        self.storage = Storage(declare)

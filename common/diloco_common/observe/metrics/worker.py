@@ -1,0 +1,133 @@
+"""All metrics of a worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from diloco_common.observe.metrics.registry import SECONDS, Certificates, Declare, Registry, start_at_zero
+
+PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
+"""The four answers of the protocol, and "failed" for no answer."""
+SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
+"""Work that synchronisation does on a learner."""
+
+_STALL_SECONDS = (0.00001, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
+
+
+class Training:
+    """The training loop, and the cost of synchronisation for it."""
+
+    def __init__(self, declare: Declare) -> None:
+        self._learner = declare.gauge("diloco_worker_learner", "The learner that this process is; always 1.", "learner")
+        self._inner_steps = declare.counter("diloco_worker_inner_steps_total", "Inner steps taken.")
+        self._tokens = declare.counter("diloco_worker_tokens_total", "Tokens trained on.")
+        self._loss = declare.gauge("diloco_worker_loss", "Training loss of the last inner step.")
+        self._loss.set(float("nan"))  # unknown is not zero
+        self._step_seconds = declare.histogram(
+            "diloco_worker_inner_step_seconds", "From the end of one inner step to the end of the next.", SECONDS
+        )
+        self._stall_seconds = declare.histogram(
+            "diloco_worker_sync_stall_seconds", "How long learner.step held the training loop.", _STALL_SECONDS
+        )
+        self._sync_seconds = declare.counter(
+            "diloco_worker_sync_seconds_total",
+            "CPU time of synchronisation, by phase. Only apply runs in the training thread.",
+            "phase",
+        )
+        start_at_zero(self._sync_seconds, get_args(SyncPhase))
+
+    def begun(self, learner: str) -> None:
+        self._learner.labels(learner).set(1)
+
+    def stepped(self, *, tokens: int, seconds: float, loss: float | None) -> None:
+        """One inner step ended."""
+        self._inner_steps.inc()
+        self._tokens.inc(tokens)
+        self._step_seconds.observe(seconds)
+        if loss is not None:
+            self._loss.set(loss)
+
+    def stalled(self, seconds: float) -> None:
+        """learner.step returned after `seconds`."""
+        self._stall_seconds.observe(seconds)
+
+    def computed(self, phase: SyncPhase, cpu_seconds: float) -> None:
+        self._sync_seconds.labels(phase).inc(cpu_seconds)
+
+
+class Exchange:
+    """Contributions sent, versions received, and connections."""
+
+    def __init__(self, declare: Declare, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pushes = declare.counter(
+            "diloco_worker_pushes_total", "Pushes of contributions, by outcome; repeats count.", "outcome"
+        )
+        self._unmerged = declare.gauge(
+            "diloco_worker_contributions_unmerged",
+            "Contributions pushed, or waiting to be pushed, that are in no version yet.",
+        )
+        self._tokens_carried = declare.counter(
+            "diloco_worker_tokens_carried_total",
+            "Tokens that missed a round and were carried into a later one, averaged over fragments.",
+        )
+        self._pushed_bytes = declare.counter("diloco_worker_pushed_bytes_total", "Payload bytes pushed; repeats count.")
+        self._pulled_bytes = declare.counter("diloco_worker_pulled_bytes_total", "Payload bytes pulled.")
+        self._encode_seconds = declare.histogram(
+            "diloco_worker_encode_seconds", "Time to make and encode one pseudo-gradient.", SECONDS
+        )
+        self._version = declare.gauge("diloco_worker_version", "Version applied last, by fragment.", "fragment")
+        self._version_age = declare.gauge(
+            "diloco_worker_version_age_seconds", "Time since the last version was applied, by fragment.", "fragment"
+        )
+        self._apply_seconds = declare.histogram(
+            "diloco_worker_apply_seconds", "Time to lay one version under the learner's own progress.", SECONDS
+        )
+        self._connected_shards = declare.gauge(
+            "diloco_worker_connected_shards", "Shards where the learner holds a lease."
+        )
+        self._reconnects = declare.counter(
+            "diloco_worker_reconnects_total", "Control streams opened after the first one."
+        )
+        start_at_zero(self._pushes, get_args(PushOutcome))
+
+    def encoded(self, seconds: float) -> None:
+        self._encode_seconds.observe(seconds)
+
+    def pushed(self, outcome: PushOutcome, num_bytes: int) -> None:
+        self._pushes.labels(outcome).inc()
+        self._pushed_bytes.inc(num_bytes)
+
+    def contributions_unmerged(self, count: int) -> None:
+        self._unmerged.set(count)
+
+    def carried(self, tokens: int | float) -> None:
+        self._tokens_carried.inc(tokens)
+
+    def pulled(self, num_bytes: int) -> None:
+        self._pulled_bytes.inc(num_bytes)
+
+    def applied(self, fragment: int, version: int, seconds: float) -> None:
+        self._apply_seconds.observe(seconds)
+        self._version.labels(str(fragment)).set(version)
+        at = self._clock()
+        self._version_age.labels(str(fragment)).set_function(lambda: self._clock() - at)
+
+    def connected(self, shards: int) -> None:
+        self._connected_shards.set(shards)
+
+    def reconnected(self) -> None:
+        self._reconnects.inc()
+
+
+class WorkerMetrics:
+    """All metrics of a worker. Safe to call from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = Registry()
+        declare = Declare(self.registry)
+        self.training = Training(declare)
+        self.exchange = Exchange(declare, clock)
+        self.certificates = Certificates(declare)

@@ -1,0 +1,228 @@
+"""Why no call gets through: whatever is wrong with a handshake, gRPC says "Socket closed".
+
+`find_cause` looks at the certificates and dials by itself, with Python's ssl. In TLS 1.3 the server looks at the
+caller's certificate after the caller's side of the handshake is done. A refusal then shows at the first read: as an
+alert, or, where gRPC serves, as the end of the connection.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from datetime import UTC, datetime
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
+from diloco_common.errors import (
+    CertificateExpired,
+    CertificateNotYetValid,
+    ConfigError,
+    ForeignCertificate,
+    HandshakeFailed,
+    NoCertificate,
+    NotAShard,
+    TlsNeeded,
+    TlsNotSpoken,
+    WrongHost,
+)
+from diloco_common.trust.tls import CERTIFICATE, KEY, TlsFiles, shown
+from diloco_common.wire.addresses import parse_address
+
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What an HTTP/2 client says first, with empty settings. A server answers with its own."""
+SETTINGS = b"\4"
+"""Type of the frame that a server says first, at offset 3."""
+EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
+"""X509_V_ERR_... of OpenSSL."""
+DIAL_S = 2.0
+STATUS_BYTES_MAX = 8 << 20
+
+
+def find_cause(address: str, files: TlsFiles | None, dial_s: float = DIAL_S) -> HandshakeFailed | None:
+    """Why a caller with these files gets no call through to host:port. None: it cannot tell, or all is well now.
+
+    Takes up to three times `dial_s`, and blocks meanwhile. Raises nothing of the network's.
+    """
+    try:
+        if files is None:
+            return _plaintext_cause(address, dial_s)
+        return _own_cause(files, datetime.now(UTC)) or _tls_cause(address, files, dial_s)
+    except OSError:  # nobody there, or gone in the middle: gRPC says that well enough
+        return None
+
+
+def _plaintext_cause(address: str, dial_s: float) -> HandshakeFailed | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with _dial(address, dial_s) as raw, context.wrap_socket(raw, server_hostname=parse_address(address).host):
+            pass
+    except ssl.SSLError:
+        return _http_cause(address, dial_s)
+    return TlsNeeded(
+        f"{address} speaks TLS, and this caller plaintext; set security.tls (tls= of join) to the folder that "
+        "`diloco certs issue` made for it"
+    )
+
+
+def _http_cause(address: str, dial_s: float) -> NotAShard | None:
+    """A port that speaks HTTP; that of a shard says where the shard listens. Raises OSError."""
+    wanted = parse_address(address)
+    asked = http.client.HTTPConnection(wanted.host, wanted.port, timeout=dial_s)
+    try:
+        asked.request("GET", "/status")
+        status = json.loads(asked.getresponse().read(STATUS_BYTES_MAX))
+        port = parse_address(status["grpc"]).port
+    except http.client.BadStatusLine:  # gRPC, most likely
+        return None
+    except (http.client.HTTPException, ValueError, TypeError, KeyError, ConfigError):
+        return NotAShard(f"{address} is an HTTP port, and no shard; give the address of gRPC (shard.listen)")
+    finally:
+        asked.close()
+    return NotAShard(
+        f"{address} is the HTTP port of a shard (shard.http); give the address at which it listens for gRPC: "
+        f"{wanted.host}:{port}"
+    )
+
+
+def _own_cause(files: TlsFiles, now: datetime) -> HandshakeFailed | None:
+    """What is wrong with the caller's own certificate."""
+    certificate = files.certificate
+    if certificate is None:
+        return None
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    whose = f"the certificate in {files.folder}"
+    if now >= ends:
+        return CertificateExpired(
+            f"{whose} expired at {shown(ends)}; renew it with `diloco certs issue {files.subject}` (it is read again "
+            f"without a restart). If that is in the future, this machine's clock is wrong: it says {shown(now)}"
+        )
+    if now < begins:
+        return CertificateNotYetValid(
+            f"{whose} is valid from {shown(begins)}, and this machine's clock says {shown(now)}; set the clock"
+        )
+    if not any(_has_signed(ca, certificate) for ca in x509.load_pem_x509_certificates(files.ca)):
+        return ForeignCertificate(
+            f"{whose} is not of the CA beside it; copy the whole folder of one `diloco certs issue`"
+        )
+    return None
+
+
+def _has_signed(ca: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(ca)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _tls_cause(address: str, files: TlsFiles, dial_s: float) -> HandshakeFailed | None:
+    """What is wrong between the caller and the port. Raises OSError where the network is."""
+    try:
+        with (
+            _dial(address, dial_s) as raw,
+            _context(files).wrap_socket(raw, server_hostname=parse_address(address).host) as sock,
+        ):
+            return _first_words(address, files, sock)
+    except ssl.SSLCertVerificationError as error:
+        return _shards_certificate(address, files, error, dial_s)
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
+            return TlsNotSpoken(
+                f"{address} speaks plaintext, and this caller TLS; give the shard a certificate (security.tls), or "
+                "leave security.tls (tls= of join) out here"
+            )
+        return _refused(address, files) if "ALERT" in (error.reason or "") else None
+
+
+def _first_words(address: str, files: TlsFiles, sock: ssl.SSLSocket) -> HandshakeFailed | None:
+    """Says hello after the handshake. Raises SSLError for an alert, OSError."""
+    try:
+        sock.sendall(HELLO)
+        answer = sock.recv(9)
+    except (ConnectionError, ssl.SSLEOFError):
+        answer = b""
+    return None if answer[3:4] == SETTINGS else _refused(address, files)
+
+
+def _refused(address: str, files: TlsFiles) -> HandshakeFailed:
+    """The shard ended the connection once it had seen, or missed, the caller's certificate."""
+    if files.pair is None:
+        return NoCertificate(
+            f"{address} asks for a certificate, and {files.folder} holds none; copy the whole folder that "
+            "`diloco certs issue` made"
+        )
+    return ForeignCertificate(
+        f"{address} does not take the certificate in {files.folder}: its CA is another one, or its clock is wrong; "
+        "compare ca.pem and the clocks on both sides"
+    )
+
+
+def _shards_certificate(
+    address: str, files: TlsFiles, error: ssl.SSLCertVerificationError, dial_s: float
+) -> HandshakeFailed:
+    """The caller does not take the shard's certificate."""
+    found, now = certificate_at(address, dial_s), datetime.now(UTC)
+    if error.verify_code == EXPIRED:
+        when = shown(found.not_valid_after_utc) if found else "some time ago"
+        return CertificateExpired(
+            f"the certificate of {address} expired at {when}; renew it there (`diloco certs issue shard/N`; it is read "
+            f"again without a restart). If that is in the future, this machine's clock is wrong: it says {shown(now)}"
+        )
+    if error.verify_code == NOT_YET_VALID:
+        when = shown(found.not_valid_before_utc) if found else "later"
+        return CertificateNotYetValid(
+            f"the certificate of {address} is valid from {when}, and this machine's clock says {shown(now)}; "
+            "set the clock"
+        )
+    if error.verify_code in (HOST_DIFFERS, IP_DIFFERS):
+        host = parse_address(address).host
+        return WrongHost(
+            f"the certificate of {address} is for {_names(found)}, not for {host}; dial it under one of these names, "
+            f"or issue it again with --host {host}"
+        )
+    return ForeignCertificate(
+        f"the certificate of {address} is not of the CA in {files.folder} ({error.verify_message}); both sides need "
+        "the same ca.pem, unless somebody else answers there"
+    )
+
+
+def certificate_at(address: str, dial_s: float = DIAL_S) -> x509.Certificate | None:
+    """What a port shows, whoever made it; None: it shows none, or nobody is there."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with _dial(address, dial_s) as raw, context.wrap_socket(raw) as sock:
+            shown_there = sock.getpeercert(binary_form=True)
+    except OSError:
+        return None
+    return None if shown_there is None else x509.load_der_x509_certificate(shown_there)
+
+
+def _names(certificate: x509.Certificate | None) -> str:
+    if certificate is None:
+        return "other names"
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return "no name"
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    return ", ".join(hosts)[:200] or "no name"
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=files.ca.decode())
+    context.set_alpn_protocols(["h2"])
+    if files.pair is not None:
+        context.load_cert_chain(files.folder / CERTIFICATE, files.folder / KEY)
+    return context
+
+
+def _dial(address: str, dial_s: float) -> socket.socket:
+    """Raises OSError."""
+    wanted = parse_address(address)
+    return socket.create_connection((wanted.host, wanted.port), dial_s)

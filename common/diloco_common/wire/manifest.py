@@ -1,0 +1,430 @@
+"""The manifest: how a model is cut into fragments and placed on shards.
+
+Learners and shards compute the manifest from the tensors, P and the number of shards. So the manifest never travels;
+only its digest does, and it must agree everywhere. Pure; no tensor data here.
+
+The cut: tensors larger than 1/P of the model are split by rows into pieces. Then each piece goes to the lightest
+fragment, largest piece first, ties by name (greedy bin packing). This keeps the peak of bandwidth low. Fragments go to
+shards by the same rule.
+
+Tensors of other kinds (kinds.py) are cut and placed by the same rule, each kind apart: their fragments come after those
+of the model, which are what they would be alone. A fragment of buffers is no smaller than those of the model, and what
+one rule of a module needs together, or takes from one learner, is in one fragment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from diloco_common.errors import BadRequest
+from diloco_common.wire import bounds
+from diloco_common.wire.kinds import KINDS, TRAITS, Kind, Traits
+
+Rule = Literal["run", "mean", "variance", "most", "one"]
+"""How what learners have of a tensor becomes one value, by their weights:
+
+    run        the run's merge rule
+    mean       the mean, whatever the run's rule: embeddings and output heads, momentum, most buffers
+    variance   of `running_var`: the mean of the variances, and the variance of what is `running_mean` in that module
+    most       the largest: counters
+    one        all of what the learner with the most weight has: what has no mean
+"""
+Dtype = Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+"""Of a buffer, in the model: exports have it again."""
+MEAN, VARIANCE = "running_mean", "running_var"
+"""The last part of their names."""
+
+Momentum = Literal["Adam", "Muon", "SGD"]
+"""Whose momentum it is. Averaged are only values of one kind: Adam (and AdamW) and Muon keep a mean of
+gradients, over different times; SGD keeps their sum, which with mu = 0.9 is ten times as long."""
+
+
+class TensorSpec(NamedTuple):
+    """One tensor that learners share. A tuple, because models have many and callers send them."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: Rule = "run"
+    kind: Kind = "parameter"
+    dtype: Dtype = "float32"
+    """Of a buffer. Parameters and momentum are float32 to others, whatever they are here."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def traits(self) -> Traits:
+        return TRAITS[self.kind]
+
+    @property
+    def mark(self) -> str:
+        """What it is beyond a parameter; "" for one."""
+        if self.kind == "buffer":
+            return f"buffer {self.rule} {self.dtype}"
+        return "companion" if self.kind == "momentum" else ""
+
+    def as_json(self) -> list[Any]:
+        """As version files and checkpoints have it: name, shape, whether a parameter is merged by the mean; of momentum
+        also true. Of a buffer: name, shape, rule, dtype."""
+        if self.kind == "buffer":
+            return [self.name, list(self.shape), self.rule, self.dtype]
+        return [self.name, list(self.shape), self.rule == "mean", *([True] if self.kind == "momentum" else [])]
+
+
+BUFFER_RULES: tuple[Rule, ...] = ("mean", "variance", "most", "one")
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+
+def spec_of(entries: Sequence[Any]) -> TensorSpec:
+    """The inverse of `as_json`. Raises ValueError."""
+    name, shape, rule, *rest = entries
+    if not (isinstance(name, str) and isinstance(shape, list | tuple) and all(type(n) is int for n in shape)):
+        raise ValueError("a tensor has no name, or no shape")
+    match rule, *rest:
+        case bool(), *marks if marks in ([], [True], [False]):  # a False is of older releases
+            return TensorSpec(name, tuple(shape), "mean" if rule else "run", "momentum" if any(marks) else "parameter")
+        case str(), str(dtype):
+            return buffer_spec(name, tuple(shape), rule, dtype)
+    raise ValueError(f"tensor {name[:64]!r} has other entries than name, shape, and what it is")
+
+
+def buffer_spec(name: str, shape: tuple[int, ...], rule: str, dtype: str) -> TensorSpec:
+    """A buffer. Raises ValueError if there is no such rule, or dtype."""
+    for known in BUFFER_RULES:
+        for kept in DTYPES:
+            if (known, kept) == (rule, dtype):
+                return TensorSpec(name, shape, known, "buffer", kept)
+    raise ValueError(f"buffer {name[:64]!r} is merged by {rule[:16]!r}, as {dtype[:16]!r}, which is not known here")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or rows of one, inside a fragment."""
+
+    tensor: str
+    tensor_offset: int
+    """First element, in the flattened tensor."""
+    num_elements: int
+    offset: int
+    """First element, in the flat fragment."""
+    rule: Rule = "run"
+
+    @property
+    def tensor_bounds(self) -> slice:
+        """Its elements, in the flattened tensor."""
+        return slice(self.tensor_offset, self.tensor_offset + self.num_elements)
+
+    @property
+    def bounds(self) -> slice:
+        """Its elements, in the flat fragment."""
+        return slice(self.offset, self.offset + self.num_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A part of the model that is synchronised on its own, or of another kind. Its pieces lie end to end."""
+
+    fragment_id: int
+    shard_index: int
+    pieces: tuple[Piece, ...]
+    kind: Kind = field(default="parameter", kw_only=True)
+    """Of all its pieces."""
+
+    @property
+    def num_elements(self) -> int:
+        return sum(piece.num_elements for piece in self.pieces)
+
+    @property
+    def traits(self) -> Traits:
+        return TRAITS[self.kind]
+
+    def encoding(self, of_run: str) -> str:
+        """Of its values on the wire."""
+        return self.traits.encoding or of_run
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole model, and what is synchronised beside it, cut and placed."""
+
+    tensors: tuple[TensorSpec, ...]
+    """Sorted by name."""
+    fragments: tuple[Fragment, ...]
+    """By id: those of the model, then those of momentum, then those of buffers."""
+    num_shards: int
+
+    def owned_by(self, shard_index: int) -> tuple[Fragment, ...]:
+        return tuple(f for f in self.fragments if f.shard_index == shard_index)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the model."""
+        return sum(f.num_elements for f in self.model_fragments)
+
+    @cached_property
+    def model_tensors(self) -> tuple[TensorSpec, ...]:
+        """The parameters."""
+        return tuple(t for t in self.tensors if t.traits.is_of_model)
+
+    @cached_property
+    def model_fragments(self) -> tuple[Fragment, ...]:
+        """The fragments of these."""
+        return tuple(f for f in self.fragments if f.traits.is_of_model)
+
+    @cached_property
+    def exported(self) -> tuple[TensorSpec, ...]:
+        """What a file of the model holds: its parameters and its buffers."""
+        return tuple(t for t in self.tensors if t.traits.is_exported)
+
+    @cached_property
+    def exported_fragments(self) -> tuple[Fragment, ...]:
+        """The fragments of these."""
+        return tuple(f for f in self.fragments if f.traits.is_exported)
+
+    @cached_property
+    def _of_kind(self) -> dict[Kind, tuple[int, int]]:
+        """Kind -> the first fragment of it, and how many there are."""
+        kinds = [f.kind for f in self.fragments]
+        return {kind: (kinds.index(kind), kinds.count(kind)) for kind in set(kinds)}
+
+    def place(self, fragment: Fragment) -> tuple[int, int]:
+        """Its number among the fragments of its kind, and how many of these there are."""
+        first, count = self._of_kind[fragment.kind]
+        return fragment.fragment_id - first, count
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over the tensors, the cut and the placement."""
+        lines = [f"shards {self.num_shards}"]
+        lines += [f"tensor {t.name!r} {t.shape} {t.rule == 'mean'} {t.mark}".rstrip() for t in self.tensors]
+        for fragment in self.fragments:
+            lines.append(f"fragment {fragment.fragment_id} {fragment.shard_index}")
+            lines += [f"piece {p.tensor!r} {p.tensor_offset} {p.num_elements}" for p in fragment.pieces]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A piece that is not yet assigned to a fragment."""
+
+    tensor: TensorSpec
+    tensor_offset: int
+    num_elements: int
+
+
+def model_digest(tensors: Iterable[TensorSpec]) -> str:
+    """32 hex digits over names, shapes and marks of all that is synchronised, in any order, however it is cut."""
+    return hashlib.sha256(json.dumps(sorted(t.as_json() for t in tensors)).encode()).hexdigest()[:32]
+
+
+def momentum_of(parameter: str, kind: Momentum) -> str:
+    """What the momentum of a parameter is called. The kind comes last, so the cut does not depend on it."""
+    return f"momentum of {parameter} ({kind})"
+
+
+def kinds_of(tensors: Iterable[TensorSpec]) -> list[str]:
+    """Whose momentum is among these tensors, by its names."""
+    kinds = (
+        kind for kind in get_args(Momentum) for t in tensors if t.kind == "momentum" and t.name.endswith(f" ({kind})")
+    )
+    return sorted(set(kinds))
+
+
+def companion_of(parameter: TensorSpec, kind: Momentum) -> TensorSpec:
+    """Its momentum, as learners declare it."""
+    return TensorSpec(momentum_of(parameter.name, kind), parameter.shape, "mean", "momentum")
+
+
+def mean_of(variance: str) -> str:
+    """What the running mean is called that belongs to a running variance."""
+    return variance.removesuffix(VARIANCE) + MEAN
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """The model is one that could be sent. Raises BadRequest."""
+    bounds.check("JoinRequest", "tensors", tensors)
+    for tensor in tensors:
+        bounds.check("Tensor", "name", tensor.name)
+        bounds.check("Tensor", "shape", tensor.shape)
+        for n in tensor.shape:
+            bounds.check("Tensor", "shape[]", n)
+    elements = sum(tensor.num_elements for tensor in tensors)
+    if elements > bounds.ELEMENTS_MAX:
+        raise BadRequest(
+            f"the tensors have {elements} elements; at most {bounds.number(bounds.ELEMENTS_MAX)} are taken"
+        )
+
+
+def check_kinds(tensors: Sequence[TensorSpec]) -> None:
+    """Each momentum is that of a parameter of its shape, and the only one, and each variance has its mean. Raises
+    BadRequest."""
+    means = {(t.name, t.shape) for t in tensors if t.kind == "buffer" and t.rule == "mean"}
+    if alone := [t.name for t in tensors if t.rule == "variance" and (mean_of(t.name), t.shape) not in means]:
+        raise BadRequest(f"the buffer {alone[0][:64]!r} is a variance, and no running mean is there that belongs to it")
+    companions = [t for t in tensors if t.kind == "momentum"]
+    parameters = [t for t in tensors if t.traits.is_of_model] if companions else []
+    known = {(momentum_of(t.name, kind), t.shape): t.name for t in parameters for kind in get_args(Momentum)}
+    taken: dict[str, TensorSpec] = {}
+    for companion in companions:
+        of = known.get((companion.name, companion.shape))
+        if of is None:
+            raise BadRequest(
+                f"the companion {companion.name[:64]!r} is the momentum of no parameter of shape "
+                f"{list(companion.shape)}; bring those that join(companions=) makes of the model's optimizers"
+            )
+        if taken.setdefault(of, companion).name != companion.name:
+            raise BadRequest(
+                f"{taken[of].name[:64]!r} and {companion.name[:64]!r} are of one parameter; bring one for each"
+            )
+
+
+def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
+    """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards; then each other kind.
+
+    A model with fewer pieces gives fewer fragments. Tensors without elements are left out. Raises ValueError if there
+    is nothing to cut, two tensors have one name, a dimension is negative, or a shard would own nothing of the model.
+    """
+    if not 1 <= num_fragments <= bounds.FRAGMENTS_MAX or num_shards < 1:
+        raise ValueError(
+            f"num_fragments must be 1 to {bounds.FRAGMENTS_MAX} and num_shards at least 1, "
+            f"got {num_fragments} and {num_shards}"
+        )
+    specs = tuple(sorted(tensors, key=lambda t: t.name))
+    names = [t.name for t in specs]
+    if twice := sorted({a for a, b in itertools.pairwise(names) if a == b}):
+        raise ValueError(f"two tensors have the same name: {twice[:3]}")
+    if negative := [t for t in specs if any(n < 0 for n in t.shape)]:
+        raise ValueError(f"tensor {negative[0].name!r} has shape {list(negative[0].shape)}")
+    fragments: list[Fragment] = []
+    for kind in KINDS:
+        of_kind = [t for t in specs if t.kind == kind]
+        number = num_fragments
+        if kind == "buffer":
+            elements, of_model = (sum(t.num_elements for t in specs if t.kind == k) for k in (kind, "parameter"))
+            number = max(1, min(number, -(-elements * number // of_model)))
+        fragments += _cut(of_kind, number, num_shards, kind, first=len(fragments))
+        if not fragments:
+            raise ValueError("the model has no trainable elements")
+    if len(fragments) > bounds.FRAGMENTS_MAX:
+        raise ValueError(
+            f"model and companions have {len(fragments)} fragments together; at most "
+            f"{bounds.FRAGMENTS_MAX} are taken: set sync.fragments to half of that or less"
+        )
+    return Manifest(specs, tuple(fragments), num_shards)
+
+
+def turn(fragment_id: int, num_fragments: int) -> int:
+    """When a fragment is synchronised among P: in [0, P), another one for each.
+
+    Neighbours in the manifest are often rows of one tensor, which one rank of an island holds alone. Their turns are
+    about a third of a cycle apart, so fragments that are under way at once belong to different ranks. With
+    up to six fragments there is no such order: turns are the ids.
+    """
+    return fragment_id * _stride(num_fragments) % num_fragments
+
+
+@cache
+def _stride(num_fragments: int) -> int:
+    """Has no divisor in common with P; of such the nearest to 0.3 P."""
+    strides = (n for n in range(1, num_fragments + 1) if math.gcd(n, num_fragments) == 1)
+    return min(strides, key=lambda n: abs(n - 0.3 * num_fragments))
+
+
+def differences(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], limit: int = 5) -> list[str]:
+    """The first `limit` differences between two models, as lines `name: mine <-> theirs`."""
+    odd = set(mine) ^ set(theirs)
+    if not odd:
+        return []
+    names = {tensor.name for tensor in odd}
+    shown = set(heapq.nsmallest(limit, names))
+    left, right = ({t.name: t for t in tensors if t.name in shown} for tensors in (mine, theirs))
+    lines = [f"{name}: {_describe(left.get(name))} <-> {_describe(right.get(name))}" for name in sorted(shown)]
+    more = len(names) - limit
+    return lines + ([f"and {more} more"] if more > 0 else [])
+
+
+def _describe(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "absent"
+    what = spec.mark or ("mean merge" if spec.rule == "mean" else "")
+    return f"{list(spec.shape)}{f' ({what})' if what else ''}"
+
+
+def _cut(
+    specs: Sequence[TensorSpec], num_fragments: int, num_shards: int, kind: Kind, *, first: int
+) -> tuple[Fragment, ...]:
+    """The fragments of these tensors, with ids from `first` on. None, if they have no elements. Raises ValueError."""
+    target = math.ceil(sum(t.num_elements for t in specs) / num_fragments)
+    lots = list(_lots([t for t in specs if t.num_elements], kind, target))
+    sizes = {lot: sum(r.num_elements for r in lot) for lot in lots}
+    lots.sort(key=lambda lot: (-sizes[lot], lot[0].tensor.name, lot[0].tensor_offset))
+    bins = _pack([sizes[lot] for lot in lots], min(num_fragments, len(lots)))
+    if lots and len(bins) < num_shards and kind == "parameter":  # before shards are made: a file may claim any number
+        raise ValueError(
+            f"{num_shards} shards are too many for {len(bins)} fragments: every shard must own at least one"
+        )
+    homes = _pack_index([sum(sizes[lots[i]] for i in members) for members in bins], num_shards)
+    return tuple(
+        Fragment(first + number, homes[number], _lay_out([r for i in members for r in lots[i]]), kind=kind)
+        for number, members in enumerate(bins)
+    )
+
+
+def _lots(specs: Sequence[TensorSpec], kind: Kind, target: int) -> Iterator[tuple[_Rows, ...]]:
+    """Pieces that stay together: one by one, but for the buffers of a module that are not just averaged."""
+    means = {mean_of(t.name) for t in specs if t.rule == "variance"}
+    modules: dict[str, list[_Rows]] = {}
+    for t in specs:
+        if kind == "buffer" and (t.rule != "mean" or t.name in means):
+            modules.setdefault(t.name.rpartition(".")[0], []).append(_Rows(t, 0, t.num_elements))
+        else:
+            yield from ((rows,) for rows in _split(t, target))
+    yield from map(tuple, modules.values())
+
+
+def _split(tensor: TensorSpec, target: int) -> list[_Rows]:
+    """Split a tensor by rows into nearly equal pieces of at most about `target` elements."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    row = tensor.num_elements // rows
+    parts = min(rows, math.ceil(tensor.num_elements / target))
+    bounds = [rows * i // parts for i in range(parts + 1)]
+    return [_Rows(tensor, a * row, (b - a) * row) for a, b in itertools.pairwise(bounds)]
+
+
+def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Put each item into the lightest bin (lowest index on ties), in the given order."""
+    loads = [(0, index) for index in range(num_bins)]  # a heap
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for item, size in enumerate(sizes):
+        load, lightest = loads[0]
+        heapq.heapreplace(loads, (load + size, lightest))
+        bins[lightest].append(item)
+    return bins
+
+
+def _pack_index(sizes: Sequence[int], num_bins: int) -> list[int]:
+    """The bin of each item. Items are placed in descending size, ties by index."""
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    homes = [0] * len(sizes)
+    for bin_index, members in enumerate(_pack([sizes[i] for i in order], num_bins)):
+        for position in members:
+            homes[order[position]] = bin_index
+    return homes
+
+
+def _lay_out(rows: Sequence[_Rows]) -> tuple[Piece, ...]:
+    """Lay pieces end to end in a fragment, by name."""
+    pieces, offset = [], 0
+    for r in sorted(rows, key=lambda r: (r.tensor.name, r.tensor_offset)):
+        pieces.append(Piece(r.tensor.name, r.tensor_offset, r.num_elements, offset, r.tensor.rule))
+        offset += r.num_elements
+    return tuple(pieces)

@@ -1,0 +1,306 @@
+"""The messages between learners and shards, as plain values.
+
+The pure cores use these. `protobuf.py` converts them to the protobuf messages of diloco.v1 and back. The meaning of
+each field is documented once, in protos/diloco_protos/parameter_server.proto.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from diloco_common.codec import PayloadHeader
+from diloco_common.errors import BadRequest
+from diloco_common.wire.manifest import TensorSpec
+
+
+class Range(NamedTuple):
+    """Elements start to stop - 1 of a flat fragment. A tuple, because callers send many."""
+
+    start: int
+    stop: int
+
+
+def check_ranges(what: str, ranges: Sequence[Range]) -> None:
+    """They ascend, are disjoint, and none is empty; they may touch. Raises BadRequest."""
+    for start, stop in ranges:
+        if start >= stop:
+            raise BadRequest(f"{what} has a range from {start} to {stop}, which is empty; leave it out")
+    for before, after in itertools.pairwise(ranges):
+        if before.stop > after.start:
+            raise BadRequest(
+                f"{what} has a range from {after.start} after one that ends at {before.stop}; "
+                "ranges must ascend and be disjoint"
+            )
+
+
+PROTOCOL = 2
+"""2: a checksum for each chunk, parts and ranges, chunks of up to 4 MiB. Speakers of 1 are
+refused when they join (PROTOCOL_MISMATCH)."""
+SLOWEST_BYTES_PER_S = 50_000
+"""A slower transfer is given up and tried again. 0.4 Mbit/s."""
+PROBE_MESSAGE_BYTES, PROBE_BYTES_MAX, PROBE_S = 64 << 10, 4 << 20, 2.0
+"""Of a measurement of the way to a shard: bytes of a message, bytes of all, and seconds until it is answered."""
+PUSHES_AT_ONCE = 4
+"""Concurrent pushes of one learner to one shard. With more of them on a thin link, each becomes too slow to finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAway:
+    """A shard that a learner does not reach."""
+
+    address: str
+    index: int | None
+    """None: it has never answered."""
+    for_s: float
+    """For how long, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A learner's report after an inner step; also its heartbeat."""
+
+    inner_step: int
+    tokens: int
+    loss: float | None = None
+    step_time_s: float = 0.0
+    away: tuple[ShardAway, ...] = ()
+    """The shards that the learner does not reach now. Nothing is decided by it."""
+    counts_samples: bool = False
+    """Its tokens are samples. Nothing is decided by it."""
+    last_rounds: frozenset[int] | None = None
+    """The learner is about to leave: fragments with work of it that neither a version nor a contribution under way
+    holds. None: it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Snapshot the fragment at the next step boundary and push it for this round."""
+
+    fragment_id: int
+    round: int
+    epoch: int
+    """The epoch in which the latest version was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A new version is ready to be pulled."""
+
+    fragment_id: int
+    version: int
+    epoch: int
+    """The epoch in which the version was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The shard is alive, and this is the state of the run."""
+
+    tokens_merged: int
+    tokens_budget: int
+    learners_alive: int = 0
+    """That hold a lease on this shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The shard is shutting down; it will be back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The token budget is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The lease is over. The code says why."""
+
+    code: str
+    message: str
+
+
+Directive = Collect | Committed | Pulse | Drain | Stop | Evicted
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerPolicy:
+    """Settings that must be equal for all learners of a run. The shards hold them."""
+
+    sync_every: int
+    push_encoding: str
+    pull_encoding: str
+    on_commit: str
+    blend_alpha: float
+    error_feedback: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentStatus:
+    """The state of one fragment on its shard, as told to one learner."""
+
+    fragment_id: int
+    seeded: bool
+    version: int
+    merged_version: int
+    epoch: int
+    """The epoch in which the version was made."""
+    forgotten_version: int = 0
+    """The shard no longer knows which of the learner's contributions up to this version were merged. 0: it knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version that a learner holds."""
+
+    fragment_id: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenTensor:
+    """A frozen parameter or a fixed buffer of a learner's model: it must be the same everywhere."""
+
+    name: str
+    form: str
+    """dtype and shape, for people."""
+    crc32c: int | None
+    """Of its bytes; None: its values are not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Another name of a tied parameter."""
+
+    name: str
+    of: str
+    """The name that its `TensorSpec` has."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """A process asks for a lease. An observer asks for a description of the run, without a lease."""
+
+    protocol: int
+    process_id: str
+    tensors: tuple[TensorSpec, ...] = ()
+    decodes: tuple[str, ...] = ()
+    held: tuple[Held, ...] = ()
+    observe: bool = False
+    frozen: tuple[FrozenTensor, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    index: int | None = None
+    """The number that this learner had before; None: it never had one."""
+    take_number: bool = False
+    """Keep a number for this learner id, and do not join yet."""
+    age_s: float = 0.0
+    """How long ago this process began. Of two with one learner id, the one that began later has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAnswer:
+    """A lease, and everything the learner needs to know about the run."""
+
+    generation: int
+    epoch: int
+    heartbeat_s: float
+    shard_index: int
+    num_shards: int
+    num_fragments: int
+    manifest_digest: str
+    policy: LearnerPolicy
+    fragments: tuple[FragmentStatus, ...]
+    pulse: Pulse
+    tensors: tuple[TensorSpec, ...] = ()
+    """Filled for observers only, and so are `ties`."""
+    ties: tuple[Tie, ...] = ()
+    index: int = 0
+    """The learner's number: the smallest that no other live learner of this shard has, and none that waits to join."""
+    rules: str = ""
+    """Merge rule, outer optimizer and cadence of the shard, as words; empty: it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Asks for a version of a fragment."""
+
+    fragment_id: int
+    encodings: tuple[str, ...] = ()
+    """Best first; empty: any encoding of the run."""
+    have: tuple[int, int] | None = None
+    """Epoch and number of the version that the caller has."""
+    want: tuple[int, int] | None = None
+    """Epoch and number of the version to send; None: the latest."""
+    ranges: tuple[Range, ...] = ()
+    """What to send of it; empty: the whole fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullHeader:
+    """Announces a version before its bytes."""
+
+    fragment_id: int
+    version: int
+    epoch: int
+    """The epoch in which the version was made."""
+    merged_version: int
+    """The last version that holds a contribution of the caller; 0 if there is none."""
+    forgotten_version: int
+    tokens_merged: int
+    payload: PayloadHeader | None
+    """None: the caller already has this version."""
+    base_version: int | None = None
+    """The payload is the change since this version; None: the payload is the values themselves."""
+    ranges: tuple[Range, ...] = ()
+    """What the payload holds; empty: the whole fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushHeader:
+    """Announces a contribution, or a seed (round 0), before its bytes."""
+
+    fragment_id: int
+    round: int
+    epoch: int
+    """The epoch in which the base version was made; for a seed, the shard's epoch."""
+    base_version: int
+    tokens: int
+    steps: int
+    payload: PayloadHeader
+    manifest_digest: str
+    tokens_merged: int = 0
+    """For a seed: the tokens merged into these values, as an earlier epoch of the shard reported them."""
+    not_finite: bool = False
+    """The learner's values are NaN or infinite: no bytes follow, and the round need not wait."""
+    part: int = 0
+    num_parts: int = 1
+    """The contribution comes in so many parts, of which this is number `part`, counted from 0."""
+    ranges: tuple[Range, ...] = ()
+    """What the payload holds; empty: the whole fragment, or nothing if there are several parts."""
+
+    @property
+    def is_seed(self) -> bool:
+        return self.round == 0
+
+
+class Outcome(Enum):
+    """What became of a push."""
+
+    ACCEPTED = "accepted"  # held until the round closes
+    DUPLICATE = "duplicate"  # the same contribution was accepted before
+    LATE = "late"  # the round has closed; carry the work into the next one
+    REJECTED = "rejected"  # refused; `PushAnswer.code` says why
+
+
+@dataclass(frozen=True, slots=True)
+class PushAnswer:
+    """The outcome of a push. A rejection has a stable code and a message."""
+
+    outcome: Outcome
+    code: str = ""
+    message: str = ""

@@ -1,0 +1,311 @@
+"""The messages of diloco.v1 as bytes, and as plain values.
+
+The one place where messages become values. Bytes that are no message, and values beyond the limits of `bounds.py`, are
+refused as BadRequest, on both sides. Most messages are converted by the names of their fields (`by_name.py`). By hand
+are those of which there are many (tensors), frames of chunks, and the kinds of a directive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from diloco_common import errors
+from diloco_common.codec import Chunk, Payload, PayloadHeader
+from diloco_common.codec.frames import chunk_in, frame_of, framed
+from diloco_common.wire import bounds
+from diloco_common.wire.by_name import Converter, Field, within
+from diloco_common.wire.entries import has_at_most, size_of
+from diloco_common.wire.kinds import Kind
+from diloco_common.wire.manifest import TensorSpec, buffer_spec
+from diloco_common.wire.messages import (
+    Collect,
+    Committed,
+    Directive,
+    Drain,
+    Evicted,
+    JoinAnswer,
+    JoinRequest,
+    LearnerPolicy,
+    Outcome,
+    Progress,
+    PullHeader,
+    PullRequest,
+    Pulse,
+    PushAnswer,
+    PushHeader,
+    Stop,
+    check_ranges,
+)
+from diloco_protos import parameter_server_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+V = TypeVar("V", PushHeader, PullRequest, PullHeader)
+W = TypeVar("W", Evicted, PushAnswer)
+TURN = 2048
+"""Tensors that are read in one turn."""
+ON_COMMIT = ("carry", "overwrite", "blend")
+DIRECTIVES: dict[str, type[Directive]] = {
+    "collect": Collect, "committed": Committed, "pulse": Pulse, "drain": Drain, "stop": Stop, "evicted": Evicted,
+}  # fmt: skip
+_KIND_OF_DIRECTIVE = {directive: kind for kind, directive in DIRECTIVES.items()}
+
+
+def serialize(message: Message) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def parse(kind: type[M], data: bytes | None) -> M:
+    """The message of this kind that was sent; None: the call ended well, and without one. Raises BadRequest."""
+    if data is None:
+        raise errors.BadRequest(f"the call ended without the {kind.DESCRIPTOR.name} of diloco.v1 that answers it")
+    limit = bounds.MESSAGE_BYTES_MAX.get(kind.DESCRIPTOR.name, math.inf)
+    if len(data) > limit:
+        raise errors.BadRequest(f"{kind.DESCRIPTOR.name} has {len(data)} bytes; at most {limit} are taken")
+    is_join = kind is pb.JoinRequest or kind is pb.JoinResponse
+    if is_join and not has_at_most(data, bounds.JOIN_ENTRIES_MAX, bounds.JOIN_ENTRY_BYTES_MAX):
+        raise errors.BadRequest(
+            f"{kind.DESCRIPTOR.name} has too many entries (more than {bounds.JOIN_ENTRIES_MAX}), or one of more than "
+            f"{bounds.JOIN_ENTRY_BYTES_MAX} bytes; at most {bounds.TENSORS_MAX} tensors are taken"
+        )
+    try:
+        message: M = kind.FromString(data)
+    except DecodeError:
+        raise errors.BadRequest(f"{len(data)} bytes came that are no {kind.DESCRIPTOR.name} of diloco.v1") from None
+    return message
+
+
+def tensors_to_pb(tensors: Sequence[TensorSpec]) -> list[pb.Tensor]:
+    return [_tensor_to_pb(t) for t in tensors]
+
+
+def _tensor_to_pb(t: TensorSpec) -> pb.Tensor:
+    if t.kind == "buffer":
+        return pb.Tensor(name=t.name, shape=t.shape, buffer=t.rule, dtype=t.dtype)
+    return pb.Tensor(name=t.name, shape=t.shape, mean_merge=t.rule == "mean", companion=t.kind == "momentum")
+
+
+def tensors_from_pb(tensors: Sequence[pb.Tensor]) -> list[TensorSpec]:
+    """Raises BadRequest."""
+    return [spec for some in tensors_in_turns(tensors) for spec in some]
+
+
+def tensors_in_turns(tensors: Sequence[pb.Tensor]) -> Iterator[list[TensorSpec]]:
+    """The tensors in order, some at a time: the largest model takes longer than others should wait.
+
+    Raises BadRequest.
+    """
+    bounds.check("JoinRequest", "tensors", tensors)
+    elements = 0
+    for start in range(0, len(tensors), TURN):
+        specs = [_tensor_from_pb(tensor) for tensor in tensors[start : start + TURN]]
+        elements += sum(spec.num_elements for spec in specs)
+        if elements > bounds.ELEMENTS_MAX:
+            raise errors.BadRequest(
+                f"the tensors have more than {bounds.number(bounds.ELEMENTS_MAX)} elements; larger models are not taken"
+            )
+        yield specs
+
+
+def _tensor_from_pb(tensor: pb.Tensor) -> TensorSpec:
+    name, shape = tensor.name, tensor.shape
+    if not 0 < len(name) <= bounds.TENSOR_NAME_MAX:
+        raise bounds.beyond("Tensor.name", name, bounds.LIMITS["Tensor"]["name"])
+    if len(shape) > bounds.DIMENSIONS_MAX:
+        raise bounds.beyond("Tensor.shape", shape, bounds.LIMITS["Tensor"]["shape"])
+    if tensor.buffer:
+        try:
+            spec = buffer_spec(name, tuple(shape), tensor.buffer, tensor.dtype)
+        except ValueError as error:
+            raise errors.BadRequest(f"{error}; a newer release of decoupled-diloco may know it") from None
+    else:
+        kind: Kind = "momentum" if tensor.companion else "parameter"
+        spec = TensorSpec(name, tuple(shape), "mean" if tensor.mean_merge else "run", kind)
+    for n in spec.shape:
+        if not 0 <= n <= bounds.ELEMENTS_MAX:
+            raise errors.BadRequest(
+                f"tensor {name[:64]!r} has shape {list(spec.shape)}; "
+                f"0 to {bounds.number(bounds.ELEMENTS_MAX)} are taken for each dimension"
+            )
+    return spec
+
+
+# ------------------------------------------------------------ what no limit of one field tells
+
+
+def _check_policy(policy: LearnerPolicy) -> LearnerPolicy:
+    if policy.on_commit not in ON_COMMIT:
+        raise errors.BadRequest(f"LearnerPolicy.on_commit is {policy.on_commit!r}, none of {', '.join(ON_COMMIT)}")
+    return policy
+
+
+def _check_push(header: PushHeader) -> PushHeader:
+    num_parts = max(header.num_parts, 1)
+    if header.part >= num_parts:
+        raise errors.BadRequest(f"PushHeader.part is {header.part} of {num_parts} parts; they count from 0")
+    return _check_ranges(header if header.num_parts else replace(header, num_parts=1))
+
+
+def _check_ranges(value: V) -> V:
+    check_ranges(f"{type(value).__name__}.ranges", value.ranges)
+    return value
+
+
+def _check_join(request: JoinRequest) -> JoinRequest:
+    if len({held.fragment_id for held in request.held}) < len(request.held):
+        raise errors.BadRequest("JoinRequest.held names a fragment twice; name the version that is held")
+    return request
+
+
+def _check_answer(answer: JoinAnswer) -> JoinAnswer:
+    if answer.shard_index >= answer.num_shards:
+        raise errors.BadRequest(f"JoinResponse.shard_index is {answer.shard_index} of {answer.num_shards} shards")
+    return answer
+
+
+def _plain(value: W) -> W:
+    """A refusal's words may quote anybody."""
+    return replace(value, message=errors.plain(value.message))
+
+
+def _outcome(answer: PushAnswer) -> PushAnswer:
+    """Of an outcome that this version does not know nothing is merged."""
+    return _plain(answer if answer.outcome else replace(answer, outcome=Outcome.REJECTED))
+
+
+_BY_HAND = (
+    (JoinRequest, Field("tensors", lambda _: (), lambda tensors: {"tensors": tensors_to_pb(tensors)})),
+    (JoinRequest, Field("age_s", lambda message: message.age_s, lambda age_s: {"age_s": min(age_s, bounds.AGE_MAX_S)})),
+    (
+        JoinAnswer,
+        Field(
+            "tensors", lambda message: tuple(tensors_from_pb(message.tensors)),
+            lambda tensors: {"tensors": tensors_to_pb(tensors)},
+        ),
+    ),
+    (
+        Progress,
+        Field(
+            "last_rounds",
+            lambda message: frozenset(within(message.leaving).fragment_ids) if message.HasField("leaving") else None,
+            lambda ids: {"leaving": None if ids is None else pb.Leaving(fragment_ids=sorted(ids))},
+        ),
+    ),
+)  # fmt: skip
+_CONVERTER = Converter(
+    {(kind, field.name): field for kind, field in _BY_HAND},
+    {
+        LearnerPolicy: _check_policy, PushHeader: _check_push, PullRequest: _check_ranges, PullHeader: _check_ranges,
+        JoinRequest: _check_join, JoinAnswer: _check_answer, Evicted: _plain, PushAnswer: _outcome,
+    },
+)  # fmt: skip
+to_pb = _CONVERTER.to_pb
+from_pb = _CONVERTER.from_pb
+
+# ------------------------------------------------------------ messages
+
+
+payload_to_pb: Callable[[PayloadHeader], pb.Payload] = to_pb
+payload_from_pb: Callable[[pb.Payload], PayloadHeader] = partial(from_pb, PayloadHeader)
+"""What the sizes mean for a fragment, `codec.check_header` says."""
+push_header_to_pb: Callable[[PushHeader], pb.PushHeader] = to_pb
+push_header_from_pb: Callable[[pb.PushHeader], PushHeader] = partial(from_pb, PushHeader)
+pull_request_to_pb: Callable[[PullRequest], pb.PullRequest] = to_pb
+pull_request_from_pb: Callable[[pb.PullRequest], PullRequest] = partial(from_pb, PullRequest)
+pull_header_to_pb: Callable[[PullHeader], pb.PullHeader] = to_pb
+pull_header_from_pb: Callable[[pb.PullHeader], PullHeader] = partial(from_pb, PullHeader)
+join_request_to_pb: Callable[[JoinRequest], pb.JoinRequest] = to_pb
+join_answer_to_pb: Callable[[JoinAnswer], pb.JoinResponse] = to_pb
+join_answer_from_pb: Callable[[pb.JoinResponse], JoinAnswer] = partial(from_pb, JoinAnswer)
+progress_from_pb: Callable[[pb.Progress], Progress] = partial(from_pb, Progress)
+answer_to_pb: Callable[[PushAnswer], pb.PushResponse] = to_pb
+answer_from_pb: Callable[[pb.PushResponse], PushAnswer] = partial(from_pb, PushAnswer)
+
+
+def join_request_from_pb(request: pb.JoinRequest, tensors: Sequence[TensorSpec] | None = None) -> JoinRequest:
+    """`tensors`: those of the request, if they were read in turns before. Raises BadRequest."""
+    read = from_pb(JoinRequest, request)
+    return replace(read, tensors=tuple(tensors_from_pb(request.tensors) if tensors is None else tensors))
+
+
+def progress_to_pb(progress: Progress) -> pb.Progress:
+    """A time beyond the limit is sent as the limit: a machine may have slept for a month."""
+    away = [
+        replace(shard, address=shard.address[: bounds.ADDRESS_MAX], for_s=min(shard.for_s, bounds.STEP_TIME_MAX_S))
+        for shard in progress.away[: bounds.AWAY_MAX]
+    ]
+    step_time_s = min(progress.step_time_s, bounds.STEP_TIME_MAX_S)
+    message: pb.Progress = to_pb(replace(progress, step_time_s=step_time_s, away=tuple(away)))
+    return message
+
+
+def directive_to_pb(directive: Directive) -> pb.Directive:
+    return pb.Directive(**{_KIND_OF_DIRECTIVE[type(directive)]: to_pb(directive)})
+
+
+def directive_from_pb(directive: pb.Directive) -> Directive | None:
+    """None for a kind of directive that this version does not know. Raises BadRequest."""
+    kind = directive.WhichOneof("kind")
+    return from_pb(DIRECTIVES[kind], getattr(directive, kind)) if kind in DIRECTIVES else None
+
+
+def push_requests(header: PushHeader, payload: Payload) -> Iterator[bytes]:
+    """The messages of one push, in order."""
+    yield push_request(header)
+    yield from map(push_request, payload.chunks)
+
+
+def push_request(part: PushHeader | Chunk) -> bytes:
+    """One message of a push."""
+    if isinstance(part, PushHeader):
+        return serialize(pb.PushRequest(header=push_header_to_pb(part)))
+    return frame_of(part)
+
+
+def push_part(data: bytes) -> PushHeader | Chunk:
+    """What one message of a push brings. A chunk is not checked yet. Raises BadRequest."""
+    chunk = chunk_in(data) if len(data) <= bounds.MESSAGE_BYTES_MAX["PushRequest"] else None
+    if chunk is not None:
+        return chunk
+    message = _other_part(pb.PushRequest, data)
+    return push_header_from_pb(message.header) if message.HasField("header") else _chunk_of(message)
+
+
+def pull_response(part: PullHeader | Chunk) -> bytes:
+    """One message of the answer to a pull."""
+    if isinstance(part, PullHeader):
+        return serialize(pb.PullResponse(header=pull_header_to_pb(part)))
+    return frame_of(part)
+
+
+def pull_part(data: bytes) -> PullHeader | Chunk:
+    """What one message of the answer to a pull brings. A chunk is not checked yet. Raises BadRequest."""
+    chunk = chunk_in(data) if len(data) <= bounds.MESSAGE_BYTES_MAX["PullResponse"] else None
+    if chunk is not None:
+        return chunk
+    message = _other_part(pb.PullResponse, data)
+    return pull_header_from_pb(message.header) if message.HasField("header") else _chunk_of(message)
+
+
+def _other_part(kind: type[M], data: bytes) -> M:
+    """A header, or a chunk in a message that others have made. Raises BadRequest."""
+    header_bytes = size_of(data, 1, bounds.PART_FIELDS_MAX)
+    if header_bytes is None or header_bytes > bounds.HEADER_BYTES_MAX:
+        raise errors.BadRequest(
+            f"{kind.DESCRIPTOR.name} has a header of more than {bounds.HEADER_BYTES_MAX} bytes, or more than "
+            f"{bounds.PART_FIELDS_MAX} fields"
+        )
+    return parse(kind, data)
+
+
+def _chunk_of(message: pb.PushRequest | pb.PullResponse) -> Chunk:
+    """Copied into a frame of our own, where it is aligned."""
+    if not message.HasField("crc32c"):
+        raise errors.BadRequest(f"{message.DESCRIPTOR.name} has neither a header nor a chunk with its crc32c")
+    return framed(message.chunk, message.crc32c)

@@ -1,0 +1,230 @@
+"""The conventions of diloco.v1 on gRPC: channel options, limits, identity and error codes.
+
+The only file of `common` that knows grpc. `protobuf.py` makes the messages.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+
+from diloco_common import errors
+from diloco_common.codec import encoding_names
+from diloco_common.errors import refusal_from
+from diloco_common.trust.identity import Identity, check_learner_id
+from diloco_common.trust.tls import TlsFiles
+from diloco_common.wire.bounds import PARTS_MAX
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""More than the largest chunk (`payload.CHUNK_BYTES_MAX`) and the largest model description (65,536 tensors)."""
+CODE_KEY = "diloco-code"
+SERVICE = "diloco.v1.ParameterServer"
+PROBE = "diloco.v1.Probe"
+"""What `diloco doctor` asks beside it."""
+EOF = grpc.aio.EOF
+"""Reading a stream returns this at its end."""
+DECODES = encoding_names()
+"""Encodings that this build decodes."""
+
+
+def _keepalive(every_ms: int, timeout_ms: int) -> list[tuple[str, int]]:
+    """Without `ping_timeout_ms`, gRPC notices a frozen peer only after a minute, whatever the other two say."""
+    return [
+        ("grpc.keepalive_time_ms", every_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+_SIZES = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+]
+_CHANNEL = [
+    *_SIZES,
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one address share a connection otherwise
+    ("grpc.enable_retries", 0),
+]
+CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 2_000), *_keepalive(2_000, 3_000)]
+"""For a control channel. It notices a frozen shard after about 3 s."""
+BULK_CHANNEL_OPTIONS = [*_CHANNEL, ("grpc.max_reconnect_backoff_ms", 4_000), *_keepalive(10_000, 30_000)]
+"""For a channel for pushes or pulls. On a thin link, a ping waits for seconds behind the data. The two of them and the
+control channel together dial an unreachable shard about once per second."""
+HANDSHAKE_MS = 3_000
+"""A connection takes one of `shard.max_connections` from its first byte, and gRPC cannot bound those of one host. Three
+seconds are many round trips of any link that a learner can train over."""
+PENDING_CALLS_MAX = 3_000
+"""Calls that wait until the event loop takes them. Each may hold 64 KiB of a message: 200 MB together."""
+SERVER_OPTIONS = [
+    *_keepalive(10_000, 30_000),  # leases notice dead learners sooner
+    *_SIZES,
+    (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        500,
+    ),  # else idle channels are cut off for too many pings
+    ("grpc.http2.max_ping_strikes", 0),
+    # What a call may send before the shard asks for it. By default, gRPC raises it to 4 MiB where the link is fast.
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+    ("grpc.max_concurrent_streams", 128),  # of one connection; a proxy may bring many learners on one
+    # Above the first number gRPC cancels some that wait, by chance and without a word; its default of 1000 is reached
+    # when 256 learners push and pull at once. Above the second it cancels all.
+    ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; whoever has one is not idle
+    ("grpc.so_reuseport", 0),  # or a second process takes the same port in silence
+]
+
+# ---------------------------------------------------------------- identity
+
+
+def metadata_of(identity: Identity, bearer_token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call. It tells the shard who calls, before the first payload byte."""
+    pairs = [("diloco-run", identity.run_id)]
+    if identity.learner_id:
+        pairs.append(("diloco-learner", identity.learner_id))
+    if identity.generation:
+        pairs += [("diloco-generation", str(identity.generation)), ("diloco-epoch", str(identity.epoch))]
+    if identity.rank:
+        pairs.append(("diloco-part", str(identity.rank)))
+    if bearer_token:
+        pairs.append(("authorization", f"Bearer {bearer_token}"))
+    return tuple(pairs)
+
+
+def host_of(peer: str) -> str:
+    """The caller's address without its port, from what gRPC calls the peer, such as ipv4:10.0.0.7:40000."""
+    return peer.rpartition(":")[0]
+
+
+def identify(
+    metadata: Iterable[tuple[str, str | bytes]], run_id: str, bearer_token: str | None, peer: str = ""
+) -> Identity:
+    """The caller's identity; `peer` is its address. Raises Unauthenticated, WrongRun, BadLearnerId or BadRequest."""
+    values = {key: value for key, value in metadata if isinstance(value, str)}
+    if bearer_token is not None:
+        _check_bearer_token(values.get("authorization"), bearer_token)
+    run = values.get("diloco-run", "")
+    if run != run_id:
+        raise errors.WrongRun(
+            f"this shard belongs to run {run_id!r}, the caller to {run[:64]!r}; "
+            "check run.id (run= of join, --run of diloco pull and doctor)"
+        )
+    learner = values.get("diloco-learner", "")
+    if learner:
+        check_learner_id(learner)
+    return Identity(
+        run, learner, _decimal(values, "diloco-generation"), _decimal(values, "diloco-epoch"), peer,
+        rank=min(_decimal(values, "diloco-part"), PARTS_MAX),
+    )  # fmt: skip
+
+
+def _check_bearer_token(authorization: str | None, bearer_token: str) -> None:
+    if authorization is None:
+        raise errors.Unauthenticated("this shard asks for a bearer token; set security.token_file (token= of join)")
+    if not hmac.compare_digest(authorization.encode(), f"Bearer {bearer_token}".encode()):
+        raise errors.Unauthenticated(
+            "the bearer token is not the one of this shard; check security.token_file (token= of join)"
+        )
+
+
+def authorization_in(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """What a call sends to prove itself; None if nothing."""
+    return next((value for key, value in metadata if key == "authorization" and isinstance(value, str)), None)
+
+
+def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
+    """The certificate of a caller, in PEM, whose chain TLS has checked; None without TLS."""
+    return next(iter(context.auth_context().get("x509_pem_cert", ())), None)
+
+
+def _decimal(values: Mapping[str, str], key: str) -> int:
+    text = values.get(key, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise errors.BadRequest(f"metadata {key} is {text[:32]!r}, not a number")
+    return int(text)
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """For a caller that trusts ca.pem of these files, and shows their certificate if there is one."""
+    key, chain = files.pair or (None, None)
+    return grpc.ssl_channel_credentials(files.ca, key, chain)
+
+
+def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+    """To one shard: TLS with these files, or plaintext."""
+    if files is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, channel_credentials(files), options=options)
+
+
+class ServerCredentials:
+    """Of a server that asks every caller for a certificate. Its own can be exchanged while it runs."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._next: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
+        self.grpc = grpc.dynamic_ssl_server_credentials(
+            _configuration(files), self._fetch, require_client_authentication=True
+        )
+
+    def exchange(self, files: TlsFiles) -> None:
+        """Use these from the next handshake on. Connections that there are go on."""
+        self._next.append(_configuration(files))
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC's threads ask this before every handshake; None: nothing is new."""
+        try:
+            return self._next.pop()  # in one step: an exchange meanwhile is not lost
+        except IndexError:
+            return None
+
+
+def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    assert files.pair is not None, "a server has a certificate"
+    return grpc.ssl_server_certificate_configuration([files.pair], files.ca)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def status_of(refusal: errors.Refusal) -> grpc.StatusCode:
+    return grpc.StatusCode[refusal.status]
+
+
+def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:
+    """The shard's refusal, or None if the call failed on its way."""
+    for key, value in error.trailing_metadata() or ():
+        if key == CODE_KEY:
+            return refusal_from(str(value), error.details() or "")
+    return None
+
+
+def failed_to_connect(error: grpc.aio.AioRpcError) -> bool:
+    """Whether no connection came about although something listens: then a handshake may be to blame."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return True  # a call that waits for its shard ends so
+    details = error.details() or ""
+    return (
+        error.code() is grpc.StatusCode.UNAVAILABLE
+        and details.startswith("failed to connect")
+        and "Connection refused" not in details
+    )
+
+
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: errors.Refusal) -> NoReturn:
+    """End a call with a refusal. Does not return."""
+    await context.abort(status_of(refusal), str(refusal), ((CODE_KEY, refusal.code),))
+    raise AssertionError("abort returned")
