@@ -250,5 +250,6 @@ def usual(model: nn.Module, **more: Any) -> Script:
 
 
 def rest() -> None:
-    """Let go of models and threads of the case before."""
+    """Let go of models and threads of the case before. What is left need not be looked at again: 0.2 s a time."""
     gc.collect()
+    gc.freeze()

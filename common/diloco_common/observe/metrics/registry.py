@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Self
 
 from cryptography import x509
@@ -133,6 +134,7 @@ def _expires(pem: bytes) -> float:
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
+@cache
 def _installed(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
