@@ -103,12 +103,13 @@ def ranks(
 
 
 def run(
-    program: str, *arguments: str, environment: Mapping[str, str], folder: Path | None = None, timeout_s: float = 120.0
+    program: str, *arguments: str, environment: Mapping[str, str], folder: Path | None = None, timeout_s: float = 120.0,
+    forks_children: bool = False,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a module or a script to its end, and say how it ended. Raises TimeoutExpired."""
     with TemporaryDirectory() as said:
         out, err = Path(said, "out"), Path(said, "err")
-        process = Forked(program, arguments, out, environment, errors=err, folder=folder)
+        process = Forked(program, arguments, out, environment, errors=err, folder=folder, forks_children=forks_children)
         try:
             code = process.wait(timeout_s)
         finally:

@@ -86,6 +86,7 @@ def test_what_is_installed_from_a_platform_wheel_needs_no_compiler(installed: Pa
     assert "torch does their work: they have not been built" in bare.stderr
 
 
+@pytest.mark.gate
 def test_what_comes_prebuilt_makes_the_bytes_that_torch_makes(
     installed: Path, repository: Path, tmp_path: Path
 ) -> None:

@@ -149,7 +149,7 @@ def test_tokens_are_counted_whatever_a_trainer_calls_not_counting(serve, tmp_pat
 
 
 def test_the_rate_follows_the_run_and_not_the_steps_of_the_trainer(serve, tmp_path):
-    shard = serve(settings_with(run={"tokens": 200 * TOKENS_PER_STEP}, sync=EXACT))
+    shard = serve(settings_with(run={"tokens": 60 * TOKENS_PER_STEP}, sync=EXACT))
     training = trainer(shard.address, tmp_path, lr_scheduler_type="linear", max_steps=100_000)
     training.train()
     rates = [line["learning_rate"] for line in training.state.log_history if "learning_rate" in line]

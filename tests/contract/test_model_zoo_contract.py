@@ -133,6 +133,7 @@ def test_a_model_in_bfloat16(shards, tmp_path):
     assert_loads(GPT2, tmp_path / "out", model, dtype=torch.bfloat16)
 
 
+@pytest.mark.gate  # what-works.md has the short case
 def test_a_compiled_model(shards, tmp_path):
     model = made(GPT2)
     model.config.save_pretrained(tmp_path / "config")

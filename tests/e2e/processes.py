@@ -68,15 +68,45 @@ def environment() -> dict[str, str]:
 
 
 def run_module(
-    module: str, *arguments: str, timeout_s: float = DEADLINE_S, own_interpreter: bool = False
+    module: str,
+    *arguments: str,
+    timeout_s: float = DEADLINE_S,
+    own_interpreter: bool = False,
+    forks_children: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module` to its end: as a person would type it with an interpreter of its own, else forked."""
     if not own_interpreter:
-        return forks.run(module, *arguments, environment=environment(), timeout_s=timeout_s)
+        return forks.run(
+            module, *arguments, environment=environment(), timeout_s=timeout_s, forks_children=forks_children
+        )
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         capture_output=True, text=True, timeout=timeout_s, env=environment(), stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
+
+
+class Script:
+    """A script that runs as a process of its own, forked. A context manager that kills it."""
+
+    def __init__(self, text: str, *arguments: str, folder: Path) -> None:
+        path, self._out, self._err = folder / "train.py", folder / "out", folder / "err"
+        path.write_text(text)
+        self._process = Forked(str(path), arguments, self._out, environment(), errors=self._err)
+        self.send_signal, self.wait = self._process.send_signal, self._process.wait
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text() if self._err.exists() else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
 
 
 def http_get(address: str, path: str) -> tuple[int, str]:

@@ -22,7 +22,7 @@ def test_the_command_hurts_a_small_cluster_and_finds_no_violation(tmp_path: Path
     said = run_module(
         "diloco_deploy", "chaos", "--minutes=0.1", "--every=2s", "--shards=1", "--workers=2", "--seed=1",
         "--no-baseline", f"--folder={tmp_path / 'run'}", f"--json={written}", "--gap=100s",
-        timeout_s=280.0,
+        timeout_s=280.0, forks_children=True,
     )  # fmt: skip
 
     assert said.returncode == 0, said.stdout + said.stderr
@@ -39,7 +39,7 @@ def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path:
     said = run_module(
         "diloco_deploy", "chaos", "--minutes=1", "--every=5s", "--shards=2", "--workers=8", "--seed=1", "--no-baseline",
         f"--folder={tmp_path / 'run'}", f"--json={written}", f"--timeline={picture}", f"--gap={GAP_S}s",
-        timeout_s=780.0,
+        timeout_s=780.0, own_interpreter=True,
     )  # fmt: skip
 
     assert said.returncode == 0, said.stdout + said.stderr
@@ -61,7 +61,7 @@ def test_beside_a_hostile_process_the_promises_to_the_others_hold(tmp_path: Path
     said = run_module(
         "diloco_deploy", "chaos", "--minutes=0.5", "--every=5s", "--shards=2", "--workers=6", "--hostile=1", "--seed=1",
         "--no-baseline", f"--folder={tmp_path / 'run'}", f"--json={written}", f"--gap={GAP_S}s",
-        timeout_s=580.0,
+        timeout_s=580.0, own_interpreter=True,
     )  # fmt: skip
 
     assert said.returncode == 0, said.stdout + said.stderr

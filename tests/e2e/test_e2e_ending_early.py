@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Process, environment, http_get, until
+from processes import Process, Script, http_get, until
 
 ENDS_S = 60.0
 """Against hanging, on any machine. It takes one or two; containers are killed after 30."""
@@ -49,10 +49,11 @@ def absent() -> Iterator[str]:
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def process(module: str, folder: Path, *arguments: str) -> Process:
+def process(program: str, folder: Path, *arguments: str, own_interpreter: bool = False) -> Process:
     for part in ("run", "logs"):
         (folder / part).mkdir()
-    return Process("one", module, lambda: [*arguments, "--http=127.0.0.1:0"], folder, own_interpreter=True)
+    given = [*arguments, "--http=127.0.0.1:0"]
+    return Process("one", program, lambda: given, folder, own_interpreter=own_interpreter)
 
 
 def catches_sigterm(pid: int) -> bool:
@@ -64,7 +65,8 @@ def catches_sigterm(pid: int) -> bool:
 
 @pytest.mark.parametrize("module", ["diloco_server", "diloco_demo"])
 def test_a_process_ends_while_it_starts(tmp_path: Path, module: str, absent: str) -> None:
-    one = process(module, tmp_path, *([f"--shards={absent}"] if module == "diloco_demo" else []))
+    shards = [f"--shards={absent}"] * (module == "diloco_demo")
+    one = process(module, tmp_path, *shards, own_interpreter=True)
     one.start()
     try:
         until(lambda: catches_sigterm(one.pid), "a handler")
@@ -88,30 +90,18 @@ def test_a_worker_ends_while_it_waits_for_shards(tmp_path: Path, absent: str) ->
         worker.kill()
 
 
-def test_a_shard_ends_while_it_reads_its_disk() -> None:
-    command = [sys.executable, "-c", SLOW_DISK]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as shard:
-        try:
-            assert shard.stdout is not None
-            until(lambda: "recovering" in shard.stdout.readline(), "recovery")  # type: ignore[union-attr]
-            shard.send_signal(signal.SIGTERM)
-            assert shard.wait(ENDS_S) == 0
-        finally:
-            shard.kill()
-
-
-def test_a_shard_ends_though_a_write_hangs(tmp_path: Path) -> None:
-    """faults.md 7: threads are waited for at the end of a process, and this one would be waited for for ever."""
-    command = [sys.executable, "-c", HUNG_DISK, str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as shard:
-        try:
-            assert shard.stderr is not None
-            until(lambda: "serving" in shard.stderr.readline(), "a shard that serves")  # type: ignore[union-attr]
-            shard.send_signal(signal.SIGTERM)
-            assert shard.wait(ENDS_S) == 0
-            assert "a write to the data folder hangs" in shard.stderr.read()
-        finally:
-            shard.kill()
+@pytest.mark.parametrize(
+    ("script", "begins", "ends"),
+    [(SLOW_DISK, "recovering", ""), (HUNG_DISK, "serving", "a write to the data folder hangs")],
+    ids=["it reads", "a write hangs"],
+)
+def test_a_shard_ends_whatever_its_disk_does(tmp_path: Path, script: str, begins: str, ends: str) -> None:
+    """faults.md 7: threads are waited for at the end of a process, and these would be waited for for ever."""
+    with Script(script, str(tmp_path / "data"), folder=tmp_path) as shard:
+        until(lambda: begins in shard.out + shard.err, begins)
+        shard.send_signal(signal.SIGTERM)
+        assert shard.wait(ENDS_S) == 0
+        assert ends in shard.err
 
 
 CATCHES_ALL = """

@@ -42,6 +42,7 @@ learner.close()
 """
 
 
+@pytest.mark.gate  # contract/test_forks_contract.py has a short case
 def test_a_script_that_its_children_run_again_stays_the_learner(tmp_path: Path) -> None:
     """A loader's worker runs it again up to `join`, for it has no guard; and so does a process that it starts."""
     (tmp_path / "train.py").write_text(UNGUARDED)

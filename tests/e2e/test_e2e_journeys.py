@@ -9,17 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mistakes import EXAMPLES, answer, assert_told
-from processes import environment, until
+from processes import Script, environment, until
 from test_e2e_examples import shard
-
-from forks import Forked
 
 LOOP = (EXAMPLES / "own_loop.py").read_text()
 RESUME = (EXAMPLES / "resume.py").read_text()
@@ -111,36 +107,20 @@ def test_a_process_ends_with_the_same_line(tmp_path: Path) -> None:
     assert told.endswith("[BAD_CONFIG]")
 
 
-@contextmanager
-def started(script: str, address: str, folder: Path) -> Iterator[tuple[Forked, Path, Path]]:
-    """The script as a process, with what it says on stdout and on stderr."""
-    path, out, err = folder / "train.py", folder / "out", folder / "err"
-    path.write_text(script)
-    process = Forked(str(path), [address], out, environment(), errors=err)
-    try:
-        yield process, out, err
-    finally:
-        process.kill()
-
-
 def test_who_waits_for_a_shard_is_told_for_what_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
-    with started(LOOP, "127.0.0.1:9", tmp_path) as (process, _, err):
-        until(lambda: re.search("waiting.*no answer from 127.0.0.1:9", said(err)), "it is said")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(200) == 130
-    (told,) = answer(said(err))
+    with Script(LOOP, "127.0.0.1:9", folder=tmp_path) as script:
+        until(lambda: re.search("waiting.*no answer from 127.0.0.1:9", script.err), "it is said")
+        script.send_signal(signal.SIGINT)
+        assert script.wait(200) == 130
+    (told,) = answer(script.err)
     assert told.startswith("diloco: interrupted; ")
     assert told.endswith("had not joined yet: no answer from 127.0.0.1:9")
 
 
 def test_ctrl_c_while_training_leaves_the_run_in_one_line(address: str, tmp_path: Path) -> None:
-    with started(before_step('print("step", flush=True)'), address, tmp_path) as (process, out, err):
-        until(lambda: said(out), "a step")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(200) == 130
-    (told,) = answer(said(err))
+    with Script(before_step('print("step", flush=True)'), address, folder=tmp_path) as script:
+        until(lambda: script.out, "a step")
+        script.send_signal(signal.SIGINT)
+        assert script.wait(200) == 130
+    (told,) = answer(script.err)
     assert re.fullmatch(r"diloco: interrupted; \S+ has left the run after \d+ steps", told)
-
-
-def said(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
