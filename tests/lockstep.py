@@ -23,7 +23,17 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Collect, Committed, Directive, Evicted, Progress, PushAnswer, PushHeader, Stop
+from diloco_common.wire.messages import (
+    Collect,
+    Committed,
+    Directive,
+    Evicted,
+    Progress,
+    PushAnswer,
+    PushHeader,
+    Stop,
+    VersionId,
+)
 from diloco_lab.shard import LockstepShard, run_to_end
 from diloco_server.core.effects import Tell
 from diloco_server.core.ledger import Fact
@@ -216,7 +226,7 @@ class Lockstep:
     def _pull(self, learner: LockstepLearner, shell: ShardShell, fragment_id: int) -> None:
         version, payload = shell.shard.published(fragment_id)
         had, anchor = learner.versions.get(fragment_id, (None, None))
-        change = shell.shard.change_since(fragment_id, shell.shard.epoch, had)
+        change = shell.shard.change_since(fragment_id, None if had is None else VersionId(shell.shard.epoch, had))
         payload, base = (payload, None) if change is None else (change, anchor)
         values, _ = decode_version(payload, base)
         learner.versions[fragment_id] = version, values

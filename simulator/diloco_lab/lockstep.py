@@ -27,7 +27,7 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.change import decode_version
 from diloco_common.errors import NotFinite
 from diloco_common.settings import Settings, ShardSettings
-from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader
+from diloco_common.wire.messages import Collect, Committed, Directive, Progress, PushAnswer, PushHeader, VersionId
 from diloco_demo.training import share_at
 from diloco_lab.arms import Conditions
 from diloco_lab.inner import InnerSteps
@@ -250,7 +250,7 @@ class LearnerRig:
         """The latest version, its values, and the bytes it took on the wire: those of the change, if one was sent."""
         version, payload = rig.shard.published(fragment_id)
         had, anchor = self._held.get(fragment_id, (None, None))
-        change = rig.shard.change_since(fragment_id, EPOCH, had)
+        change = rig.shard.change_since(fragment_id, None if had is None else VersionId(EPOCH, had))
         payload, base = (payload, None) if change is None else (change, anchor)
         values, _ = decode_version(payload, base)
         self._held[fragment_id] = version, values

@@ -177,7 +177,7 @@ def test_what_is_said_of_a_version_in_another_encoding_is_of_one_moment(serve, c
     shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
     joined(shard).seed(0.25)
     host, state = shard.server.host, shard.core.fragments[0]
-    encode, named = host.encode, state.identity
+    encode, named = host.encode, state.version_id
 
     async def encode_slowly(*args):
         encoded = await encode(*args)

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.messages import Progress, PushAnswer
+from diloco_common.wire.messages import Progress, PushAnswer, VersionId
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound
@@ -234,12 +234,8 @@ def keep_what_a_shard_forgot(original: Any) -> Any:
 def add_changes_to_anything(original: Any) -> Any:
     """Whoever asks gets the change since the version before, whatever version it has."""
 
-    def change_since(self: Shard, fragment_id: int, epoch: int, version: int | None) -> Any:
-        return (
-            None
-            if version is None
-            else original(self, fragment_id, self.epoch, self.fragments[fragment_id].version - 1)
-        )
+    def change_since(self: Shard, fragment_id: int, have: VersionId | None) -> Any:
+        return None if have is None else original(self, fragment_id, self.fragments[fragment_id].before)
 
     return change_since
 

@@ -62,7 +62,7 @@ def test_disk_core_and_history_get_the_same_record_of_a_version() -> None:
     assert [(v.record.epoch, v.record.version, v.record.tokens_merged) for v in shard.kept] == [(7, 0, 0), (7, 1, 10)]
     assert shard.announced == [v.record for v in shard.kept]
     state = shard.shard.fragments[0]
-    assert (state.identity, state.tokens_merged) == ((7, 1), 10)
+    assert (state.version_id, state.tokens_merged) == ((7, 1), 10)
     assert state.status("ann").merged_version == shard.kept[-1].record.merged_versions["ann"] == 1
 
 

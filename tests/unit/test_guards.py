@@ -23,7 +23,7 @@ from diloco_common.errors import (
 )
 from diloco_common.settings import GuardSettings, LeaseSettings
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import PushHeader
+from diloco_common.wire.messages import PushHeader, VersionId
 from diloco_server.core import admission
 from diloco_server.core.fragment import FragmentState, Phase
 from diloco_server.core.membership import Membership
@@ -92,7 +92,7 @@ def test_another_model_or_another_epoch_of_the_shard(
 def test_a_base_version_is_one_that_the_latest_version_came_from(epoch: int, base_version: int, in_line: bool) -> None:
     """P4: the shard came back with version 4 of epoch 3, and has made version 5 in epoch 7."""
     state = make_state()
-    state.record, state.recovered = replace(state.record, epoch=7), (3, 4)
+    state.record, state.recovered = replace(state.record, epoch=7), VersionId(3, 4)
     assert admission.is_in_line(replace(HEADER, epoch=epoch, base_version=base_version), state, 7) is in_line
 
 

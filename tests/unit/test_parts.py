@@ -20,7 +20,7 @@ from diloco_common.codec import Payload, encode_payload
 from diloco_common.codec.parts import cut_chunks, cut_header, num_elements, spans
 from diloco_common.errors import Busy, Refusal, VersionGone
 from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader, Range
+from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader, VersionId
 from diloco_server.core import parts as parts_module
 from diloco_server.core.fragment import KEPT_MAX
 from diloco_server.core.membership import Member
@@ -428,25 +428,25 @@ def test_half_of_version_0_ends_with_a_part_that_is_refused() -> None:
 
 def test_a_version_is_held_while_an_island_pulls_it_and_says_what_it_said() -> None:
     rig = Rig(quorum=1).started("island", "other")
-    rig.shard.named(0, (7, 0), "island")
+    rig.shard.named(0, VersionId(7, 0), "island")
     rig.push_whole("island", torch.ones(SIZE))
     assert rig.version == 1
-    assert rig.shard.named(0, (7, 1), "")[0].version == 1  # an observer's wishes hold nothing
-    record, published = rig.shard.named(0, (7, 0), "island")
+    assert rig.shard.named(0, VersionId(7, 1), "")[0].version == 1  # an observer's wishes hold nothing
+    record, published = rig.shard.named(0, VersionId(7, 0), "island")
     assert record.version == 0
     assert "island" not in record.merged_versions
     assert decoded(published.values).abs().max() == 0.0
     rig.shard.leave(rig.members["island"])
     with pytest.raises(VersionGone, match="version 0 of epoch 7 is not held here, but 1 of 7"):
-        rig.shard.named(0, (7, 0), "other")
+        rig.shard.named(0, VersionId(7, 0), "other")
 
 
 def test_an_island_holds_one_version_and_all_of_them_a_few() -> None:
     names = [f"island-{i}" for i in range(KEPT_MAX + 2)]
     rig = Rig(quorum=1).started(*names)
     for number, name in enumerate(names):
-        rig.shard.named(0, (7, number), name)
-        rig.shard.named(0, (7, number), "island-0")
+        rig.shard.named(0, VersionId(7, number), name)
+        rig.shard.named(0, VersionId(7, number), "island-0")
         payload = encode_payload(torch.ones(SIZE), "int8", chunk_elements=256)
         header = rig.header(payload, round=number + 1, base_version=number)
         rig.push(rig.members[name], header, payload)
@@ -454,7 +454,7 @@ def test_an_island_holds_one_version_and_all_of_them_a_few() -> None:
         rig.step(*names)
     assert [version for _, version in rig.shard.fragments[0].kept] == list(range(2, KEPT_MAX + 2))
     with pytest.raises(VersionGone):
-        rig.shard.named(0, (7, 1), "island-1")
+        rig.shard.named(0, VersionId(7, 1), "island-1")
 
 
 @settings(max_examples=30)

@@ -71,7 +71,7 @@ class Rig(ShardShell):
         for _ in range(rounds):
             state = self.shard.fragments[0]
             self.step("ann")
-            assert self.push("ann", state.version + 1, state.identity).outcome is Outcome.ACCEPTED
+            assert self.push("ann", state.version + 1, state.version_id).outcome is Outcome.ACCEPTED
         return self
 
     def kept(self, *, is_new_line: bool = False) -> Restored:
@@ -82,7 +82,7 @@ class Rig(ShardShell):
 
     @property
     def identity(self) -> tuple[int, int]:
-        return self.shard.fragments[0].identity
+        return self.shard.fragments[0].version_id
 
     def merged(self, name: str) -> int:
         return self.shard.join_answer(name).fragments[0].merged_version

@@ -48,6 +48,15 @@ PUSHES_AT_ONCE = 4
 """Concurrent pushes of one learner to one shard. With more of them on a thin link, each becomes too slow to finish."""
 
 
+class VersionId(NamedTuple):
+    """Names the same bytes of a fragment for ever."""
+
+    epoch: int
+    """That the version was made in."""
+    version: int
+    """Its number: of outer steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardAway:
     """A shard that a learner does not reach."""

@@ -113,7 +113,7 @@ def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
     if header.epoch == state.epoch:
         return True
     return state.recovered is not None and (
-        header.epoch == state.recovered[0] and header.base_version <= state.recovered[1]
+        header.epoch == state.recovered.epoch and header.base_version <= state.recovered.version
     )
 
 

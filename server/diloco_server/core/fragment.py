@@ -9,7 +9,7 @@ from enum import Enum
 
 from diloco_common.errors import Busy
 from diloco_common.wire.manifest import Fragment
-from diloco_common.wire.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader
+from diloco_common.wire.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader, VersionId
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.membership import Member, Membership
 from diloco_server.core.merge import Latest
@@ -105,14 +105,14 @@ class FragmentState:
     """Of all fragments of the shard."""
     collected: Round | None = None
     """The open round while COLLECTING, the closed one while MERGING, else None."""
-    before: tuple[int, int] | None = None
-    """Epoch and version of the one that the published change leads from."""
-    kept: dict[tuple[int, int], tuple[Record, Published]] = field(default_factory=dict)
+    before: VersionId | None = None
+    """The one that the published change leads from."""
+    kept: dict[VersionId, tuple[Record, Published]] = field(default_factory=dict)
     """Earlier versions that islands pull, oldest first: all ranks must get the same one."""
-    pulled: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Island -> epoch and number of the version that its ranks named last under its lease."""
-    recovered: tuple[int, int] | None = None
-    """Epoch and version that was restored when this epoch began; None: there was none."""
+    pulled: dict[str, VersionId] = field(default_factory=dict)
+    """Island -> the version that its ranks named last under its lease."""
+    recovered: VersionId | None = None
+    """What was restored when this epoch began; None: nothing."""
     seen_lost: int = 0
     """The latest version above the recovered one that a learner turned out to hold."""
     call: Call = field(default_factory=lambda: Call(0, {}), repr=False)
@@ -149,7 +149,7 @@ class FragmentState:
     def restore(self, restored: Restored, epoch: int) -> None:
         """UNSEEDED -> RESTING: go on from a version that was kept, in this new epoch of the shard."""
         assert self.phase is Phase.UNSEEDED
-        self.record, self.recovered = restored.record.copy(), restored.record.identity
+        self.record, self.recovered = restored.record.copy(), restored.record.version_id
         if restored.is_new_line:
             self.rename(epoch)
         self.values, self.published = restored.values, restored.published
@@ -218,9 +218,9 @@ class FragmentState:
         """MERGING -> RESTING: the next version is durable."""
         assert self.closed is not None
         assert record.version == self.closed.round == self.version + 1
-        self.before = self.identity
+        self.before = self.version_id
         if self.published is not None:
-            self.kept[self.identity] = self.record, self.published
+            self.kept[self.version_id] = self.record, self.published
         self.drop_unwanted()
         self.record, self.published = record.copy(), published
         self.collected = None
@@ -270,9 +270,8 @@ class FragmentState:
         return self.record.epoch
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """Epoch and version."""
-        return self.record.identity
+    def version_id(self) -> VersionId:
+        return self.record.version_id
 
     @property
     def tokens_merged(self) -> int:
@@ -309,9 +308,9 @@ class FragmentState:
         """All that one learner is told of the fragment, at one moment."""
         return status_of(self.record, learner_id, seeded=self.seeded)
 
-    def named(self, want: tuple[int, int]) -> tuple[Record, Published] | None:
-        """The version with this epoch and number, if it is held."""
-        if self.published is not None and want == self.identity:
+    def named(self, want: VersionId) -> tuple[Record, Published] | None:
+        """This version, if it is held."""
+        if self.published is not None and want == self.version_id:
             return self.record, self.published
         return self.kept.get(want)
 
@@ -323,8 +322,9 @@ class FragmentState:
 
     def lacks(self, theirs: Held) -> bool:
         """Whether a learner holds a version that was lost before this epoch."""
-        epoch, version = self.recovered or (None, 0)  # nothing was restored: the fragment begins anew, at version 0
-        return theirs.version > version and (epoch is None or theirs.epoch >= epoch)
+        if self.recovered is None:  # the fragment begins anew, at version 0
+            return theirs.version > 0
+        return theirs.version > self.recovered.version and theirs.epoch >= self.recovered.epoch
 
     def held(self, learner_id: str, round_number: int) -> Contribution | None:
         """What the learner has contributed to this round, while that is open or being merged."""

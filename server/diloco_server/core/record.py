@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from diloco_common.wire import bounds
+from diloco_common.wire.messages import VersionId
 from diloco_server.core.membership import Membership
 from diloco_server.core.round import Round
 from diloco_server.core.trust.norms import Norms
@@ -22,7 +23,7 @@ class Record:
 
     fragment_id: int
     epoch: int
-    """That the version was made in: (epoch, version) names the same bytes for ever."""
+    """That the version was made in."""
     version: int
     merged_versions: dict[str, int]
     """Learner -> the last version that its contribution was merged into, this one included."""
@@ -42,9 +43,8 @@ class Record:
     """Of contributions to this fragment; 0: too few were merged."""
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """Epoch and version."""
-        return self.epoch, self.version
+    def version_id(self) -> VersionId:
+        return VersionId(self.epoch, self.version)
 
     @property
     def usual(self) -> Norms:

@@ -16,11 +16,11 @@ import torch
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Busy, ContributionConflict, NormTooLarge, NotSeeded, Quarantined, Refusal
-from diloco_common.settings import Settings
+from diloco_common.settings import GuardSettings, SyncSettings
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader
 from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD, LATE
-from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum, every_h_steps
+from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum
 from diloco_server.core.due import DueFragments
 from diloco_server.core.effects import MergeRound, Outbox, SeedFragment
 from diloco_server.core.fragment import Asking, FragmentState, HalfSeed
@@ -84,14 +84,14 @@ class Rounds:
     """The rounds of all fragments of one shard, and the account of what was pushed to them."""
 
     def __init__(
-        self, settings: Settings, membership: Membership, versions: Versions, outbox: Outbox,
-        cadence: CadenceRule = every_h_steps,
+        self, sync: SyncSettings, guard: GuardSettings, lease_s: float, membership: Membership, versions: Versions,
+        outbox: Outbox, cadence: CadenceRule,
     ) -> None:  # fmt: skip
-        self.grace = GraceWindow(settings.sync)
-        self.trust = Trust(settings.guard, membership)
-        self._sync = settings.sync
-        self._due = DueFragments(settings.sync, cadence, versions)
-        self._lease_s = settings.lease.lease_s
+        self.grace = GraceWindow(sync)
+        self.trust = Trust(guard, membership)
+        self._sync = sync
+        self._due = DueFragments(sync, cadence, versions)
+        self._lease_s = lease_s
         self._membership = membership
         self._versions = versions
         self._outbox = outbox

@@ -40,6 +40,7 @@ from diloco_common.wire.messages import (
     PushHeader,
     Stop,
     Tie,
+    VersionId,
 )
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.cadence import CadenceRule, GraceWindow, Quorum, every_h_steps
@@ -66,8 +67,13 @@ class Shard:
         """No joins and no new rounds any more."""
         self._likeness = Likeness()
         self._outbox = Outbox(self.membership)
-        self._versions = Versions(settings, epoch, self.membership, self._outbox)
-        self._rounds = Rounds(settings, self.membership, self._versions, self._outbox, cadence)
+        sync, guard = settings.sync, settings.guard
+        self._versions = Versions(
+            settings.run, settings.shard, sync.fragments, guard.norm_window, epoch, self.membership, self._outbox
+        )
+        self._rounds = Rounds(
+            sync, guard, settings.lease.lease_s, self.membership, self._versions, self._outbox, cadence
+        )
 
     def take_effects(self) -> list[Effect]:
         """What the shell has to do, in order; the list starts anew."""
@@ -319,8 +325,8 @@ class Shard:
             raise NotSeeded(f"fragment {fragment_id} has no version yet; wait for Committed")
         return state.version, state.published.values
 
-    def named(self, fragment_id: int, want: tuple[int, int], learner_id: str) -> tuple[Record, Published]:
-        """A version that a rank of an island asks for by epoch and number, with its record.
+    def named(self, fragment_id: int, want: VersionId, learner_id: str) -> tuple[Record, Published]:
+        """A version that a rank of an island names, with its record.
 
         It is held until they name another one or the lease ends, unless there are too many of the kind. Raises
         UnknownFragment, NotSeeded or VersionGone.
@@ -331,21 +337,21 @@ class Shard:
         held = state.named(want)
         if held is None:
             raise VersionGone(
-                f"fragment {fragment_id}: version {want[1]} of epoch {want[0]} is not held here, but {state.version} "
-                f"of {state.epoch}; pull that"
+                f"fragment {fragment_id}: version {want.version} of epoch {want.epoch} is not held here, but "
+                f"{state.version} of {state.epoch}; pull that"
             )
         if learner_id and state.pulled.get(learner_id) != want:
             state.pulled[learner_id] = want
             state.drop_unwanted()
         return held
 
-    def change_since(self, fragment_id: int, epoch: int, version: int | None) -> Payload | None:
-        """The change from a version to the latest announced one; None unless it is the one before.
+    def change_since(self, fragment_id: int, have: VersionId | None) -> Payload | None:
+        """The change from what a caller has to the latest announced version; None unless that is the one before.
 
         Raises UnknownFragment.
         """
         state = self.owned(fragment_id)
-        if state.published is None or (epoch, version) != state.before:
+        if state.published is None or have is None or have != state.before:
             return None
         return state.published.change
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from diloco_common.errors import ManifestMismatch, UnknownFragment
-from diloco_common.settings import Settings
+from diloco_common.settings import RunSettings, ShardSettings
 from diloco_common.wire.manifest import Manifest, TensorSpec, cut, differences
 from diloco_common.wire.messages import FrozenTensor, Held, Stop, Tie
 from diloco_server.core.arithmetic import Published, Values
@@ -57,18 +57,24 @@ class Budget:
 class Versions:
     """All versions of one shard in one epoch."""
 
-    def __init__(self, settings: Settings, epoch: int, membership: Membership, outbox: Outbox) -> None:
+    def __init__(
+        self, run: RunSettings, shard: ShardSettings, num_fragments: int, norm_window: int, epoch: int,
+        membership: Membership, outbox: Outbox,
+    ) -> None:  # fmt: skip
+        """`num_fragments`: P of the settings. `norm_window`: so many norms are kept with a version."""
         self.epoch = epoch
         self.manifest: Manifest | None = None
         self.fragments: dict[int, FragmentState] = {}
         self.phases = Phases()
-        self.budget = Budget(settings.run.tokens)
+        self.budget = Budget(run.tokens)
         self.done = False
         """The token budget is reached. Stays so."""
         self.frozen = Frozen()
         self.ties: tuple[Tie, ...] = ()
         """Further names of tied parameters, as the first learner that has some declared them in this epoch."""
-        self._settings = settings
+        self._model_digest = run.model
+        self._placed = shard
+        self._num_fragments, self._norm_window = num_fragments, norm_window
         self._membership = membership
         self._outbox = outbox
         self._as_sent: Sequence[TensorSpec] = ()  # the model as the last learner brought it, in its order
@@ -86,11 +92,11 @@ class Versions:
                 check_model(self.manifest, tensors)
                 self._as_sent = tensors
             return
-        check_model_digest(self._settings.run.model, tensors)
+        check_model_digest(self._model_digest, tensors)
         if self.manifest is not None and not differences(self.manifest.tensors, tensors):
             return  # cutting a large model takes long
         try:
-            self._adopt(cut(tensors, self._settings.sync.fragments, self._settings.shard.count))
+            self._adopt(cut(tensors, self._num_fragments, self._placed.count))
         except ValueError as error:
             raise ManifestMismatch(f"the model cannot be cut: {error}") from error
 
@@ -111,7 +117,7 @@ class Versions:
         state = self.fragments.get(fragment_id)
         if state is None:
             mine = ", ".join(map(str, sorted(self.fragments))) or "none yet"
-            raise UnknownFragment(f"shard {self._settings.shard.index} owns fragments {mine}, not {fragment_id}")
+            raise UnknownFragment(f"shard {self._placed.index} owns fragments {mine}, not {fragment_id}")
         return state
 
     # ------------------------------------------------------------ making versions
@@ -140,7 +146,7 @@ class Versions:
         assert state.closed is not None
         return next_record(
             state.record, state.closed, self.epoch, self._membership,
-            norm_window=self._settings.guard.norm_window, strangers_max=2 * self._settings.shard.max_learners,
+            norm_window=self._norm_window, strangers_max=2 * self._placed.max_learners,
         )  # fmt: skip
 
     def committed(self, record: Record, published: Published) -> None:
@@ -184,11 +190,12 @@ class Versions:
             state = self.fragments.get(theirs.fragment_id)
             if state is None or theirs.epoch == self.epoch or not state.lacks(theirs):
                 continue
-            epoch, version = state.recovered or (None, 0)
+            recovered = state.recovered
+            version = 0 if recovered is None else recovered.version
             if theirs.version > state.seen_lost:
                 state.seen_lost = theirs.version
                 self._outbox.note(VersionsLost(theirs.fragment_id, theirs.epoch, version, theirs.version, learner_id))
-            if theirs.epoch == epoch == state.epoch:
+            if recovered is not None and theirs.epoch == recovered.epoch == state.epoch:
                 state.rename(self.epoch)
                 self._outbox.tell_live(state.announcement())
                 renamed.append(state)
@@ -226,7 +233,7 @@ class Versions:
 
     def _adopt(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        owned = manifest.owned_by(self._settings.shard.index)
+        owned = manifest.owned_by(self._placed.index)
         self.phases = Phases()
         self.fragments = {f.fragment_id: FragmentState.unseeded(f, self.phases) for f in owned}
 

@@ -32,6 +32,7 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
     Range,
+    VersionId,
 )
 from diloco_server.core.admission import PART
 from diloco_server.core.effects import MergeRound, Tell
@@ -355,11 +356,12 @@ class ShardHost:
             self.member(caller)
         if request.want is not None:
             holder = caller.learner_id if caller.generation else ""
-            record, published = self.shard.named(request.fragment_id, request.want, holder)
+            record, published = self.shard.named(request.fragment_id, VersionId(*request.want), holder)
             if record is not self.shard.owned(request.fragment_id).record:
                 return self.shard.pull_header(caller.learner_id, request.fragment_id, record), None, published.values
         _, values = self.shard.published(request.fragment_id)
-        change = None if request.have is None else self.shard.change_since(request.fragment_id, *request.have)
+        have = None if request.have is None else VersionId(*request.have)
+        change = self.shard.change_since(request.fragment_id, have)
         return self.shard.pull_header(caller.learner_id, request.fragment_id), change, values
 
     async def cut_header(

@@ -220,7 +220,7 @@ class ShardHistory:
     def restored(self, state: FragmentState) -> None:
         """This epoch begins with a version that an earlier one has left; it may have another name now."""
         assert state.recovered is not None
-        self._version("restored", state, stored_epoch=state.recovered[0])
+        self._version("restored", state, stored_epoch=state.recovered.epoch)
 
     def _version(self, what: str, state: FragmentState, **facts: int) -> None:
         values, published = state.values, state.published
