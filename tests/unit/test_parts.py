@@ -17,7 +17,7 @@ from torch import Tensor
 
 from builders import decoded, make_settings, random_values
 from diloco_common.codec import Payload, encode_payload
-from diloco_common.codec.parts import cut_chunks, cut_header, num_elements, spans
+from diloco_common.codec.parts import Range, cut_chunks, cut_header, num_elements, spans
 from diloco_common.errors import Busy, Refusal, VersionGone
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import Outcome, Progress, PushAnswer, PushHeader, VersionId
