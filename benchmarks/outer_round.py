@@ -40,7 +40,7 @@ import diloco_worker
 from diloco_common.allocator import tune_allocator
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.manifest import TensorSpec
-from diloco_deploy.certs.authority import make_authority, open_authority
+from diloco_deploy.trust.authority import make_authority, open_authority
 from light_learners import ShardProcess, running_shard, running_shards, tensors_of
 
 JOIN_S = 600.0

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from diloco_common.trust.identity import subject_of
-from diloco_deploy.certs.authority import make_authority, open_authority
+from diloco_deploy.trust.authority import make_authority, open_authority
 
 
 class Certificates:

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from diloco_common.settings_loader import load
 from diloco_common.wire.addresses import read_address
-from diloco_deploy import up
-from diloco_deploy.folder import Outputs
+from diloco_deploy.run import up
+from diloco_deploy.run.folder import Outputs
 from diloco_deploy.show.terminal import Snapshot, view
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs/images/demo.png"

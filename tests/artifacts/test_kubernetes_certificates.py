@@ -19,7 +19,7 @@ from diloco_common.trust.identity import Scope, Subject, subject_of_uri
 from diloco_common.trust.revocations import read_revocations
 from diloco_common.trust.security import exposure
 from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder
-from diloco_deploy.certs.authority import make_authority, open_authority
+from diloco_deploy.trust.authority import make_authority, open_authority
 from manifests import FOLDER, ROOT, built, environment, on_top_of, one, pods
 
 BUILD = "overlays/mtls"

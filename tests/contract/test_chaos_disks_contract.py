@@ -12,7 +12,7 @@ import pytest
 SCRIPT = """
 import sys
 from pathlib import Path
-from diloco_deploy.chaos.disks import SmallDisks
+from diloco_deploy.chaos.damage import SmallDisks
 
 folder = Path(sys.argv[1])
 disks = SmallDisks({"shard-0": folder})

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import socket
-from diloco_deploy.chaos.links import Links, NoLinks
+from diloco_deploy.chaos.damage import Links, NoLinks
 
 try:
     links = Links()

@@ -17,9 +17,8 @@ from training import Training, tiny_model
 import diloco_worker
 from diloco_common.errors import ManifestMismatch, ModelChanged, UnsupportedModel
 from diloco_demo.muon import MuonWithAdamW
-from diloco_deploy.checkpoint.commands import restore_into
-from diloco_deploy.checkpoint.export import export_model
 from diloco_deploy.checkpoint.sources import open_whole
+from diloco_deploy.checkpoint.work import export_model, restore_into
 from diloco_server.storage.checkpoint import decode_manifest, encode_manifest, total_tokens
 from diloco_worker.core.momentum import Companion
 from diloco_worker.core.replica import Replica

@@ -18,13 +18,13 @@ import pytest
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.wire.addresses import read_address
-from diloco_deploy.children import Programs
 from diloco_deploy.cli import main
 from diloco_deploy.cluster.record import ClusterRecord, read_record
-from diloco_deploy.folder import Outputs
-from diloco_deploy.scale import take_wish, wish_file
-from diloco_deploy.supervisor import DEATHS_MAX, ChildSpec, Supervisor
-from diloco_deploy.up import bring_up
+from diloco_deploy.run.children import Programs
+from diloco_deploy.run.folder import Outputs
+from diloco_deploy.run.members import take_wish, wish_file
+from diloco_deploy.run.supervisor import DEATHS_MAX, ChildSpec, Supervisor
+from diloco_deploy.run.up import bring_up
 from waiting import until
 
 FAKES = Path(__file__).parent / "fakes"
@@ -33,13 +33,13 @@ PROGRAMS = Programs("fake_server", "fake_worker")
 COMMAND = """
 import sys
 from pathlib import Path
-import diloco_deploy.up
+import diloco_deploy.run.up
 from diloco_common.command import run_command
 from diloco_common.settings_loader import load
-from diloco_deploy.folder import Outputs
-from diloco_deploy.children import Programs
-from diloco_deploy.up import bring_up
-diloco_deploy.up._DRAIN_S = float(sys.argv[1])
+from diloco_deploy.run.folder import Outputs
+from diloco_deploy.run.children import Programs
+from diloco_deploy.run.up import bring_up
+diloco_deploy.run.up._DRAIN_S = float(sys.argv[1])
 settings = load(None, {}, sys.argv[2:]).settings
 programs = Programs("fake_server", "fake_worker")
 sys.exit(run_command(lambda: bring_up(settings, Outputs(), programs), name="diloco"))

@@ -17,12 +17,9 @@ from certificates import Certificates
 from diloco_common.settings import Settings
 from diloco_common.wire import rpc
 from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
-from diloco_deploy.doctor import run_of_shards, way
+from diloco_deploy.doctor import shards, way
+from diloco_deploy.doctor.checks import Check, Door, Finding, Known, State, run_checks
 from diloco_deploy.doctor.command import Patient, look
-from diloco_deploy.doctor.finding import Finding, State
-from diloco_deploy.doctor.known import Door, Known
-from diloco_deploy.doctor.runner import Check
-from diloco_deploy.doctor.runner import run as run_checks
 from diloco_deploy.explain.catalogue import CODES
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
@@ -156,7 +153,7 @@ def test_a_token_that_is_missing(serve, tmp_path):
 
 def test_another_version_of_the_protocol(serve):
     door = Door(serve().address, "local")
-    check = Check("run", door.address, 10.0, lambda: run_of_shards.describe(door, Known(), PROTOCOL + 1))
+    check = Check("run", door.address, 10.0, lambda: shards.describe(door, Known(), PROTOCOL + 1))
     (found,) = run_checks([check], time.monotonic, time.monotonic() + 10)
     assert (found.finding.state, found.finding.code) == (State.FAILURE, "PROTOCOL_MISMATCH")
 

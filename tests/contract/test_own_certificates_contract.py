@@ -15,10 +15,10 @@ from diloco_common.settings_loader import load
 from diloco_common.trust.identity import subject_of
 from diloco_common.trust.revocations import read_revocations
 from diloco_common.trust.tls import read_folder
-from diloco_deploy.certs.authority import open_authority
-from diloco_deploy.children import Children, Programs
-from diloco_deploy.folder import Files, Outputs
-from diloco_deploy.own_certificates import RENEW_EVERY_S, OwnCertificates, own_certificates
+from diloco_deploy.run.children import Children, Programs
+from diloco_deploy.run.folder import Files, Outputs
+from diloco_deploy.trust.authority import open_authority
+from diloco_deploy.trust.own import RENEW_EVERY_S, OwnCertificates, own_certificates
 
 
 def settings_with(*overrides: str) -> Settings:

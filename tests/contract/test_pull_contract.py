@@ -16,8 +16,8 @@ import diloco_worker
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_address
+from diloco_deploy.checkpoint.pull import adapter_name
 from diloco_deploy.cli import main
-from diloco_deploy.pull import adapter_name
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}
 

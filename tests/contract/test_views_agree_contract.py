@@ -19,21 +19,19 @@ from rich.console import Console
 from builders import make_settings
 from diloco_common.codec import Chunk, encode_payload, encoding_names
 from diloco_common.errors import Refusal
-from diloco_common.identity import Identity
-from diloco_common.logs import Log
-from diloco_common.manifest import TensorSpec, cut
-from diloco_common.messages import JoinRequest, Outcome, Progress, PushHeader
-from diloco_common.metrics import ShardMetrics
-from diloco_common.protocol import PROTOCOL
-from diloco_common.ranges import Range
+from diloco_common.observe.logs import Log
+from diloco_common.observe.metrics.shard import ShardMetrics
+from diloco_common.trust.identity import Identity
+from diloco_common.wire.manifest import TensorSpec, cut
+from diloco_common.wire.messages import PROTOCOL, JoinRequest, Outcome, Progress, PushHeader, Range
 from diloco_deploy.cluster.reading import read_json, read_status
 from diloco_deploy.cluster.roll_call import Roll, roll_call
 from diloco_deploy.show.status import ClusterStatus, page
 from diloco_deploy.web.feed import Feed
-from diloco_server.host import ShardHost
-from diloco_server.server import real_world
-from diloco_server.service import Service
-from diloco_server.status import rounds_since, shard_status
+from diloco_server.shell.host import ShardHost
+from diloco_server.shell.server import real_world
+from diloco_server.shell.service import Service
+from diloco_server.shell.status import rounds_since, shard_status
 from diloco_server.storage.store import MemoryStore
 from waiting import DEADLINE_S, until_async
 

@@ -21,11 +21,9 @@ from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
 from diloco_common.wire.addresses import write_address
 from diloco_deploy.cluster.asking import Answered, Asker, NoAnswer, ask
 from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
-from diloco_deploy.web import app, command, credentials, live_page
-from diloco_deploy.web.beside import PageThread
-from diloco_deploy.web.credentials import Credentials
-from diloco_deploy.web.live_page import LivePage
-from diloco_deploy.web.members import Members, given, in_folder
+from diloco_deploy.web import app, command, live_page
+from diloco_deploy.web.command import PageThread
+from diloco_deploy.web.live_page import Credentials, LivePage, Members, given, in_folder
 from secret_files import secret_file
 from waiting import DEADLINE_S
 
@@ -253,7 +251,7 @@ def test_a_renewal_that_cannot_be_used_yet_leaves_the_page_with_what_it_has(tmp_
     before = own.asker()
     run.issue("observer/page")
     with monkeypatch.context() as patched:
-        patched.setattr(credentials, "Asker", half_written)
+        patched.setattr(live_page, "Asker", half_written)
         assert own.asker() is before
     assert own.asker() is not before
 

@@ -8,13 +8,10 @@ import pytest
 from recorded import EPOCH, accepted, announced, clean, find, histories, merging, push, sent
 
 from diloco_common.observe.histories import Histories, gather
-from diloco_deploy.chaos.goodput import longest_gaps, work_of
-from diloco_deploy.chaos.harm import harm_of
-from diloco_deploy.chaos.losses import LOSSES, losses
-from diloco_deploy.chaos.plan import Fault, FaultKind
-from diloco_deploy.chaos.result import CHECKS, make_baseline, make_result, summary
-from diloco_deploy.chaos.run import ChaosRun
-from diloco_deploy.chaos.run import InjectedFault as Hit
+from diloco_deploy.chaos.goodput import LOSSES, longest_gaps, losses, work_of
+from diloco_deploy.chaos.plan import ChaosRun, Fault, FaultKind
+from diloco_deploy.chaos.plan import InjectedFault as Hit
+from diloco_deploy.chaos.result import CHECKS, harm_of, make_baseline, make_result, summary
 from diloco_simulator.verify.judge import stood_still
 
 

@@ -12,7 +12,7 @@ from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, dialable, read_address, write_address, write_json
 from diloco_deploy.cli import main
 from diloco_deploy.cluster.record import ClusterRecord
-from diloco_deploy.folder import Files, Outputs, shown
+from diloco_deploy.run.folder import Files, Outputs, shown
 
 
 def test_status_without_a_cluster_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

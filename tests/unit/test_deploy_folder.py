@@ -9,7 +9,7 @@ import pytest
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, save
-from diloco_deploy.folder import Files, Outputs, anchored
+from diloco_deploy.run.folder import Files, Outputs, anchored
 
 
 def settings_for(folder: Path, *overrides: str) -> Settings:

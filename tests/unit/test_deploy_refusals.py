@@ -10,9 +10,9 @@ import pytest
 from diloco_common.errors import ConfigError, InUse
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load
-from diloco_deploy.children import Programs, nth_port
-from diloco_deploy.folder import Files, Outputs
-from diloco_deploy.up import bring_up, check_cluster
+from diloco_deploy.run.children import Programs, nth_port
+from diloco_deploy.run.folder import Files, Outputs
+from diloco_deploy.run.up import bring_up, check_cluster
 
 NO_PROGRAMS = Programs("never-started", "never-started")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_deploy.supervisor import DEATHS_MAX, Action, Kind, verdict_on_exit
+from diloco_deploy.run.supervisor import DEATHS_MAX, Action, Kind, verdict_on_exit
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from diloco_common.settings import SecuritySettings
 from diloco_common.trust.security import read_bearer_token
 from diloco_deploy.cli import main
-from diloco_deploy.token import make_bearer_token
+from diloco_deploy.trust.commands import make_bearer_token
 
 
 def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> None:

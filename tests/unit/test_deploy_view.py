@@ -16,10 +16,10 @@ from diloco_deploy.cluster.learners import put_together
 from diloco_deploy.cluster.members import Member
 from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.cluster.roll_call import roll_call
+from diloco_deploy.run.members import Watch
 from diloco_deploy.show.report import make_report, summary
 from diloco_deploy.show.status import ClusterStatus
 from diloco_deploy.show.terminal import LineDisplay, Snapshot, line, tables, view
-from diloco_deploy.show.watch import Watch
 
 
 def shard(index: int, **changed: Any) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
 from diloco_deploy.cli import main
-from diloco_deploy.doctor import command, disk, machine, run_of_shards, way
-from diloco_deploy.doctor.disk import Shard, Written
-from diloco_deploy.doctor.finding import Finding, State, failure, ok
-from diloco_deploy.doctor.runner import Check, Found, run
+from diloco_deploy.doctor import command, machine, shards, way
+from diloco_deploy.doctor.checks import Check, Finding, Found, State, failure, ok, run_checks
+from diloco_deploy.doctor.machine import Shard, Written
 from diloco_deploy.explain.catalogue import CODES
 from diloco_deploy.plan.choice import Link
 from diloco_server.storage.filesystem import Disk, NewFile
@@ -73,18 +72,18 @@ def answer(push: str = "int8", pull: str = "bfloat16", every: int = 24) -> JoinA
     ],
 )
 def test_a_link_is_judged_by_what_the_run_asks_for(mbit: float, expected: tuple[str, str]) -> None:
-    found = run_of_shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), answer(), 1e9, 1.0, "so much")
+    found = shards.advice(Link(mbit * 1e6, mbit * 1e6, 0.02), answer(), 1e9, 1.0, "so much")
     assert verdict(found) == expected
 
 
 def test_a_thin_link_is_told_what_it_allows() -> None:
-    found = run_of_shards.advice(Link(1e8, 1e8, 0.02), answer(), 1e9, 1.0, "so much")
+    found = shards.advice(Link(1e8, 1e8, 0.02), answer(), 1e9, 1.0, "so much")
     assert "sync_every = 163, push = int4, pull = int8" in found.do
     assert "steps of 13.3 s or longer" in found.do
 
 
 def test_slow_steps_make_a_thin_link_thick_enough() -> None:
-    assert verdict(run_of_shards.advice(Link(1e8, 1e8), answer(), 1e9, 20.0, "")) == ("ok", "OK")
+    assert verdict(shards.advice(Link(1e8, 1e8), answer(), 1e9, 20.0, "")) == ("ok", "OK")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_slow_steps_make_a_thin_link_thick_enough() -> None:
 def test_a_clock_matters_most_where_something_proves_who_calls(
     skew_s: float, proven: bool, expected: tuple[str, str]
 ) -> None:
-    found = run_of_shards.clock("ps-0:1", skew_s, proven=proven)
+    found = shards.clock("ps-0:1", skew_s, proven=proven)
     assert verdict(found) == expected
     if skew_s < -1:
         assert "behind" in found.what
@@ -151,9 +150,9 @@ class SlowDisk(Disk):
 )
 def test_a_slow_disk_is_named(tmp_path: Path, sync_s: float, expected: tuple[str, str]) -> None:
     slow = SlowDisk(tmp_path, sync_s)
-    written = disk.write(slow, slow.clock)
+    written = machine.write(slow, slow.clock)
     assert written.seconds == pytest.approx(sync_s)
-    assert verdict(disk.fast_enough(tmp_path, written, SHARD)) == expected
+    assert verdict(machine.fast_enough(tmp_path, written, SHARD)) == expected
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
@@ -164,18 +163,18 @@ def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> Non
     for name in ("doctor-", "probe", "probe.tmp", f"doctor-{os.getpid()}", f"doctor-{os.getpid()}.tmp"):
         (folder / name).symlink_to(victim)
     before = sorted(folder.iterdir())
-    assert disk.speed(folder, None, time.monotonic).code in ("OK", "DISK_SLOW")
+    assert machine.speed(folder, None, time.monotonic).code in ("OK", "DISK_SLOW")
     assert victim.read_text() == "precious"
     assert sorted(folder.iterdir()) == before
 
 
 def test_a_disk_is_slow_whatever_the_model() -> None:
-    assert verdict(disk.fast_enough(Path("x"), Written(1.5, 8 << 20), None)) == ("warning", "DISK_SLOW")
+    assert verdict(machine.fast_enough(Path("x"), Written(1.5, 8 << 20), None)) == ("warning", "DISK_SLOW")
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert verdict(disk.speed(Path("/proc/self"), None, lambda: 0.0)) == ("failure", "DISK_UNUSABLE")
+    assert verdict(machine.speed(Path("/proc/self"), None, lambda: 0.0)) == ("failure", "DISK_UNUSABLE")
 
 
 @pytest.mark.parametrize(
@@ -189,15 +188,15 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 )
 def test_there_is_room_for_what_is_kept(free: float, used: float, checkpoints: int, expected: str) -> None:
     shard = SHARD._replace(checkpoints=checkpoints)
-    assert disk.enough_room(Path("x"), free, used, shard).code == expected
+    assert machine.enough_room(Path("x"), free, used, shard).code == expected
 
 
 def test_companions_take_their_share_of_the_disk() -> None:
     averaging = SHARD._replace(companions_every=1)
-    assert disk.enough_room(Path("x"), 2e9, 0.0, averaging).code == "DISK_SMALL", "4 bytes beside 6: 2.1 GB"
-    assert disk.enough_room(Path("x"), 3e9, 0.0, averaging).code == "OK"
+    assert machine.enough_room(Path("x"), 2e9, 0.0, averaging).code == "DISK_SMALL", "4 bytes beside 6: 2.1 GB"
+    assert machine.enough_room(Path("x"), 3e9, 0.0, averaging).code == "OK"
     written = Written(0.15, 8 << 20)  # 0.45 s for 25 MB, 24 times in 24 s; two thirds of that for companions
-    busy = [disk.fast_enough(Path("x"), written, SHARD._replace(companions_every=n)).what for n in (None, 3, 1)]
+    busy = [machine.fast_enough(Path("x"), written, SHARD._replace(companions_every=n)).what for n in (None, 3, 1)]
     assert [re.findall(r"(\d+)%", words) for words in busy] == [["45"], ["55"], ["75"]]
 
 
@@ -251,7 +250,7 @@ def checks(*looks: Callable[[], Finding], needs: tuple[str, ...] = ()) -> list[C
 
 
 def codes_of(some: list[Check], ends_at: float = 100.0) -> list[str]:
-    return [found.finding.code for found in run(some, lambda: 0.0, ends_at)]
+    return [found.finding.code for found in run_checks(some, lambda: 0.0, ends_at)]
 
 
 def test_a_check_that_breaks_is_one_finding() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from diloco_common.observe.logs import Log
-from diloco_common.observe.metrics import WorkerMetrics
+from diloco_common.observe.metrics.worker import WorkerMetrics
 from diloco_common.wire.messages import Pulse
-from diloco_deploy.hanging import Hanging
+from diloco_deploy.run.supervisor import Hanging
 from diloco_worker.core.connection import Caller
 from diloco_worker.telemetry import LearnerTelemetry
 

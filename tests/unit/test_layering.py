@@ -244,7 +244,7 @@ def test_a_module_that_breaks_its_layer_is_found(module, source):
         ("diloco_server.core.shard", "from diloco_common.errors import Late\nfrom .round import Round"),
         ("diloco_server.core", "from .round import Round"),
         ("diloco_server.shell.server", "import grpc, time\nfrom diloco_server.core.shard import Shard"),
-        ("diloco_deploy.up", "import diloco_server.cli, diloco_worker, diloco_simulator"),
+        ("diloco_deploy.run.up", "import diloco_server.cli, diloco_worker, diloco_simulator"),
     ],
 )
 def test_a_module_that_keeps_to_its_layer_is_left_alone(module, source):

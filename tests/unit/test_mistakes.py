@@ -164,7 +164,7 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 def test_the_doctor_is_called_as_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     patients: list[Patient] = []
-    monkeypatch.setattr("diloco_deploy.doctor.command.doctor", lambda patient, **_: patients.append(patient) or 0)
+    monkeypatch.setattr("diloco_deploy.doctor.command.examine", lambda patient, **_: patients.append(patient) or 0)
     for named in (["ps-0:1,ps-1:1"], ["--shards", "ps-0:1,ps-1:1"]):
         assert diloco.main(["doctor", *named, "--run", "mine"]) == 0
         assert (tuple(patients[-1].shards), patients[-1].settings.run.id) == (("ps-0:1", "ps-1:1"), "mine")

@@ -14,9 +14,8 @@ from diloco_common.settings import Settings
 from diloco_deploy.cli import main
 from diloco_deploy.plan import formulas
 from diloco_deploy.plan.choice import LINK_SHARE, Asked, Link, bit_rate, choose
+from diloco_deploy.plan.command import bits_per_s, parameters_of
 from diloco_deploy.plan.formulas import BITS
-from diloco_deploy.plan.model import parameters_of
-from diloco_deploy.plan.quantities import bits_per_s
 from diloco_deploy.plan.table import figures, learner_figures, settings_of, toml
 
 MBIT = 1e6

@@ -14,9 +14,9 @@ from diloco_common.errors import ConfigError
 from diloco_common.trust.identity import subject_of
 from diloco_common.trust.revocations import read_revocations
 from diloco_common.trust.tls import read_folder
-from diloco_deploy.certs.authority import make_authority, open_authority
-from diloco_deploy.certs.tending import AGAIN, Tending
 from diloco_deploy.cli import main
+from diloco_deploy.trust.authority import make_authority, open_authority
+from diloco_deploy.trust.tending import AGAIN, Tending
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 SUBJECTS = ("shard/0", "shard/1", "observer/page", "observer/prometheus")
@@ -157,7 +157,7 @@ def test_a_link_of_a_learner_is_not_followed(tending, tmp_path):
 def test_in_a_crowd_of_folders_those_that_are_known_are_served_and_new_ones_are_refused(tending, tmp_path, monkeypatch):
     known = [learner_wishes(tmp_path, name) for name in ("y", "z")]
     tending.look(NOW)
-    monkeypatch.setattr("diloco_deploy.certs.tending.LEARNERS_MAX", 3)
+    monkeypatch.setattr("diloco_deploy.trust.tending.LEARNERS_MAX", 3)
     for i in range(4):
         learner_wishes(tmp_path, str(i))
 

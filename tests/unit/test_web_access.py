@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_deploy.web.access import Access
+from diloco_deploy.web.app import Access
 
 KEY, TOKEN = "made-at-the-start", "the-shared-secret-of-the-run"
 

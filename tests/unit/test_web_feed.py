@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_deploy.cluster import learners
-from diloco_deploy.show.watch import Watch
-from diloco_deploy.web import course, events, rounds
+from diloco_deploy.run.members import Watch
+from diloco_deploy.web import drawn
 from diloco_deploy.web.feed import PAGE, Feed
 
 NOW = 1_000_000.0
@@ -365,10 +365,10 @@ def test_everything_that_is_kept_has_a_bound(monkeypatch):
         feed.sample(NOW + second)
     state = feed.since(0, NOW + 2000)
 
-    assert len(state["rounds"]) <= rounds.ROUNDS_MAX
-    assert min(row[3] for row in state["rounds"]) > NOW + 2000 - rounds.KEPT_S - 5
-    assert len(state["events"]) <= events.EVENTS_MAX
-    assert len(state["course"]["points"]) <= course.POINTS_MAX
+    assert len(state["rounds"]) <= drawn.ROUNDS_MAX
+    assert min(row[3] for row in state["rounds"]) > NOW + 2000 - drawn.KEPT_S - 5
+    assert len(state["events"]) <= drawn.EVENTS_MAX
+    assert len(state["course"]["points"]) <= drawn.POINTS_MAX
     assert state["course"]["points"][0][0] == NOW, "the whole course, in fewer points"
     assert len(state["glance"]) <= 300
     assert state["totals"]["forgotten"] > 0
@@ -377,7 +377,7 @@ def test_everything_that_is_kept_has_a_bound(monkeypatch):
 def test_a_viewer_whose_points_were_thinned_out_gets_the_whole_course():
     feed = feed_of("shard-0")
     seen = 0
-    for second in range(course.POINTS_MAX + 2):
+    for second in range(drawn.POINTS_MAX + 2):
         feed.heard("shard-0", shard(), None, NOW + second)
         feed.sample(NOW + second)
         seen = seen or feed.since(0, NOW)["seq"]
@@ -469,10 +469,10 @@ def revoked(name: str, ago_s: float) -> dict[str, Any]:
 
 def test_what_is_told_late_pushes_out_nothing_that_happened_since():
     feed = feed_of()
-    newest = [revoked(f"new-{i}", 10.0 * i) for i in range(events.EVENTS_MAX)]
+    newest = [revoked(f"new-{i}", 10.0 * i) for i in range(drawn.EVENTS_MAX)]
     feed.heard("shard-0", shard(), traced(1, told=newest), NOW)
     before = {event["words"] for event in feed.since(0, NOW)["events"]}
-    assert len(before) == events.EVENTS_MAX
+    assert len(before) == drawn.EVENTS_MAX
 
     late = [revoked(f"old-{i}", 1e5 + 10.0 * i) for i in range(100)]
     feed.heard("shard-1", shard(1), traced(1, told=late), NOW)
@@ -480,8 +480,8 @@ def test_what_is_told_late_pushes_out_nothing_that_happened_since():
 
     feed.heard("shard-0", shard(), traced(2, told=[revoked("newer", 0.0)]), NOW + 60)
     told = [event["words"] for event in feed.since(0, NOW + 60)["events"]]
-    assert (len(told), told[-1]) == (events.EVENTS_MAX, "newer was revoked")
-    assert before - set(told) == {f"new-{events.EVENTS_MAX - 1} was revoked"}, "the oldest went"
+    assert (len(told), told[-1]) == (drawn.EVENTS_MAX, "newer was revoked")
+    assert before - set(told) == {f"new-{drawn.EVENTS_MAX - 1} was revoked"}, "the oldest went"
 
 
 def test_events_of_one_moment_are_told_apart():

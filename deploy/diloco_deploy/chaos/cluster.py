@@ -12,14 +12,11 @@ from diloco_common.errors import NeverReady
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_json
-from diloco_deploy.chaos.disks import SmallDisks
-from diloco_deploy.chaos.links import Links
-from diloco_deploy.chaos.plan import LINK, Fault, FaultKind
-from diloco_deploy.chaos.run import ChaosRun, InjectedFault
-from diloco_deploy.children import Children, Programs
-from diloco_deploy.folder import Files
-from diloco_deploy.interrupts import Interrupts
-from diloco_deploy.supervisor import ChildSpec, Supervisor
+from diloco_deploy.chaos.damage import Links, SmallDisks
+from diloco_deploy.chaos.plan import LINK, ChaosRun, Fault, FaultKind, InjectedFault
+from diloco_deploy.run.children import Children, Programs
+from diloco_deploy.run.folder import Files
+from diloco_deploy.run.supervisor import ChildSpec, Interrupts, Supervisor
 
 HOSTILE_PROGRAM = "diloco_deploy.chaos.hostile"
 _TICK_S = 0.02

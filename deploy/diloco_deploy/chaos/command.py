@@ -1,209 +1,66 @@
-"""`diloco chaos`: a run without faults, a run with faults, and the comparison of both."""
+"""`diloco chaos`."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError
-from diloco_common.observe.histories import Histories
-from diloco_common.observe.history import read_histories
-from diloco_common.settings import Settings
-from diloco_common.settings_loader import Given
-from diloco_common.wire.addresses import write_json
-from diloco_deploy.chaos.cluster import ChaosCluster
-from diloco_deploy.chaos.disks import SmallDisks
-from diloco_deploy.chaos.links import LISTEN, Links, NoLinks
-from diloco_deploy.chaos.plan import Fault, make_plan
-from diloco_deploy.chaos.result import Result, make_baseline, make_result, summary
-from diloco_deploy.chaos.run import ChaosRun
-from diloco_deploy.children import names
-from diloco_deploy.folder import Files, Outputs
-from diloco_deploy.interrupts import Interrupts
-from diloco_deploy.supervisor import Supervisor
-from diloco_deploy.up import check_cluster
+from cyclopts import Parameter
 
-_OURS: dict[str, object] = {
-    "cluster.folder": "runs/chaos",
-    "cluster.workers": 8,
-    "worker.step_min_s": 0.1,
-    "worker.threads": 1,
-    "worker.checkpoint_every_s": 1.0,
-    "model.layers": 1,
-    "model.heads": 2,
-    "model.width": 32,
-    "model.context": 32,
-    "train.batch": 4,
-    "sync.fragments": 4,
-    "sync.sync_every": 8,
-    "lease.lease_s": 2.0,
-    "lease.heartbeat_s": 0.5,
-}
-DEFAULTS = {name: Given(value, "a default of `diloco chaos`") for name, value in _OURS.items()}
-"""A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
-HEAL_S = 60.0
-"""Every process must make progress within this many seconds after the last fault."""
+from diloco_common import quantities
+from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, number, setting, settings_from
+
+_MINUTES = number(float, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
+_SECONDS = number(quantities.seconds, 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
+_SHARE = number(float, 0.0, 0.9, "a share, from 0 to 0.9")
+_COUNT = number(quantities.count, 0, 1000, "a number, from 0 to 1000")
 
 
-@dataclass(frozen=True)
-class Chaos:
-    """The options of the command."""
-
-    seconds: float
-    every_s: float
-    dead_share: float
-    gap_max_s: float
-    disk_full: bool = False
-    """Whether to fill disks, too. Needs root."""
-    json: Path | None = None
-    timeline: Path | None = None
-    baseline: Path | None = None
-    """The result of an earlier command, whose fault-free run is used; None: run one."""
-    compared: bool = True
-    """Whether there is a fault-free run. Without one, goodput is unknown."""
-    hostile: int = 0
-    """So many of the workers are hostile. The fault-free run has the others only."""
-
-
-def run_chaos(settings: Settings, chaos: Chaos) -> int:
-    """Run the command. The exit code says whether every promise was kept.
-
-    Raises ConfigError, DataError, InUse, or NeverReady if the cluster does not come up.
-    """
-    check_cluster(settings)
-    if chaos.timeline is not None:
-        from diloco_deploy.chaos.timeline import check_timeline
-
-        check_timeline(chaos.timeline)
-    if chaos.hostile:
-        settings = _without(settings, chaos.hostile)
-    baseline = _read_baseline(chaos.baseline) if chaos.baseline else None
-    cluster, hostile = settings.cluster, [f"hostile-{index}" for index in range(chaos.hostile)]
-    links = _links()
-    if links is not None:
-        settings = _within(settings)
-    plan = make_plan(
-        seed=settings.run.seed, seconds=chaos.seconds, every_s=chaos.every_s, dead_share=chaos.dead_share,
-        shards=names("shard", cluster.shards), workers=names("worker", cluster.workers), disk_full=chaos.disk_full,
-        links=links is not None,
-    )  # fmt: skip
-    with Interrupts() as interrupts:
-        if baseline is None and chaos.compared:
-            _tell(f"without faults, for {chaos.seconds:.0f} s")
-            run, histories = _run(settings, "fault-free", (), chaos.seconds, interrupts, links)
-            baseline = make_baseline(histories, run, _comparable(settings))
-        elif baseline is not None and baseline["settings"] != _comparable(settings):
-            raise ConfigError(
-                f"--baseline {chaos.baseline}: its fault-free run had other settings. Give the same settings, or leave "
-                "out --baseline"
-            )
-        _tell(f"{len(plan)} faults in {chaos.seconds:.0f} s, seed {settings.run.seed}")
-        if hostile:
-            _tell(f"beside {', '.join(hostile)}")
-        run, histories = _run(
-            settings, "hurt", plan, chaos.seconds, interrupts, links, disk_full=chaos.disk_full, hostile=hostile
-        )
-    result = make_result(
-        histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=chaos.gap_max_s,
-        gapless=settings.sync.on_commit == "carry", hostile=hostile,
-    )  # fmt: skip
-    print("\n" + summary(result), flush=True)
-    _write(chaos, result, histories, run)
-    return EXIT_UNEXPECTED if result["violations"] else EXIT_OK
-
-
-def _run(
-    settings: Settings,
-    name: str,
-    plan: tuple[Fault, ...],
-    seconds: float,
-    interrupts: Interrupts,
-    links: Links | None,
+def chaos(
     *,
-    disk_full: bool = False,
-    hostile: Sequence[str] = (),
-) -> tuple[ChaosRun, Histories]:
-    """Run one cluster in its own folder. Empties the folder first."""
-    folder = settings.cluster.folder / name
-    files = Files(folder, Outputs())
-    history = folder / "history"
-    with files.owned(), Supervisor(restart=True) as supervisor:
-        files.prepare(settings, fresh=True)
-        shutil.rmtree(history, ignore_errors=True)
-        mine = settings.model_copy(
-            update={
-                "run": settings.run.model_copy(update={"history": history.absolute(), "tokens": 0}),
-                "cluster": settings.cluster.model_copy(update={"folder": folder}),
-            }
-        )
-        disks = None
-        if disk_full:
-            shards = names("shard", settings.cluster.shards)
-            disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
-        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links, hostile).run(plan, seconds, HEAL_S)
-        files.clear_addresses()
-    return run, read_histories(history)
+    minutes: Annotated[float, Parameter(converter=_MINUTES, metavar="M", help="length of each run")] = 1.0,
+    every: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="time between two faults")] = 5.0,
+    shards: Annotated[str | None, setting("cluster.shards", "N", "parameter-server processes")] = None,
+    workers: Annotated[str | None, setting("cluster.workers", "N", "learners", default=8)] = None,
+    seed: Annotated[
+        str | None, setting("run.seed", "N", "of the plan, the initial weights and the order of the data")
+    ] = None,
+    dead: Annotated[
+        float,
+        Parameter(converter=_SHARE, metavar="SHARE", help="share of time for which workers are dead or frozen"),
+    ] = 0.2,
+    gap: Annotated[
+        float,
+        Parameter(converter=_SECONDS, metavar="3s", help="longest time that a living worker may go without a step"),
+    ] = 3.0,
+    hostile: Annotated[
+        int,
+        Parameter(converter=_COUNT, metavar="N", help="so many workers are hostile: they lie, replay and flood"),
+    ] = 0,
+    disk_full: Annotated[Flag, Parameter(help="fill the disks of shards too (needs root)")] = False,
+    json: Annotated[Path | None, Parameter(metavar="FILE.json", help="write the result here")] = None,
+    timeline: Annotated[Path | None, Parameter(metavar="FILE.png|svg", help="draw a timeline of the run")] = None,
+    baseline: Annotated[
+        Path | None, Parameter(metavar="FILE.json", help="use the fault-free run of an earlier --json")
+    ] = None,
+    no_baseline: Annotated[Flag, Parameter(help="no fault-free run: half the time, but no goodput")] = False,
+    folder: Annotated[
+        str | None, setting("cluster.folder", "PATH", "folder for histories and logs", default="runs/chaos")
+    ] = None,
+    options: SettingsOptions = NO_SETTINGS,
+) -> int:
+    """Run a cluster on this machine without faults. Then run one, and kill and freeze its workers and shards by a
+    seeded plan. Every process records its history. The histories show how much work got through, and whether any was
+    lost or counted twice. Exit code 1 if a promise was broken.
+    """
+    from diloco_deploy.chaos.comparison import DEFAULTS, Chaos, run_chaos
 
-
-def _links() -> Links | None:
-    """The network links of the clusters. If they cannot be cut here, print why, and return None."""
-    try:
-        return Links()
-    except NoLinks as why:
-        _tell(f"no links are cut: cutting them needs root, nft and a network namespace ({why})")
-        return None
-
-
-def _without(settings: Settings, hostile: int) -> Settings:
-    """The settings of a cluster of the honest workers alone. Raises ConfigError."""
-    honest = settings.cluster.workers - hostile
-    if honest < 2:
-        raise ConfigError(
-            f"--hostile {hostile} leaves {honest} of {settings.cluster.workers} workers; leave at least 2"
-        )
-    return settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"workers": honest})})
-
-
-def _within(settings: Settings) -> Settings:
-    """Settings for a network namespace: shards listen on every address, because nobody else can reach them."""
-    shard = settings.shard.model_copy(update={"listen": LISTEN})
-    security = settings.security.model_copy(update={"insecure": True})
-    return settings.model_copy(update={"shard": shard, "security": security})
-
-
-def _write(chaos: Chaos, result: Result, histories: Histories, run: ChaosRun) -> None:
-    if chaos.json is not None:
-        chaos.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(chaos.json, result)
-        print(f"written: {chaos.json}")
-    if chaos.timeline is not None:
-        from diloco_deploy.chaos.timeline import draw
-
-        chaos.timeline.parent.mkdir(parents=True, exist_ok=True)
-        draw(histories, run, result, chaos.timeline)
-        print(f"written: {chaos.timeline}")
-
-
-def _read_baseline(path: Path) -> Result:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return dict(found["baseline"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is not a result of `diloco chaos`; give the file of an earlier --json") from None
-
-
-def _comparable(settings: Settings) -> dict[str, Any]:
-    """The settings that a fault-free run depends on."""
-    found = settings.model_dump(mode="json")
-    for section in ("shard", "security"):
-        del found[section]
-    del found["cluster"]["folder"], found["cluster"]["restart"], found["run"]["history"], found["run"]["seed"]
-    return found
-
-
-def _tell(words: str) -> None:
-    print(words, flush=True)
+    flags = {"cluster.shards": shards, "cluster.workers": workers, "cluster.folder": folder, "run.seed": seed}
+    settings = settings_from(options, flags, defaults=DEFAULTS).for_built_in()
+    return run_chaos(
+        settings,
+        Chaos(
+            seconds=60.0 * minutes, every_s=every, dead_share=dead, gap_max_s=gap, disk_full=disk_full, json=json,
+            timeline=timeline, baseline=baseline, compared=not no_baseline, hostile=int(hostile),
+        ),
+    )  # fmt: skip

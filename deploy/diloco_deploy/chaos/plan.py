@@ -1,10 +1,10 @@
-"""The plan: the kind, target and time of each fault. A pure function of the seed and the size of the cluster."""
+"""The faults of a run: what is planned, a pure function of the seed and the size of the cluster, and what was done."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 START_S = 5.0
@@ -127,3 +127,30 @@ def _stretch(faults: Sequence[Fault], seconds: float, dead_share: float) -> floa
         dead_s = sum(min(middle * fault.for_s, seconds - fault.at_s) for fault in faults)
         low, high = (middle, high) if dead_s < dead_share * seconds else (low, middle)
     return low
+
+
+@dataclass(frozen=True)
+class InjectedFault:
+    """A fault that was injected. Times are monotonic seconds, as in the histories."""
+
+    kind: str
+    """Value of a FaultKind."""
+    target: str
+    began: float
+    ended: float
+    """When the process was started again or went on, its disk had room again, or the link was back."""
+
+
+@dataclass
+class ChaosRun:
+    """One run of a cluster, seen from outside."""
+
+    began: float = 0.0
+    """When every worker trained, and the measured time began. Monotonic."""
+    ended: float = 0.0
+    """When the measured time was over."""
+    faults: list[InjectedFault] = field(default_factory=list)
+    exits: list[str] = field(default_factory=list)
+    """Processes that ended by themselves or made no progress in the end, in words."""
+    healed_s: float | None = None
+    """Seconds from the last fault until every worker and every shard had made progress; None: some did not."""

@@ -14,9 +14,8 @@ from typing import Any
 from diloco_common.errors import ConfigError
 from diloco_common.observe.histories import Histories, Process
 from diloco_deploy.chaos.goodput import alive_times
-from diloco_deploy.chaos.harm import lines_of
-from diloco_deploy.chaos.plan import LINK
-from diloco_deploy.chaos.run import ChaosRun, InjectedFault
+from diloco_deploy.chaos.plan import LINK, ChaosRun, InjectedFault
+from diloco_deploy.chaos.result import lines_of
 
 STEP, VERSION, PACE = "#2a8c82", "#3b4cc0", "#b8860b"
 STARTING = "#fbe3e0"

@@ -1,163 +1,109 @@
-"""Runs `diloco checkpoint`, `restore` and `export`, and prints their results."""
+"""`diloco checkpoint`, `restore` and `export`: their options. `work.py` takes torch, and is imported when they run."""
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from diloco_common.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
-from diloco_common.settings import Settings
-from diloco_deploy import units
-from diloco_deploy.checkpoint.export import export_model
-from diloco_deploy.checkpoint.listing import find_checkpoints, show
-from diloco_deploy.checkpoint.objects import copy_checkpoint
-from diloco_deploy.checkpoint.sources import data_folders, join, open_checkpoint, open_whole
-from diloco_server.storage.checkpoint import Contents, find_damage, total_tokens
-from diloco_server.storage.folders import place, restore, take_checkpoint
-from diloco_server.storage.regular import FOLDER
+from cyclopts import Parameter
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+from diloco_common.command import new_app
+from diloco_common.errors import NoCheckpoint
+from diloco_common.options import Dtype, Json
 
+_SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
 
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Raises DataError for what the disk does not do."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
+app = new_app(
+    "checkpoint",
+    "`diloco checkpoint FOLDER` takes a checkpoint at once: hard links to the newest version of each fragment. The "
+    "shards may run or not.",
+)
 
 
-@_disk_errors()
-def take(folders: Sequence[Path], name: str | None, into: Path | None, *, as_json: bool) -> int:
-    """The exit code, as of the functions below. Raises DilocoError."""
-    name = name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    if not _NAME.fullmatch(name) or name.startswith((".", "version-")):
-        raise ConfigError(
-            f"--name {name}: give 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with '.' or with version- (shards name "
-            "their own checkpoints so)"
-        )
-    began = time.perf_counter()
-    sources = [path for folder in folders for path in data_folders(folder)]
-    target = (into or folders[0] / FOLDER) / name
-    contents, damage = take_checkpoint(sources, target, whole=sources != list(folders))
-    took_s = time.perf_counter() - began
-    for line in damage:
-        print(f"passed over: {line}", file=sys.stderr)
-    if as_json:
-        _print_json({"checkpoint": str(target), **_facts(contents), "took_s": round(took_s, 4), "passed_over": damage})
-    else:
-        print(f"{target}: {_words(contents)}, in {1000 * took_s:.0f} ms")
-    return EXIT_OK
+@app.command(help="take one; `diloco checkpoint FOLDER` is short for it")
+@app.default
+def take(
+    folders: Annotated[list[Path], Parameter(metavar="FOLDER", help="of `diloco up`, or data folders of shards")],
+    /,
+    *,
+    name: Annotated[str | None, Parameter(metavar="NAME", help="of the checkpoint", show_default="the time")] = None,
+    into: Annotated[
+        Path | None,
+        Parameter(metavar="PATH", help="where it is put", show_default="`checkpoints` in the (first) folder"),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Take a checkpoint: hard links to the newest version of each fragment. The shards may run or not."""
+    from diloco_deploy.checkpoint.work import take
+
+    return take(folders, name, into, as_json=json)
 
 
-@_disk_errors()
-def show_all(folders: Sequence[Path], *, as_json: bool) -> int:
-    found = [entry for folder in folders for entry in find_checkpoints(folder)]
-    if as_json:
-        _print_json([entry.as_json() for entry in found])
-    else:
-        show(found)
-    return EXIT_OK
+@app.command(name="list", help="show all checkpoints in a folder")
+def listing(
+    folders: Annotated[list[Path] | None, Parameter(metavar="FOLDER", show_default="runs/local")] = None,
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Show all checkpoints in folders."""
+    folders = folders or [Path("runs/local")]
+    for folder in folders:
+        if not folder.is_dir():
+            raise NoCheckpoint(f"there is no folder {folder}")
+    from diloco_deploy.checkpoint.work import show_all
+
+    return show_all(folders, as_json=json)
 
 
-@_disk_errors()
-def verify(checkpoints: Sequence[str], *, as_json: bool) -> int:
-    began = time.perf_counter()
-    sources = [open_checkpoint(name) for name in checkpoints]
-    contents = join([(source.where, source.contents) for source in sources])
-    damage = [f"{source.where}: {line}" for source in sources for line in find_damage(source.files, source.contents)]
-    took_s = time.perf_counter() - began
-    if as_json:
-        _print_json({**_facts(contents), "damage": damage, "took_s": round(took_s, 4)})
-    for line in damage:
-        print(f"diloco: {line} [CHECKPOINT_DAMAGED]", file=sys.stderr)
-    if not damage and not as_json:
-        rate = units.size(contents.num_bytes / max(took_s, 1e-9))
-        print(f"intact: {_words(contents)}, every byte checked in {took_s:.2f} s ({rate}/s)")
-    return EXIT_DATA if damage else EXIT_OK
+@app.command(help="check every byte; exit code 3 if one is wrong")
+def verify(
+    checkpoints: Annotated[
+        list[str], Parameter(metavar="CHECKPOINT", help="folder or URL; several: the parts of one checkpoint")
+    ],
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Check every byte of a checkpoint. Exit code 3 if one is wrong."""
+    from diloco_deploy.checkpoint.work import verify
+
+    return verify(checkpoints, as_json=json)
 
 
-@_disk_errors()
-def copy(checkpoint: str, url: str) -> int:
-    source = open_checkpoint(checkpoint)
-    began = time.perf_counter()
-    copy_checkpoint(source.files, source.contents, url)
-    print(f"{url}: {_words(source.contents)}, in {time.perf_counter() - began:.2f} s")
-    return EXIT_OK
+@app.command(help="copy one to an object store")
+def copy(
+    checkpoint: Annotated[str, Parameter(metavar="CHECKPOINT", help="folder or URL")],
+    url: Annotated[str, Parameter(metavar="URL", help="s3://BUCKET/PATH, gs://..., az://... or file:///PATH")],
+    /,
+) -> int:
+    """Copy a checkpoint to an object store."""
+    from diloco_deploy.checkpoint.work import copy
+
+    return copy(checkpoint, url)
 
 
-@_disk_errors()
-def restore_into(folder: Path, sources: Sequence[str], shards: int) -> int:
-    if shards < 1:
-        raise ConfigError(f"--shards {shards}: at least 1")
-    began = time.perf_counter()
-    whole = open_whole(sources)
-    manifest = place(whole.contents, shards)
-    restore(whole.read(), manifest, folder)
-    print(f"{folder}: {_words(whole.contents)} on {shards} shards, in {time.perf_counter() - began:.2f} s")
-    flags = f"--folder {shlex.quote(str(folder))} --shards {shards}{_settings_of(whole.contents)}"
-    print(f"go on with: diloco up {flags}")
-    return EXIT_OK
+def restore(
+    sources: Annotated[list[str], Parameter(metavar="CHECKPOINT", help=_SOURCES)],
+    /,
+    *,
+    shards: Annotated[int, Parameter(metavar="M", help="shards of the restored run")],
+    folder: Annotated[Path, Parameter(metavar="DEST", help="a new folder, for shard-0, shard-1, ...")],
+) -> int:
+    """Restore parameters and outer momentum bit for bit, on any number of shards."""
+    from diloco_deploy.checkpoint.work import restore_into
+
+    return restore_into(folder, sources, shards)
 
 
-@_disk_errors()
-def export(sources: Sequence[str], out: Path, dtype: str) -> int:
-    began = time.perf_counter()
-    whole = open_whole(sources, model_only=True)
-    export_model(whole, out, dtype)
-    took_s = time.perf_counter() - began
-    size = units.size(out.stat().st_size)
-    parameters = units.count(whole.contents.manifest.num_elements)
-    print(f"{out}: {parameters} parameters as {dtype}, {size}, in {took_s:.2f} s")
-    return EXIT_OK
+def export(
+    sources: Annotated[list[str], Parameter(metavar="SOURCE", help=_SOURCES)],
+    /,
+    *,
+    out: Annotated[Path, Parameter(metavar="FILE.safetensors", help="written; replaced if it is there")],
+    dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32",
+) -> int:
+    """Write the model as one safetensors file. Plain torch can load it."""
+    from diloco_deploy.checkpoint.work import export
 
-
-# ------------------------------------------------------------------ helpers
-
-
-def _facts(contents: Contents) -> dict[str, Any]:
-    low, high = contents.versions
-    return {
-        "run": contents.run,
-        "fragments": len(contents.files),
-        "fragments_missing": len(contents.missing),
-        "versions": [low, high],
-        "tokens_merged": total_tokens(contents),
-        "bytes": contents.num_bytes,
-    }
-
-
-def _words(contents: Contents) -> str:
-    low, high = contents.versions
-    versions = f"version {low}" if low == high else f"versions {low} to {high}"
-    total = len(contents.files) + len(contents.missing)
-    part = f" (a part: shards {_shards(contents)} of {contents.num_shards})" if contents.missing else ""
-    return f"{len(contents.files)} of {total} fragments{part}, {versions}, {units.size(contents.num_bytes)}"
-
-
-def _shards(contents: Contents) -> str:
-    return ", ".join(map(str, sorted({file.shard_index for file in contents.files})))
-
-
-def _settings_of(contents: Contents) -> str:
-    """The settings other than defaults that a shard needs to accept these versions."""
-    default = Settings()
-    given = [
-        ("run.id", contents.run, default.run.id),
-        ("sync.fragments", contents.num_fragments, default.sync.fragments),
-        ("outer.optimizer", contents.optimizer, default.outer.optimizer),
-    ]
-    return "".join(f" --set {shlex.quote(f'{name}={value}')}" for name, value, usual in given if value != usual)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    return export(sources, out, dtype)

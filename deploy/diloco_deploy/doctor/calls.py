@@ -25,7 +25,7 @@ from diloco_common.wire.messages import (
     JoinRequest,
     PullRequest,
 )
-from diloco_deploy.doctor.known import Door, Measured
+from diloco_deploy.doctor.checks import Door, Measured
 from diloco_protos import parameter_server_pb2 as pb
 
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import chain
+from json import dumps
 from typing import TYPE_CHECKING
 
 from diloco_common.command import version
@@ -17,12 +17,20 @@ from diloco_common.errors import plain
 from diloco_common.settings import Settings
 from diloco_common.wire.messages import PROTOCOL
 from diloco_deploy.doctor import way
-from diloco_deploy.doctor.finding import Finding, State
-from diloco_deploy.doctor.runner import TOTAL_S, Check, Found, run
+from diloco_deploy.doctor.checks import TOTAL_S, Check, Door, Finding, Found, Known, State, run_checks, warning
+from diloco_deploy.run.folder import shards_in
 
 if TYPE_CHECKING:
-    from diloco_deploy.doctor.disk import Shard
-    from diloco_deploy.doctor.known import Door, Known
+    from diloco_deploy.doctor.machine import Shard
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from diloco_common import quantities
+from diloco_common.errors import ConfigError
+from diloco_common.options import NO_SETTINGS, Flag, Json, SettingsOptions, number, setting, settings_from
 
 MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE", State.SKIPPED: "skipped"}
 AT_ONCE = 16
@@ -44,7 +52,7 @@ class Patient:
     learners: int = 8
 
 
-def doctor(patient: Patient, *, as_json: bool = False) -> int:
+def examine(patient: Patient, *, as_json: bool = False) -> int:
     """Look at everything, and say it as it is found. Exit code 1 if something fails."""
     began, seen = time.monotonic(), []
     for found in look(patient):
@@ -59,7 +67,7 @@ def doctor(patient: Patient, *, as_json: bool = False) -> int:
              "what": finding.what, "do": finding.do, "figures": dict(finding.figures)}
             for check, finding in seen
         ]  # fmt: skip
-        print(json.dumps({"findings": rows, "counts": count, "seconds": seconds}, indent=2))
+        print(dumps({"findings": rows, "counts": count, "seconds": seconds}, indent=2))
     else:
         print(f"\n{_summary(count)} ({seconds:.1f} s)")
     return 1 if count[State.FAILURE] else 0
@@ -68,17 +76,16 @@ def doctor(patient: Patient, *, as_json: bool = False) -> int:
 def look(patient: Patient) -> Iterator[Found]:
     """The findings, as they are made."""
     # Torch, which the codec needs: two seconds, and many on a busy machine. No check should pay for that.
-    import_module("diloco_deploy.doctor.run_of_shards")
+    import_module("diloco_deploy.doctor.shards")
     ends_at = time.monotonic() + TOTAL_S
     if patient.shards:
         yield from _ways(patient, ends_at)
     checks = _of_machine(patient) if patient.is_shard else [_kernels()]
-    yield from run(checks, time.monotonic, ends_at)
+    yield from run_checks(checks, time.monotonic, ends_at)
 
 
 def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
     """All ways side by side; then the link to the first shard that answers, alone, as the others would share it."""
-    from diloco_deploy.doctor.known import Door, Known
     from diloco_worker.credentials import Credentials
 
     known, security = Known(), patient.settings.security
@@ -91,56 +98,42 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[Found]:
         pool.shutdown(wait=False)
     reached = [door for door in doors if door.address in known.measured]
     if reached:
-        yield from run(_of_run(patient, reached[0], known), time.monotonic, ends_at)
+        yield from run_checks(_of_run(patient, reached[0], known), time.monotonic, ends_at)
 
 
 def _walked(door: Door, known: Known, ends_at: float) -> Iterator[Found]:
     """One way."""
+
+    from diloco_deploy.doctor import shards
 
     def port() -> Finding:
         found = way.port(door.address)
         known.round_trip_s[door.address] = found.figures.get("round_trip_s", 0.0)
         return found
 
-    def described() -> Sequence[Finding]:
-        from diloco_deploy.doctor import run_of_shards
-
-        return run_of_shards.describe(door, known, PROTOCOL)
-
-    def measured() -> Finding:
-        from diloco_deploy.doctor import run_of_shards
-
-        return run_of_shards.measure(door, known)
-
-    def compared() -> Sequence[Finding]:
-        from diloco_deploy.doctor import run_of_shards
-
-        return run_of_shards.version(door, known, _ours())
-
     a = door.address
     checks = [
         Check("name", a, 4.0, partial(way.name, a)),
         Check("port", a, 4.0, port, ("name",)),
         Check("tls", a, 7.0, partial(way.handshake, a, door.files), ("port",)),
-        Check("run", a, 12.0, described, ("port", "tls")),
-        Check("clock", a, 9.0, measured, ("run",)),
-        Check("version", a, 1.0, compared, ("run",)),
+        Check("run", a, 12.0, partial(shards.describe, door, known, PROTOCOL), ("port", "tls")),
+        Check("clock", a, 9.0, partial(shards.measure, door, known), ("run",)),
+        Check("version", a, 1.0, partial(shards.version, door, known, _ours()), ("run",)),
     ]
-    return run(checks, time.monotonic, ends_at)
+    return run_checks(checks, time.monotonic, ends_at)
 
 
 def _of_run(patient: Patient, door: Door, known: Known) -> list[Check]:
-    from diloco_deploy.doctor import run_of_shards as said
+    from diloco_deploy.doctor import shards
 
     return [
-        Check("all shards", "", 1.0, partial(said.complete, known)),
-        Check("link", door.address, 9.0, partial(said.link, door, known, patient.step_s, patient.params)),
+        Check("all shards", "", 1.0, partial(shards.complete, known)),
+        Check("link", door.address, 9.0, partial(shards.link, door, known, patient.step_s, patient.params)),
     ]
 
 
 def _of_machine(patient: Patient) -> list[Check]:
-    from diloco_deploy.doctor import disk, machine
-    from diloco_deploy.doctor.finding import warning
+    from diloco_deploy.doctor import machine
 
     settings, shard = patient.settings, _shard(patient)
     folder = settings.shard.data_dir
@@ -154,8 +147,8 @@ def _of_machine(patient: Patient) -> list[Check]:
         none = warning("NOT_DURABLE", "no data folder is set (shard.data_dir): a restart begins anew")
         return [Check("disk", "", 1.0, lambda: none), *checks]
     return [
-        Check("disk speed", about, 10.0, partial(disk.speed, folder, shard, time.monotonic)),
-        Check("disk space", about, 2.0, partial(disk.room, folder, shard)),
+        Check("disk speed", about, 10.0, partial(machine.speed, folder, shard, time.monotonic)),
+        Check("disk space", about, 2.0, partial(machine.room, folder, shard)),
         *checks,
     ]
 
@@ -167,7 +160,7 @@ def _kernels() -> Check:
 
 
 def _shard(patient: Patient) -> Shard | None:
-    from diloco_deploy.doctor.disk import Shard
+    from diloco_deploy.doctor.machine import Shard
 
     if patient.params is None:
         return None
@@ -202,3 +195,60 @@ def _summary(count: dict[State, int]) -> str:
     if count[State.WARNING]:
         return f"nothing failed, {count[State.WARNING]} warnings; `diloco explain CODE` says more"
     return "all is well"
+
+
+_PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
+_SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+
+
+def doctor(
+    shards: Annotated[
+        str | None, setting("worker.shards", "HOST:PORT,...", "look at the way from here to these shards")
+    ] = None,
+    *,
+    folder: Annotated[
+        Path | None, Parameter(metavar="PATH", help="look at the shards of the cluster that `diloco up` runs there")
+    ] = None,
+    shard: Annotated[Flag, Parameter(help="look at this machine: is it fit to run the shard of the settings?")] = False,
+    run: Annotated[str | None, setting("run.id", "ID", "id of the run")] = None,
+    tls: Annotated[str | None, setting("security.tls", "FOLDER", "certificate of the caller")] = None,
+    token_file: Annotated[str | None, setting("security.token_file", "FILE", "bearer token of the caller")] = None,
+    data_dir: Annotated[str | None, setting("shard.data_dir", "FOLDER", "data folder of the shard")] = None,
+    params: Annotated[
+        int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model", show_default="ask")
+    ] = None,
+    step_time: Annotated[
+        float, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")
+    ] = 1.0,
+    learners: Annotated[
+        int,
+        Parameter(
+            converter=number(quantities.count, 1, 1_000_000, "a whole number from 1"),
+            metavar="L",
+            help="learners that the shard will have",
+        ),
+    ] = 8,
+    options: SettingsOptions = NO_SETTINGS,
+    json: Json = False,
+) -> int:
+    """Say what is wrong, with a code for `diloco explain`, and what to do. On a learner's machine: the way to the
+    shards, from the name to the bandwidth, and which settings the link allows. With --shard: disk, files, memory and
+    kernels. It changes nothing, and ends within 20 s. Exit code 1 if something fails.
+    """
+    if folder is not None:
+        if shards is not None:
+            raise ConfigError("give --shards or --folder, one of them")
+        found = shards_in(folder)
+        shards, run, tls = ",".join(found.addresses), run or found.run, tls or (str(found.tls) if found.tls else None)
+    flags = {
+        "worker.shards": shards, "run.id": run, "security.tls": tls, "security.token_file": token_file,
+        "shard.data_dir": data_dir,
+    }  # fmt: skip
+    settings = settings_from(options, flags)
+    addresses = () if shard and shards is None else settings.worker.shards
+    if not addresses and not shard:
+        raise ConfigError(
+            "what should be looked at? Name the shards (--shards ps-0:50051,ps-1:50051), or the --folder of "
+            "`diloco up`, or say --shard: this machine"
+        )
+    return examine(Patient(settings, addresses, shard, params, step_time, learners), as_json=json)

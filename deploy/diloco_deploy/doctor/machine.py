@@ -1,17 +1,166 @@
-"""A machine of ours: open files, memory, kernels."""
+"""A machine of ours: the disk of a data folder, open files, memory, kernels."""
 
 from __future__ import annotations
 
+import os
 import resource
+import statistics
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from diloco_common.settings import ShardSettings
 from diloco_deploy import units
-from diloco_deploy.doctor.disk import Shard
-from diloco_deploy.doctor.finding import Finding, failure, ok, warning
+from diloco_deploy.doctor.checks import Finding, failure, ok, warning
 from diloco_deploy.plan import formulas
+from diloco_deploy.plan.choice import LINK_SHARE, OVERLAP
 from diloco_deploy.plan.formulas import BITS
 from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
+from diloco_server.storage.filesystem import Disk, FileSystem
+
+PROBE_BYTES = 8 << 20
+PROBES, PROBE_S = 3, 2.0
+"""Files that are written, one after the other; none is begun after so many seconds."""
+SYNC_SLOW_S = 0.5
+"""For so small a file, whatever the model."""
+
+
+class Written(NamedTuple):
+    """How long it took to make files durable."""
+
+    seconds: float
+    """Median, of one file: write, fsync, rename, fsync of the folder, as a version is written."""
+    num_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / max(self.seconds, 1e-6)
+
+    def version_s(self, num_bytes: float) -> float:
+        """Seconds for a file of another size: nothing is faster than this one was, and more bytes take longer."""
+        return max(self.seconds, num_bytes / self.bytes_per_s)
+
+
+class Shard(NamedTuple):
+    """What a shard will hold."""
+
+    params: float
+    fragments: int
+    learners: int
+    push: str
+    pull: str
+    outer: str
+    every: int
+    step_s: float
+    checkpoints: int
+    companions_every: int | None = None
+    """`sync.companions_every` of a run that averages momentum; None: it does not."""
+
+    @property
+    def version_bytes(self) -> int:
+        """Per parameter, of the model."""
+        return formulas.version_bytes(self.outer, self.pull)
+
+    @property
+    def companion_bytes(self) -> int:
+        """Per parameter, of its companions."""
+        return formulas.companion_bytes(self.pull) if self.companions_every else 0
+
+
+def write(files: FileSystem, clock: Callable[[], float], num_bytes: int = PROBE_BYTES) -> Written:
+    """Write files as a shard does, and remove them. Raises OSError."""
+    data = memoryview(os.urandom(1 << 20) * (num_bytes >> 20))
+    took: list[float] = []
+    began = clock()
+    while len(took) < PROBES and (not took or clock() - began < PROBE_S):
+        at, temporary, name = clock(), "probe.tmp", "probe"
+        try:
+            file = files.create(temporary)
+            try:
+                file.write(data)
+                file.sync()
+            finally:
+                file.close()
+            files.rename(temporary, name)
+            files.sync_names()
+            took.append(clock() - at)
+        finally:
+            files.remove(temporary)
+            files.remove(name)
+    return Written(statistics.median(took), num_bytes)
+
+
+def speed(folder: Path, shard: Shard | None, clock: Callable[[], float]) -> Finding:
+    """How fast versions become durable in a folder."""
+    place = _nearest(folder)
+    try:
+        # Of its own, for its owner alone: in a folder that others write to, a name may be a link of theirs.
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=place) as own:
+            written = write(Disk(Path(own)), clock)
+    except OSError as error:
+        return failure("DISK_UNUSABLE", f"{place} cannot be written to: {error.strerror or error}")
+    return fast_enough(folder, written, shard)
+
+
+def fast_enough(folder: Path, written: Written, shard: Shard | None) -> Finding:
+    """Whether versions are durable in time."""
+    what = (
+        f"{folder}: {units.size(written.num_bytes)} are durable after {written.seconds:.2g} s "
+        f"({units.size(written.bytes_per_s)}/s)"
+    )
+    figures = {"sync_s": written.seconds, "bytes_per_s": written.bytes_per_s}
+    if shard is None:
+        if written.seconds > SYNC_SLOW_S:
+            return warning("DISK_SLOW", what, **figures)
+        return ok(what, **figures)
+    elements = shard.params / shard.fragments
+    save_s = written.version_s(shard.version_bytes * elements)
+    turn_s = save_s  # of a fragment, and what its companion adds
+    if shard.companions_every:
+        turn_s += written.version_s(shard.companion_bytes * elements) / shard.companions_every
+    # Versions are written by two threads, one file each: what counts is how long the disk is busy with all of them.
+    busy = shard.fragments * turn_s / (shard.every * shard.step_s)
+    what += f"; a version takes {save_s:.2g} s, and all of them {busy:.0%} of the time of H steps"
+    if busy > 1:
+        return failure("DISK_SLOW", what, **figures)
+    if busy > LINK_SHARE or save_s > OVERLAP * shard.step_s or written.seconds > SYNC_SLOW_S:
+        return warning("DISK_SLOW", what, **figures)
+    return ok(what, **figures)
+
+
+def room(folder: Path, shard: Shard | None) -> Finding:
+    """Whether the disk has room for the versions that are kept."""
+    place = _nearest(folder)
+    try:
+        free = float(Disk(place).free_bytes())
+        used = (
+            float(sum(entry.stat().st_size for entry in os.scandir(place) if entry.is_file())) if place == folder else 0
+        )
+    except OSError as error:
+        return failure("DISK_UNUSABLE", f"{place} cannot be read: {error.strerror or error}")
+    if shard is None:
+        return ok(f"{folder}: {units.size(free)} free (--params says whether that is enough)", free_bytes=free)
+    return enough_room(folder, free, used, shard)
+
+
+def enough_room(folder: Path, free: float, used: float, shard: Shard) -> Finding:
+    """`used`: by the shard's own files, which count as room."""
+    each = shard.version_bytes + shard.companion_bytes
+    needed = formulas.shard_disk(shard.params, shard.params / shard.fragments, each, shard.checkpoints)
+    what = (
+        f"{folder}: {units.size(free)} free, {units.size(used)} used; versions"
+        f"{' and checkpoints' * bool(shard.checkpoints)} take {units.size(needed)}"
+    )
+    if needed > free + used:
+        return failure("DISK_SMALL", what, free_bytes=free, needed_bytes=needed)
+    return ok(what, free_bytes=free, needed_bytes=needed)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that there is: the shard will make the rest."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+
 
 CGROUP = Path("/sys/fs/cgroup")
 

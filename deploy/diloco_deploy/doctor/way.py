@@ -11,7 +11,7 @@ from diloco_common.errors import HandshakeFailed
 from diloco_common.trust.tls import TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
-from diloco_deploy.doctor.finding import Finding, failure, of_error, ok, warning
+from diloco_deploy.doctor.checks import Finding, failure, of_error, ok, warning
 
 DIAL_S = 3.0
 DIALS = 3

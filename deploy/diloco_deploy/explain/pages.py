@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from diloco_deploy.explain.catalogue import of_kind
-from diloco_deploy.explain.entry import Entry, Kind
+from diloco_deploy.explain.codes import Entry, Kind
 
 _PART = re.compile(r"(<!-- explain: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _LINK = re.compile(r"\[[^\]]+\]\([^)]+\)")

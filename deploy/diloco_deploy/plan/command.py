@@ -1,22 +1,130 @@
-"""`diloco plan`: prints the plan, its formulas, and settings to paste."""
+"""`diloco plan` and `diloco plan memory`: what is asked, and what is printed: the plan, formulas, settings to paste."""
 
 from __future__ import annotations
 
-import json
+import importlib
+import os
+import sys
 from collections.abc import Iterator
+from json import dumps
+from typing import Annotated, Literal
 
+from cyclopts import Parameter
+
+from diloco_common import quantities
+from diloco_common.command import new_app
+from diloco_common.errors import ConfigError
+from diloco_common.options import Json, number
 from diloco_deploy import units
-from diloco_deploy.plan.choice import LINK_SHARE, Asked, Choice, Encodings, bit_rate, choose
+from diloco_deploy.plan.choice import LINK_SHARE, Asked, Choice, Encodings, Link, bit_rate, choose
+from diloco_deploy.plan.formulas import BITS
 from diloco_deploy.plan.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
 
 
-def plan(asked: Asked, *, as_json: bool = False) -> int:
-    """Print what `choose` proposes. Exit code 1 if the link carries none of it."""
+def bits_per_s(text: str) -> float:
+    """Bits per second. A capital B is bytes; without a unit it is bits. Raises ValueError."""
+    plain = text.strip().removesuffix("/s").removesuffix("ps")
+    for unit, bits in (("bits", 1), ("bit", 1), ("Bytes", 8), ("B", 8), ("b", 1)):
+        if plain.endswith(unit):
+            return quantities.num_bytes(plain.removesuffix(unit)) * bits
+    return quantities.num_bytes(plain)
+
+
+def parameters_of(name: str) -> int:
+    """Trainable parameters of what `pkg.module:build` makes, on the meta device. Raises ConfigError."""
+    import torch
+    from torch import nn
+
+    where, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f"--model {name}: write package.module:function; the function makes the model")
+    sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(where), attribute)
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:  # whatever code of the user's raises
+        raise ConfigError(f"--model {name}: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {name}: gave a {type(model).__name__}, not a torch module")
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+_PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
+_WHOLE = number(quantities.count, 1, 1_000_000, "a whole number from 1 to 1,000,000")
+_RATE = number(bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
+_DISK = number(quantities.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
+_SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+_DELAY = number(quantities.seconds, 0.0, 60.0, "a time, such as 80ms")
+Params = Annotated[int | None, Parameter(converter=_PARAMS, metavar="125M", help="parameters of the model")]
+Model = Annotated[
+    str | None, Parameter(metavar="PKG:BUILD", help="function that makes the model; it gets no memory")
+]  # fmt: skip
+Rate = Annotated[
+    float,
+    Parameter(
+        converter=_RATE, metavar="100Mbit", help="of a learner's link, towards the shards", show_default="100Mbit"
+    ),
+]
+Down = Annotated[
+    float | None,
+    Parameter(converter=_RATE, metavar="100Mbit", help="of a learner's link, from the shards", show_default="as --up"),
+]
+Delay = Annotated[float, Parameter(converter=_DELAY, metavar="80ms", help="there and back", show_default="80ms")]
+Step = Annotated[float, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")]
+Fragments = Annotated[
+    int | None, Parameter(converter=_WHOLE, metavar="P", help="fragments", show_default="chosen")
+]  # fmt: skip
+Companions = Annotated[
+    int | None,
+    Parameter(
+        converter=_WHOLE, metavar="N", help="momentum is averaged too, N times as rarely (sync.companions_every)",
+        show_default="it is not",
+    ),
+]  # fmt: skip
+Outer = Annotated[Literal["nesterov", "sgd", "adam"], Parameter(help="the outer optimizer")]
+
+app = new_app("plan", "Settings and sizes of a run: from the model, the learners and their links.")
+
+
+@app.default
+def plan(
+    *,
+    params: Params = None,
+    model: Model = None,
+    learners: Annotated[int, Parameter(converter=_WHOLE, metavar="L", help="learners of the run")] = 8,
+    up: Rate = 1e8,
+    down: Down = None,
+    round_trip: Delay = 0.08,
+    step_time: Step = 1.0,
+    fragments: Fragments = None,
+    shards: Annotated[
+        int | None, Parameter(converter=_WHOLE, metavar="S", help="shards", show_default="chosen")
+    ] = None,
+    outer: Outer = "nesterov",
+    shard_link: Annotated[
+        float | None, Parameter(converter=_RATE, metavar="10Gbit", help="link of a shard's machine, each way")
+    ] = None,
+    disk: Annotated[
+        float | None, Parameter(converter=_DISK, metavar="300MB", help="what a shard's disk writes in a second")
+    ] = None,
+    companions_every: Companions = None,
+    json: Json = False,
+) -> int:
+    """Propose H, encodings, fragments and shards, and say how much memory, disk and bandwidth the run takes: with the
+    formulas, and as settings to paste into run.toml. Nothing is measured, and nobody is asked.
+    """
+    link = Link(up, up if down is None else down, round_trip)
+    asked = Asked(
+        _params(params, model), learners, link, step_time, fragments, shards, outer, shard_link, disk, companions_every
+    )
     choice = choose(asked)
-    if not as_json:
+    if not json:
         print("\n".join(_said(asked, choice)), flush=True)  # what a learner holds takes torch: seconds to load
     rows = [*figures(asked, choice), *learner_figures(asked, choice)]
-    if as_json:
+    if json:
         found = {
             "fits": choice.fits, "settings": settings_of(asked, choice),
             "why": {
@@ -25,11 +133,52 @@ def plan(asked: Asked, *, as_json: bool = False) -> int:
             },
             "figures": [row._asdict() for row in rows],
         }  # fmt: skip
-        print(json.dumps(found, indent=2))
+        print(dumps(found, indent=2))
     else:
         print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
         print(f"\nsettings (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
     return 0 if choice.fits else 1
+
+
+@app.command(help="what one process of a learner holds, on one GPU or as a rank of an island")
+def memory(
+    *,
+    params: Params = None,
+    model: Model = None,
+    ranks: Annotated[
+        int, Parameter(converter=_WHOLE, metavar="R", help="ranks of the island (FSDP2); 1: no island")
+    ] = 1,
+    push: Annotated[str, Parameter(metavar="ENCODING", help="of contributions")] = "int8",
+    pull: Annotated[str, Parameter(metavar="ENCODING", help="of versions")] = "bfloat16",
+    fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = 24,
+    under_way: Annotated[
+        int, Parameter(converter=_WHOLE, metavar="N", help="fragments under way at once; `diloco plan` says how many")
+    ] = 2,
+    json: Json = False,
+) -> int:
+    """Say how much memory one process of a learner takes, with the formulas."""
+    for encoding in (push, pull):
+        if encoding not in BITS:
+            raise ConfigError(f"there is no encoding {encoding}; choose one of {', '.join(BITS)}")
+    if min(ranks, fragments, under_way) < 1:
+        raise ConfigError("--ranks, --fragments and --under-way are 1 or more")
+    count = _params(params, model)
+    rows = process_figures(count, Encodings(push, pull, ""), fragments, min(under_way, fragments), ranks)
+    if json:
+        print(dumps([row._asdict() for row in rows], indent=2))
+        return 0
+    print(f"each of {ranks} rank{'s' * (ranks > 1)} of a learner with {units.count(count)} parameters:")
+    print("\n".join(lines_of(rows)))
+    return 0
+
+
+def _params(params: int | None, model: str | None) -> int:
+    if (params is None) == (model is None):
+        raise ConfigError("give --params or --model, one of them: diloco plan --params 125M")
+    if model is not None:
+        return parameters_of(model)
+    assert params is not None
+    return params
 
 
 def _said(asked: Asked, choice: Choice) -> Iterator[str]:
@@ -48,16 +197,3 @@ def _said(asked: Asked, choice: Choice) -> Iterator[str]:
     yield f"  P = {choice.fragments}: {choice.why_fragments}"
     yield f"  S = {choice.shards}: {choice.why_shards}"
     yield f"  (the run may take {LINK_SHARE:.0%} of a link, core or disk; the rest is for bursts and repeats)"
-
-
-def memory(
-    params: int, encodings: Encodings, fragments: int, ranks: int, under_way: int, *, as_json: bool = False
-) -> int:
-    """Print what one process of a learner of so many ranks holds."""
-    rows = process_figures(params, encodings, fragments, under_way, ranks)
-    if as_json:
-        print(json.dumps([row._asdict() for row in rows], indent=2))
-        return 0
-    print(f"each of {ranks} rank{'s' * (ranks > 1)} of a learner with {units.count(params)} parameters:")
-    print("\n".join(lines_of(rows)))
-    return 0

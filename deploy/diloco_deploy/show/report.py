@@ -9,7 +9,7 @@ from typing import Any
 from diloco_common.settings import Settings
 from diloco_deploy import units
 from diloco_deploy.cluster.model import Cluster
-from diloco_deploy.folder import shown
+from diloco_deploy.run.folder import shown
 
 Report = dict[str, Any]
 NAMED_MAX = 8

@@ -9,21 +9,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from pydantic import BaseModel, Field
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from diloco_common.command import QuietConsole
 from diloco_common.errors import EXIT_OK, CannotConnect, ConfigError
+from diloco_common.options import Config, Flag, Json, SettingsOptions, setting, settings_from
+from diloco_common.trust.security import read_bearer_token
+from diloco_common.wire.addresses import split_addresses
 from diloco_deploy import units
 from diloco_deploy.cluster.asking import IN_PLAINTEXT, Asker, fetch_all
 from diloco_deploy.cluster.model import Totals
 from diloco_deploy.cluster.record import ClusterRecord, addresses_in, read_record
 from diloco_deploy.cluster.roll_call import Present, Problem, Roll, roll_call
-from diloco_deploy.folder import is_owned, shown
-from diloco_deploy.own_certificates import OwnCertificates
+from diloco_deploy.run.folder import is_owned, shown
 from diloco_deploy.show.terminal import Snapshot, legend, line, tables
+from diloco_deploy.trust.own import OwnCertificates
 
 SCHEMA = 1
 """Of ClusterStatus. Grows when a field changes its meaning."""
@@ -125,16 +131,6 @@ def snapshot_of(roll: Roll) -> Snapshot:
     return Snapshot(roll.cluster, elapsed_s, doing="running")
 
 
-def asker_for(folder: Path, http: Sequence[str], tls: Path | None, bearer_token: str | None) -> Asker:
-    """How to ask the processes of a folder, or those at the addresses `http`. Raises ConfigError, SecretExposed.
-
-    `tls`: folder of an observer's certificate; None: the one that `diloco up` made for itself in the folder, if it did.
-    """
-    if http:
-        return Asker(tls, bearer_token)
-    return Asker(tls or OwnCertificates.observer_in(folder))
-
-
 def show_status(where: Where, *, as_json: bool, strict: bool, console: Console, asker: Asker = IN_PLAINTEXT) -> int:
     """The command, once. The exit code. Raises CannotConnect: nobody answered, or there are no address files."""
     roll = look(where, asker=asker)
@@ -208,7 +204,36 @@ def page(roll: Roll, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def check_watch(*, as_json: bool, strict: bool) -> None:
-    """Raises ConfigError: these are for one look."""
-    if as_json or strict:
+def status(
+    *,
+    folder: Annotated[
+        str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
+    ] = None,
+    config: Config = None,
+    http: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="ask these processes instead")] = None,
+    tls: Annotated[
+        Path | None,
+        Parameter(metavar="FOLDER", help="they serve over TLS: folder of an observer's or admin's certificate"),
+    ] = None,
+    token_file: Annotated[
+        str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
+    ] = None,
+    strict: Annotated[Flag, Parameter(help="exit code 7 unless everybody who is expected is there")] = False,
+    watch: Annotated[Flag, Parameter(help="show it again every 2 s, until Ctrl-C")] = False,
+    json: Json = False,
+) -> int:
+    """Show a running cluster: shards and workers, those that are away or dead too, and what that means.
+
+    Any one shard is enough to ask: it knows how many there are, and hears from its learners which they do not reach.
+    Exit code 0 if somebody answers, 5 if nobody does; with --strict, 7 if somebody who is expected is missing.
+    """
+    settings = settings_from(SettingsOptions(config), {"cluster.folder": folder, "security.token_file": token_file})
+    where, bearer_token = settings.cluster.folder, read_bearer_token(settings.security)
+    addresses = split_addresses(http or "")
+    asker = Asker(tls, bearer_token) if addresses else Asker(tls or OwnCertificates.observer_in(where))
+    whom = Where(where, addresses)
+    if watch and (json or strict):
         raise ConfigError("--watch goes on until Ctrl-C; leave out --json and --strict, or repeat `diloco status`")
+    if watch:
+        return watch_status(whom, console=QuietConsole(), asker=asker)
+    return show_status(whom, as_json=json, strict=strict, console=QuietConsole(), asker=asker)

@@ -1,43 +1,65 @@
-"""`diloco web`: the live page of a run, from any machine that reaches its shards."""
+"""`diloco web`: the live page of a run, from any machine that reaches its shards; and the one beside `diloco up`."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+import threading
 from pathlib import Path
+from typing import Annotated
 
-from diloco_common.errors import EXIT_OK, CannotConnect
+from cyclopts import Parameter
+
+from diloco_common.errors import EXIT_OK, CannotConnect, DilocoError, InUse
 from diloco_common.observe.http import check_http_is_meant
-from diloco_common.settings import SecuritySettings
+from diloco_common.options import Config, Flag, SettingsOptions, setting, settings_from
+from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.security import read_bearer_token
-from diloco_deploy.own_certificates import OwnCertificates
-from diloco_deploy.web.credentials import Credentials, door_of
-from diloco_deploy.web.live_page import LivePage
-from diloco_deploy.web.members import Watched, given, in_folder
-
-LISTEN = "127.0.0.1:7171"
+from diloco_common.wire.addresses import split_addresses
+from diloco_deploy.trust.own import OwnCertificates
+from diloco_deploy.web.live_page import Credentials, LivePage, Watched, door_of, given, in_folder
 
 
-def show(
-    folder: Path, shards: Sequence[str], listen: str, security: SecuritySettings, *, tls: Path | None,
-    certificate: Path | None,
-) -> int:  # fmt: skip
-    """Serve until interrupted. `shards`: their HTTP addresses; none: those of the cluster in the folder.
+def web(
+    *,
+    shards: Annotated[
+        str | None, Parameter(metavar="HOST:PORT,...", help="HTTP addresses of the run's shards (their shard.http)")
+    ] = None,
+    folder: Annotated[
+        str | None, setting("cluster.folder", "PATH", "without --shards: folder of the cluster that `diloco up` runs")
+    ] = None,
+    config: Config = None,
+    listen: Annotated[str, Parameter(metavar="HOST:PORT", help="where to serve the page")] = "127.0.0.1:7171",
+    tls: Annotated[
+        Path | None,
+        Parameter(metavar="FOLDER", help="shards serve over TLS: folder of an observer's or admin's certificate"),
+    ] = None,
+    token_file: Annotated[
+        str | None, Parameter(metavar="FILE", help="the shared secret of the run; viewers are asked for it, too")
+    ] = None,
+    certificate: Annotated[
+        Path | None, Parameter(metavar="FOLDER", help="serve over HTTPS with this one, such as that of a shard here")
+    ] = None,
+    insecure: Annotated[Flag, Parameter(help="let --listen be in plaintext where other machines reach it")] = False,
+) -> int:
+    """Serve a page that shows a run as it happens: loss, learners, rounds, shards, events. Ends with Ctrl-C.
 
-    Raises:
-        ConfigError: an address makes no sense, other machines would reach the page unprotected, or a file is wrong.
-        CannotConnect: no shards are given, and there is no such folder.
-        InUse: the port is taken.
+    Shards are asked once per second. The page is for this machine alone, unless --listen says otherwise. Where shards
+    ask for a certificate or a token, viewers are asked for the key in the address that is printed.
     """
-    if not shards and not folder.is_dir():
+    flags = {
+        "cluster.folder": folder, "security.token_file": token_file, "security.insecure": "true" if insecure else None,
+    }  # fmt: skip
+    settings = settings_from(SettingsOptions(config), flags)
+    where, addresses, tls = settings.cluster.folder, split_addresses(shards or ""), tls or settings.security.tls
+    if not addresses and not where.is_dir():
         raise CannotConnect(
-            f"no cluster is running in {folder}: there is no such folder; give the --folder or --config of a run, or "
+            f"no cluster is running in {where}: there is no such folder; give the --folder or --config of a run, or "
             "--shards host:port, or start one with `diloco up`"
         )
-    tls = tls or (None if shards else OwnCertificates.observer_in(folder))
-    page = page_of(listen, given(shards) if shards else in_folder(folder), security, tls, certificate)
-    return asyncio.run(_serve(page, page_is_of=", ".join(shards) or str(folder)))
+    tls = tls or (None if addresses else OwnCertificates.observer_in(where))
+    page = page_of(listen, given(addresses) if addresses else in_folder(where), settings.security, tls, certificate)
+    return asyncio.run(_serve(page, page_is_of=", ".join(addresses) or str(where)))
 
 
 def page_of(
@@ -73,3 +95,55 @@ async def _serve(page: LivePage, page_is_of: str) -> int:
     finally:
         await page.stop()
     return EXIT_OK
+
+
+_START_S = 10.0
+
+
+class PageThread:
+    """Owned by the main thread, which starts and stops it. Nothing else passes between the two."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        """`folder`: of the cluster."""
+        self._folder, self._settings = folder, settings
+        self._said = "the live page did not start in time"
+        self._is_up = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="diloco-web", daemon=True)
+
+    def start(self) -> str:
+        """Where the page is, or why there is none, as a line for people."""
+        if not self._settings.cluster.page:
+            return "no live page: cluster.page is empty"
+        self._thread.start()
+        self._is_up.wait(_START_S)
+        return self._said
+
+    def stop(self) -> None:
+        """Repeating it is fine."""
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join(3.0)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        listen = self._settings.cluster.page
+        try:
+            try:
+                page = await self._started(listen)
+            except InUse:
+                page = await self._started(f"{listen.rpartition(':')[0]}:0")
+        except DilocoError as error:
+            self._said = f"no live page (cluster.page): {error}"
+            return
+        finally:
+            self._is_up.set()
+        await self._ending.wait()
+        await page.stop()
+
+    async def _started(self, listen: str) -> LivePage:
+        tls = OwnCertificates.observer_in(self._folder)
+        page = page_of(listen, in_folder(self._folder), self._settings.security, tls)
+        self._said = f"live page: {await page.start()}"
+        return page

@@ -14,10 +14,8 @@ from typing import Any
 from diloco_deploy.cluster.learners import STATES, Learner
 from diloco_deploy.cluster.members import Member, Status
 from diloco_deploy.cluster.model import Cluster, Pace
-from diloco_deploy.web.course import SPANS_S, Course, Point
-from diloco_deploy.web.events import Events
+from diloco_deploy.web.drawn import SPANS_S, Course, DrawnRounds, Events, Point
 from diloco_deploy.web.headlines import WORDS, headlines
-from diloco_deploy.web.rounds import DrawnRounds
 
 OUTAGES_MAX = 128
 PAGE = 50

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_deploy.cluster.learners import HERE
-from diloco_deploy.web.course import Point, Trend
+from diloco_deploy.web.drawn import Point, Trend
 
 LEVEL = 0.005
 """A change below this share of the loss is no change."""

@@ -1,26 +1,115 @@
-"""One live page: it asks the shards, keeps what they say, and serves it, inside one event loop."""
+"""One live page: it asks the shards, keeps what they say, and serves it, inside one event loop.
+
+It is told whom to ask, and with which credentials; both are looked at again and again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from diloco_common.errors import plain
+from diloco_common.errors import ConfigError, plain
 from diloco_common.observe.http import finite
 from diloco_common.observe.http_listener import HttpListener
 from diloco_common.observe.http_tls import TlsDoor
-from diloco_deploy.cluster.asking import ASK_S, NoAnswer, ask
-from diloco_deploy.web.access import Access
-from diloco_deploy.web.app import make_app
-from diloco_deploy.web.credentials import Credentials
+from diloco_common.trust.identity import Proof
+from diloco_common.trust.revocations import REVOKED, DenyList
+from diloco_common.trust.tls import TlsFiles, TlsFolder
+from diloco_common.wire.addresses import parse_address
+from diloco_deploy.cluster.asking import ASK_S, Asker, NoAnswer, ask
+from diloco_deploy.cluster.record import addresses_in, read_record
+from diloco_deploy.web.app import Access, make_app
 from diloco_deploy.web.feed import Feed
-from diloco_deploy.web.members import Watched
+
+
+@dataclass(frozen=True)
+class Members:
+    """At one moment."""
+
+    shards: Mapping[str, str | None]
+    """Name -> host:port of HTTP; None: it has none now."""
+    learners: Sequence[str] = ()
+    """Ids that are expected; more may come."""
+    why: Mapping[str, str] = field(default_factory=dict)
+    """Name -> how its process ended last, in words."""
+
+
+Watched = Callable[[], Members]
+"""Called again and again; never raises."""
+
+
+def given(addresses: Sequence[str]) -> Watched:
+    """Shards at fixed addresses. Raises ConfigError."""
+    members = Members({f"shard at {address}": str(parse_address(address)) for address in addresses})
+    return lambda: members
+
+
+def in_folder(folder: Path) -> Watched:
+    """The cluster that `diloco up` runs there, now or later."""
+
+    def look() -> Members:
+        found = {name: http for name, http in addresses_in(folder).items() if name.startswith("shard-")}
+        record = read_record(folder)
+        if record is None:
+            return Members(found)
+        shards = {f"shard-{i}": found.get(f"shard-{i}") for i in range(record.shards)}
+        why = {name: member.why for name, member in record.members.items() if member.process in ("died", "lost")}
+        return Members(shards, [f"worker-{i}" for i in range(record.workers)], why)
+
+    return look
+
+
+class Credentials:
+    """Owned by one event loop."""
+
+    def __init__(self, tls: Path | None, token: str | None) -> None:
+        """`tls`: folder with the certificate of an observer or admin; shards are asked over TLS then.
+
+        Raises ConfigError, SecretExposed.
+        """
+        self.tls, self.token = tls, token
+        self._folder = None if tls is None else TlsFolder(tls, needs_pair=True)
+        self._asker = Asker(tls, token)
+        self._is_old = False  # there are newer files
+
+    def asker(self) -> Asker:
+        """To ask shards with, now. Files that cannot be used change nothing: they may be half written."""
+        if self._folder is not None:
+            self._is_old |= self._folder.refresh()
+        if self._is_old:
+            with contextlib.suppress(ConfigError):
+                self._asker = Asker(self.tls, self.token)
+                self._is_old = False
+        return self._asker
+
+
+def door_of(certificate: Path, revoked: Path | None) -> TlsDoor:
+    """Serve with the certificate in a folder; its ca.pem says who are observers and admins.
+
+    `revoked`: a deny-list other than the one in the folder. Raises ConfigError, SecretExposed.
+    """
+    folder = TlsFolder(certificate, needs_pair=True)
+    deny_list = DenyList(revoked or certificate / REVOKED, is_required=revoked is not None)
+
+    def files() -> TlsFiles:
+        folder.refresh()
+        return folder.files
+
+    def is_welcome(proof: Proof) -> bool:
+        deny_list.refresh()
+        return proof.serial not in deny_list.serials
+
+    return TlsDoor(files, is_welcome)
+
 
 EVERY_S = 1.0
 """How often a shard is asked, and how often a page hears of it, at most."""

@@ -1,1 +1,0 @@
-"""The commands of `diloco`, one file each: their options, and which function does the work."""

@@ -1,0 +1,150 @@
+"""What the shards say: versions, clocks, bandwidth, and which settings the link allows. Pure but for the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco_common.errors import NotSeeded
+from diloco_common.wire.messages import JoinAnswer
+from diloco_deploy import units
+from diloco_deploy.doctor import calls
+from diloco_deploy.doctor.checks import Door, Finding, Known, failure, ok, warning
+from diloco_deploy.plan import formulas
+from diloco_deploy.plan.choice import LINK_SHARE, Asked, Link, bit_rate, choose
+from diloco_deploy.plan.formulas import BITS
+
+SKEW_S, SKEW_MOST_S = 10.0, 60.0
+"""Of clocks: a warning, and where certificates or signed tokens depend on it, a failure."""
+
+
+def describe(door: Door, known: Known, protocol: int) -> Sequence[Finding]:
+    """Whether a shard lets us in, and which run it serves. Raises its Refusal."""
+    try:
+        answer = calls.describe(door, protocol)
+    except calls.NoShard as error:
+        return [failure("NOT_A_SHARD", f"{door.address} does not speak our protocol ({error})")]
+    except calls.Silence:
+        return [failure("NO_ANSWER", f"{door.address} takes connections, and answers no call in {calls.CALL_S:g} s")]
+    except NotSeeded:
+        return [ok(f"a shard of run {door.run_id} that waits for its first learner; protocol {protocol}")]
+    known.answers[door.address] = answer
+    params = _params(answer)
+    model = f"{units.count(params)} parameters" if params else "no model yet"
+    return [
+        ok(
+            f"shard {answer.shard_index} of {answer.num_shards} of run {door.run_id}: {model}, "
+            f"{answer.pulse.learners_alive} learners, protocol {protocol}"
+        )
+    ]
+
+
+def complete(known: Known) -> Finding:
+    """Whether all shards of the run were named."""
+    if not known.answers:
+        return ok("which shards the run has is known once a learner has joined")
+    found = {answer.shard_index for answer in known.answers.values()}
+    count = max((answer.num_shards for answer in known.answers.values()), default=0)
+    missing = sorted(set(range(count)) - found)
+    if missing:
+        return failure(
+            "SHARDS_MISSING", f"the run has {count} shards; not named, or not reached: {', '.join(map(str, missing))}"
+        )
+    return ok(f"all {count} shards of the run were reached")
+
+
+def measure(door: Door, known: Known) -> Finding:
+    """The clock of the shard; its version is kept for `version`, the way up for `link`. Raises its Refusal."""
+    try:
+        measured = calls.measure(door)
+    except calls.NoShard:
+        return warning("CLOCK_UNKNOWN", f"{door.address} is of a version before `diloco doctor`")
+    except calls.Silence:
+        return failure("NO_ANSWER", f"{door.address} does not answer a probe")
+    known.measured[door.address] = measured
+    proven = door.files is not None or door.token is not None
+    return clock(door.address, measured.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven)
+
+
+def version(door: Door, known: Known, ours: str) -> Sequence[Finding]:
+    """Whether the shard runs our version. Nothing, where the shard did not say which it runs."""
+    measured = known.measured.get(door.address)
+    return [] if measured is None else [package(door.address, measured.package, ours)]
+
+
+def clock(address: str, skew_s: float, *, proven: bool) -> Finding:
+    """What it means that the shard's clock is so many seconds ahead of ours."""
+    what = (
+        f"the clock of {address} is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+        if abs(skew_s) >= 1
+        else f"the clocks of {address} and this machine agree within a second"
+    )
+    if abs(skew_s) > SKEW_MOST_S and proven:
+        return failure("CLOCK_SKEWED", what, clock_skew_s=skew_s)
+    return warning("CLOCK_SKEWED", what, clock_skew_s=skew_s) if abs(skew_s) > SKEW_S else ok(what, clock_skew_s=skew_s)
+
+
+def package(address: str, theirs: str, ours: str) -> Finding:
+    """Whether both run the same version."""
+    if theirs == ours:
+        return ok(f"{address} runs {theirs}, as this machine does")
+    return warning("PACKAGES_DIFFER", f"{address} runs {theirs}, this machine {ours}")
+
+
+def link(door: Door, known: Known, step_s: float, params: float | None) -> Finding:
+    """How much the link carries, and which settings that allows. Raises a Refusal."""
+    measured, answer = known.measured.get(door.address), known.answers.get(door.address)
+    up = None if measured is None else measured.up
+    if answer is None:
+        return warning("LINK_UNMEASURED", f"{_rates(up, None)}; the run has no model yet, so nothing comes down")
+    seeded = next((fragment for fragment in answer.fragments if fragment.seeded), None)
+    down = None if seeded is None else calls.pull_rate(door, seeded.fragment_id)
+    params = params or float(_params(answer))
+    if up is None and down is None:
+        return warning("LINK_UNMEASURED", f"the bandwidth to {door.address} was not measured: too few bytes arrived")
+    found = Link(up or down or 0.0, down or up or 0.0, known.round_trip_s.get(door.address, 0.0))
+    return advice(found, answer, params, step_s, _rates(up, down))
+
+
+def advice(found: Link, answer: JoinAnswer, params: float, step_s: float, measured: str) -> Finding:
+    """What the link allows, beside what the run asks for."""
+    policy = answer.policy
+    companions_every = (
+        1 if any(not tensor.traits.is_of_model for tensor in answer.tensors) else None
+    )  # shards do not say how often
+    asked = Asked(
+        params, max(1, answer.pulse.learners_alive), found, step_s, answer.num_fragments,
+        companions_every=companions_every,
+    )  # fmt: skip
+    every, push, pull = policy.sync_every, policy.push_encoding, policy.pull_encoding
+    needs = [
+        formulas.rate(asked.params_moved, BITS.get(encoding, 32.0), every, step_s) / rate
+        for encoding, rate in ((push, found.up), (pull, found.down))
+    ]
+    asks = (
+        f"{measured}; at {step_s:g} s per step the run asks for {max(needs):.0%} of it "
+        f"(H = {every}, {push} up, {pull} down, {units.count(params)} parameters)"
+    )
+    choice = choose(asked)
+    proposal = (
+        f"sync_every = {choice.every}, push = {choice.encodings.push}, pull = {choice.encodings.pull}, "
+        f"fragments = {choice.fragments}: {choice.why_every}"
+    )
+    figures = {"up_bits_per_s": found.up, "down_bits_per_s": found.down, "share": max(needs)}
+    slowest = max(needs) * step_s / LINK_SHARE
+    do = f"this link allows {proposal}. As the run is set, it is enough for steps of {slowest:.3g} s or longer"
+    if max(needs) > 1:
+        return failure("LINK_THIN", asks, do, **figures)
+    if max(needs) > LINK_SHARE:
+        return warning("LINK_THIN", asks, do, **figures)
+    return ok(f"{asks}. It allows {proposal}", **figures)
+
+
+def _params(answer: JoinAnswer) -> int:
+    """Of the model, without its companions."""
+    return sum(tensor.num_elements for tensor in answer.tensors if tensor.traits.is_of_model)
+
+
+def _rates(up: float | None, down: float | None) -> str:
+    """The measured ones, in words."""
+    found = [f"{bit_rate(rate)} {way}" for rate, way in ((up, "up"), (down, "down")) if rate is not None]
+    return ", ".join(found) or "nothing measured"

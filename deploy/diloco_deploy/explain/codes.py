@@ -1,0 +1,265 @@
+"""Every code but the alerts, explained: errors, findings of `diloco doctor`, outcomes, exit codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from diloco_common.errors import CALLS, DilocoError, Refusal, all_kinds
+
+
+class Kind(Enum):
+    """Where a code is met. The value is how lists call it."""
+
+    CALL = "refused calls"  # a gRPC call ends with it
+    CONTRIBUTION = "rejected contributions"  # a push is answered REJECTED with it
+    CONNECTING = "connecting"  # no call gets through
+    COMMAND = "commands and training loops"
+    DATA = "data folders of shards"
+    CHECKPOINT = "checkpoints"
+    FINDING = "findings of diloco doctor"
+    OUTCOME = "outcomes"  # expected: nothing is wrong
+    ALERT = "alerts of Prometheus"
+    EXIT = "exit codes"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A code that people meet. Texts are Markdown, with links as from a page in docs/."""
+
+    code: str
+    kind: Kind
+    means: str
+    do: str
+    """What to do. Alerts have numbered steps."""
+    look: str = ""
+    """What to look at first: a setting, a file, a figure; empty where `do` or the message itself says it."""
+    status: str = ""
+    """gRPC status of a refused call."""
+    exit_code: int | None = None
+    """Of a command that ends with it."""
+    also: str = ""
+    """Where else it is met."""
+    is_logged: bool = False
+    """It stands in the log of a process that goes on."""
+
+
+def _of(error: type[DilocoError]) -> Entry:
+    own = vars(error)  # not what it inherits
+    status = error.status if issubclass(error, Refusal) and error.met == CALLS else ""
+    return Entry(
+        error.code, Kind(error.met), " ".join((error.__doc__ or "").split()), own.get("do", ""), own.get("look", ""),
+        status, error.exit_code, own.get("also", ""), error.is_logged,
+    )  # fmt: skip
+
+
+ERRORS = tuple(_of(error) for error in all_kinds() if error is not DilocoError)
+WORDS = (
+    Entry(
+        "SHARD_AWAY",
+        Kind.COMMAND,
+        (
+            "In `diloco status`: a shard does not answer, or most learners do not reach it. They train on. The exit "
+            "code is that of `--strict`."
+        ),
+        "Start it again with its data folder.",
+        look="the log of the shard, and the way to it",
+        exit_code=7,
+    ),
+    Entry(
+        "SHARD_UNKNOWN",
+        Kind.COMMAND,
+        "In `diloco status`: a shard was not asked, and no learner speaks of it.",
+        "Add its address to `--http`.",
+        look="`shard.count`",
+        exit_code=7,
+    ),
+    Entry(
+        "WORKER_AWAY",
+        Kind.COMMAND,
+        "In `diloco status`: a worker is silent, or ended without a goodbye. The others train on.",
+        "Start it again, and it goes on.",
+        look="the log of the worker",
+        exit_code=7,
+    ),
+    Entry(
+        "UNEXPECTED",
+        Kind.COMMAND,
+        "Something that should not happen.",
+        "If the message does not help, please file an issue with the traceback.",
+        look="the message",
+        exit_code=1,
+    ),
+    Entry(
+        "STORAGE",
+        Kind.DATA,
+        "The disk refuses a version: nothing is announced until it works. `/readyz` says `storage`.",
+        "[DilocoVersionNotDurable](runbook.md#dilocoversionnotdurable)",
+        look="the system's own words in the log",
+        is_logged=True,
+    ),
+    Entry(
+        "CHECKPOINT",
+        Kind.DATA,
+        "A regular checkpoint failed: the next version tries again.",
+        "[DilocoCheckpointFailing](runbook.md#dilococheckpointfailing)",
+        look="the system's own words in the log",
+        is_logged=True,
+    ),
+)
+"""In answers of `diloco status`, in logs, and at the end of a command that should not end so."""
+
+
+def _finding(code: str, means: str, do: str, look: str = "") -> Entry:
+    return Entry(code, Kind.FINDING, means, do, look)
+
+
+LINK = (
+    _finding(
+        "NAME_UNKNOWN", "A shard's host name has no address on this machine.",
+        "Correct the name, or add it to DNS or /etc/hosts.", "`getent hosts NAME` here and elsewhere",
+    ),
+    _finding(
+        "PORT_CLOSED", "The machine answers, but nothing listens on that port.",
+        "Correct the port, or start the shard. Its log names the port (`serving`).", "`shard.listen`",
+    ),
+    _finding(
+        "PORT_SILENT", "Nobody answers: a firewall drops the packets, or the address is wrong.",
+        "Let TCP to that port through, from learners to shards.",
+        "firewalls on and between both machines; [ports](wan.md#ports-and-direction)",
+    ),
+    _finding(
+        "NO_ANSWER", "The port takes connections, but the process is stopped, or its machine overloaded.",
+        "Look at the process, and restart it if it hangs.",
+        "`diloco health --grpc HOST:PORT` on the shard's machine",
+    ),
+    _finding(
+        "CERTIFICATE_ENDS_SOON", "This machine's certificate, or the shard's, expires within 14 days.",
+        "Renew it (`diloco certs issue`): no restart is needed.", "`diloco certs list`",
+    ),
+    _finding(
+        "CLOCK_SKEWED",
+        "Both clocks differ. Certificates and signed tokens begin and end at the wrong time.",
+        "Set both clocks by NTP (`timedatectl set-ntp true`).", "`date -u` on both machines",
+    ),
+    _finding("CLOCK_UNKNOWN", "The shard is older, and does not tell the time.", "Install equal versions."),
+    _finding(
+        "PACKAGES_DIFFER", "Shard and caller have different versions of the package, but one protocol.",
+        "It works. Install equal versions when you can.", "`diloco --version` on both machines",
+    ),
+    _finding(
+        "SHARDS_MISSING", "The run has more shards than were named.",
+        "Name every shard: a learner needs all of them.", "`worker.shards`",
+    ),
+    _finding(
+        "LINK_FAR", "A round trip takes longer than half a second.",
+        "Set `lease.lease_s` to at least ten round trips, and raise H.",
+        "the route to the shards: a VPN, a satellite, a full line",
+    ),
+    _finding(
+        "LINK_THIN", "The link cannot carry what the settings ask for: this learner would always be late.",
+        "Use what the finding proposes, or a faster link.",
+        "[WAN](wan.md); `diloco plan`",
+    ),
+    _finding(
+        "LINK_UNMEASURED", "The bandwidth could not be measured.",
+        "Start one learner, and ask again.",
+    ),
+)  # fmt: skip
+
+MACHINE = (
+    _finding(
+        "DISK_SLOW", "The disk takes too long to make a version durable: rounds wait for it.",
+        'Use a local disk. Or set `shard.durability = "interval"`, which may lose the last versions in a crash.',
+        "`shard.data_dir`; [keeping versions](performance.md#keeping-versions)",
+    ),
+    _finding(
+        "DISK_SMALL", "The disk has no room for the versions that the shard keeps.",
+        "Free some space, or use a larger volume.", "`df -h` of `shard.data_dir`",
+    ),
+    _finding(
+        "DISK_UNUSABLE", "The data folder cannot be made, or cannot be written to.",
+        "Make it, and give it to the user who runs the shard.", "the system's own words in the finding",
+    ),
+    _finding(
+        "NOT_DURABLE", "No data folder is set: a restart of the shard begins anew.",
+        "Set `shard.data_dir`, except for a test.", "`shard.data_dir`",
+    ),
+    _finding(
+        "FILES_FEW", "The shard may open fewer files than its learners need.",
+        "Raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `--ulimit nofile=` of Docker.",
+        "`shard.max_learners`, `shard.max_connections`",
+    ),
+    _finding(
+        "MEMORY_SHORT", "The machine, or its cgroup, has less memory than the shard will need.",
+        "Use a larger machine or limit, or more shards.", "[memory of a shard](performance.md#memory-of-a-shard)",
+    ),
+    _finding(
+        "KERNELS_MISSING", "There are no native kernels: merging and encoding take several times as long.",
+        "Install the wheel for this machine, or a C compiler (Debian: `gcc libc6-dev`); then build them: "
+        "`python -m diloco_common.codec --build`.",
+        "`python -m diloco_common.codec`",
+    ),
+)  # fmt: skip
+
+OF_DOCTOR = (
+    _finding(
+        "CHECK_TIMED_OUT", "A check did not end in its time. The others go on.",
+        "Run the doctor again, or look at what it asks.", "the check's name",
+    ),
+    _finding("CHECK_FAILED", "A check broke, which is a bug of the doctor.", "Please file an issue."),
+    _finding("SKIPPED", "The check needs one that failed.", "Mend that one first, and run the doctor again."),
+)  # fmt: skip
+
+FINDINGS = (*LINK, *MACHINE, *OF_DOCTOR)
+
+
+NOTHING = "Nothing."
+
+
+def _outcome(code: str, means: str, do: str = NOTHING, look: str = "") -> Entry:
+    return Entry(code, Kind.OUTCOME, means, do, look)
+
+
+def _exit(number: int, means: str, do: str) -> Entry:
+    return Entry(str(number), Kind.EXIT, means, do, exit_code=number)
+
+
+OUTCOMES = (
+    _outcome("OK", "The call was answered, or the check found nothing."),
+    _outcome("ACCEPTED", "The shard merges the contribution when its round closes."),
+    _outcome("DUPLICATE", "The same contribution was accepted before. It counts once."),
+    _outcome(
+        "LATE",
+        "The contribution came after its round. No work is lost: it is part of the next contribution.",
+        "Nothing if it is rare. Otherwise raise `sync.sync_every` or `sync.patience`, or choose a smaller encoding.",
+        "`diloco doctor` on that learner's machine, [WAN](wan.md)",
+    ),
+    _outcome(
+        "REJECTED",
+        "A guard refused the contribution, with a code that says why. Its work is in the next one.",
+        "`diloco explain` with that code.", "`diloco_shard_contributions_rejected_total`",
+    ),
+    _outcome("MERGED", "The work is in a version."),
+    _outcome("CARRIED", "The work was late or refused, and is in the learner's next contribution."),
+    _outcome(
+        "FENCED",
+        "Accepted, but the learner lost its lease before the merge. It carries the work on.",
+        NOTHING, "LEASE_EXPIRED",
+    ),
+    _outcome("RECOVERING", "`/readyz` of a shard: it reads its data folder, and serves soon."),
+    _outcome("EVICTED", "A learner's lease has ended. Rounds do not wait for it; it may join again."),
+)  # fmt: skip
+
+EXITS = (
+    _exit(0, "ok", NOTHING),
+    _exit(1, "unexpected: a bug, a broken promise, or what a check found", "Please file a bug with the traceback."),
+    _exit(2, "command line, configuration, or a model that cannot be synchronised", "Correct what the message names."),
+    _exit(3, "data, a checkpoint, or the data folder of a shard", "See the code of the message."),
+    _exit(4, "in use: another process has the port, the data folder or the learner id", "End it, or choose another."),
+    _exit(5, "cannot connect", "`diloco doctor --shards HOST:PORT` names the cause."),
+    _exit(6, "refused by a shard", "See the code of the message."),
+    _exit(7, "`diloco status --strict`: somebody who is expected is not there", "Do what it says of each."),
+    _exit(130, "interrupted", NOTHING),
+    _exit(143, "ended by SIGTERM, once what a learner had trained was handed over", NOTHING),
+)

@@ -1,0 +1,146 @@
+"""How to start the shards and workers of a local cluster: their names, arguments, ports and log files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_common.settings import Settings
+from diloco_common.wire.addresses import Endpoints, Role, dialable
+from diloco_demo.shapes import declared_digest
+from diloco_deploy.run.folder import Files
+from diloco_deploy.run.supervisor import ChildSpec
+from diloco_deploy.trust.own import OBSERVER, OwnCertificates
+
+EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The modules of the children."""
+
+    server: str = "diloco_server"
+    worker: str = "diloco_demo"
+
+
+class Children:
+    """The processes of one cluster, alive or not."""
+
+    def __init__(
+        self, settings: Settings, files: Files, programs: Programs, certificates: OwnCertificates | None = None
+    ) -> None:
+        """`certificates`: of these very processes; None: they speak plaintext."""
+        self._settings, self._files, self._programs, self._certificates = settings, files, programs, certificates
+        self._model = settings.run.model or declared_digest(settings)
+        self._ports: dict[str, tuple[str, str]] = {}  # of shards: gRPC and HTTP, kept over restarts
+        self.shards = names("shard", settings.cluster.shards)
+        self.workers = names("worker", settings.cluster.workers)
+
+    def scale(self, workers: int) -> None:
+        """From now on there are so many workers."""
+        self.workers = names("worker", workers)
+
+    def found(self, name: str, at: Endpoints) -> None:
+        """A child is up. When a shard is started again, it gets the ports of its first process."""
+        if name in self.shards:
+            self._ports[name] = (at.grpc, at.http)
+
+    @property
+    def shards_are_up(self) -> bool:
+        """Whether the addresses of all shards are known, so that workers can be started."""
+        return len(self._ports) == len(self.shards)
+
+    def shard(self, index: int) -> ChildSpec:
+        """Shard number `index`."""
+        name = self.shards[index]
+        shard, address_file = self._settings.shard, self._files.run / f"{name}.json"
+
+        def arguments() -> Sequence[str]:
+            grpc, http = self._ports.get(name, (nth_port(shard.listen, index), nth_port(shard.http, index)))
+            return [
+                f"--settings={self._files.settings}",
+                *_sets(
+                    ("shard.index", index),
+                    ("shard.count", len(self.shards)),
+                    ("shard.listen", grpc),
+                    ("shard.http", http),
+                    ("shard.data_dir", self._files.shard_folder(index)),
+                    ("run.model", self._model),
+                ),
+                *self._proof_of(f"shard/{index}"),
+                f"--address-file={address_file}",
+            ]
+
+        return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
+
+    def worker(self, index: int, host: str = "") -> ChildSpec:
+        """Worker number `index`. All shards must be up. `host`: the host at which it reaches them, if not their own."""
+        name = self.workers[index]
+        worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
+        arguments = [
+            f"--settings={self._files.settings}",
+            *_sets(
+                ("worker.shards", self.shard_addresses(host)),
+                ("worker.learner_id", name),
+                ("worker.folder", self._files.worker_folder(index)),
+                ("worker.http", nth_port(worker.http, index)),
+                ("worker.threads", worker.threads or _share_of_cores(self.workers)),
+            ),
+            *self._proof_of(f"learner/{name}"),
+            f"--address-file={address_file}",
+            f"--final-status={self._files.final_status(name)}",
+        ]
+        return ChildSpec(name, "worker", self._programs.worker, lambda: arguments, self.log(name), address_file)
+
+    def evaluation(self) -> ChildSpec:
+        """The job that evaluates and exports the global model. All shards must be up."""
+        arguments = [
+            "evaluate",
+            f"--settings={self._files.settings}",
+            f"--shards={self.shard_addresses()}",
+            *self._proof_of(OBSERVER),
+            f"--export={self._files.model}",
+            f"--out={self._files.evaluation}",
+            f"--progress={self._files.evaluated}",
+        ]
+        return ChildSpec(EVALUATE, "job", self._programs.worker, lambda: arguments, self.log(EVALUATE))
+
+    def log(self, name: str) -> Path:
+        return self._files.logs / f"{name}.log"
+
+    def port(self, shard: str) -> int:
+        """The gRPC port of a shard that is up."""
+        return int(self._ports[shard][0].rpartition(":")[2])
+
+    def shard_addresses(self, host: str = "") -> str:
+        """Of all shards, which must be up, as one text. `host`: as of `worker`."""
+        if host:
+            return ",".join(f"{host}:{self.port(name)}" for name in self.shards)
+        return ",".join(dialable(self._ports[name][0]) for name in self.shards)
+
+    def _proof_of(self, who: str) -> list[str]:
+        own = self._certificates
+        if own is None:
+            return []
+        return _sets(("security.tls", own.of(who)), ("security.revoked", own.deny_list))
+
+
+def names(kind: Role, count: int) -> list[str]:
+    """The names of all processes of a kind."""
+    return [f"{kind}-{i}" for i in range(count)]
+
+
+def nth_port(address: str, index: int) -> str:
+    """The address of process number `index`. If the settings name a port, the processes take it and the next ones."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
+
+
+def _sets(*settings: tuple[str, object]) -> list[str]:
+    return [f"--set={name}={value}" for name, value in settings]
+
+
+def _share_of_cores(processes: Sequence[str]) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // len(processes))

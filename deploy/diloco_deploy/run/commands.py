@@ -1,0 +1,239 @@
+"""`diloco up`, `init`, `resume` and `scale`: their options. What does the work is imported when they run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from diloco_common.errors import ConfigError, DataError, NoCheckpoint
+from diloco_common.options import NO_SETTINGS, Config, Flag, SettingsOptions, setting, settings_from
+from diloco_common.settings_loader import load_saved
+
+
+def up(
+    *,
+    shards: Annotated[str | None, setting("cluster.shards", "N", "parameter-server processes")] = None,
+    workers: Annotated[str | None, setting("cluster.workers", "N", "learners")] = None,
+    tokens: Annotated[
+        str | None, setting("run.tokens", "N", "end when this many tokens are merged, such as 2M; 0: never")
+    ] = None,
+    seed: Annotated[str | None, setting("run.seed", "N", "of the initial weights and of the order of the data")] = None,
+    data: Annotated[str | None, setting("data.source", "PATH", "file or folder of text, or 'stdlib'")] = None,
+    folder: Annotated[
+        str | None, setting("cluster.folder", "PATH", "folder for versions, logs, addresses and results")
+    ] = None,
+    track: Annotated[
+        str | None, setting("worker.track", "TRACKER", "tensorboard:DIR, wandb:PROJECT or csv:FILE: learners' curves")
+    ] = None,
+    fresh: Annotated[Flag, Parameter(help="delete the run in the folder and begin anew")] = False,
+    report: Annotated[
+        Path | None, Parameter(metavar="FILE.json", help="the report", show_default="report.json in the folder")
+    ] = None,
+    export: Annotated[
+        Path | None,
+        Parameter(metavar="FILE.safetensors", help="the model", show_default="model.safetensors in the folder"),
+    ] = None,
+    on: Annotated[
+        Literal["here", "ray"], Parameter(help="where: this machine, or the Ray cluster that this machine is in")
+    ] = "here",
+    options: SettingsOptions = NO_SETTINGS,
+) -> int:
+    """Run shards and workers as processes of this machine and show their state. At the end, evaluate and export the
+    global model. Ctrl-C ends the run in order, a second one at once.
+    """
+    from diloco_deploy.run.folder import Outputs
+    from diloco_deploy.run.ray_up import bring_up_on_ray
+    from diloco_deploy.run.up import bring_up
+
+    flags = {
+        "cluster.shards": shards, "cluster.workers": workers, "cluster.folder": folder, "run.tokens": tokens,
+        "run.seed": seed, "data.source": data, "worker.track": track,
+    }  # fmt: skip
+    settings = settings_from(options, flags).for_built_in()
+    if on == "ray":
+        return bring_up_on_ray(settings, Outputs(report=report, model=export), fresh=fresh)
+    return bring_up(settings, Outputs(report=report, model=export), fresh=fresh)
+
+
+def init(
+    folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder; its name becomes run.id")],
+    /,
+) -> int:
+    """Make a folder to begin with: run.toml, the settings of a run with what they mean, and train.py, a training loop
+    with a model of its own that joins the run. Both run as they are.
+    """
+
+    print(make_project(folder))
+    return 0
+
+
+RUN_TOML = """\
+# The settings of one run. `diloco config show --config run.toml --origin` shows all of them, and where each is from.
+# Later wins: defaults, this file, variables such as DILOCO_SYNC__QUORUM, --set sync.quorum=2, options.
+
+[run]
+id = "{run}"                # learners and shards of other runs are refused
+tokens = 200_000            # the run ends when so many tokens are merged; 2M and 1.5e9 will do, as text: "2M"
+
+[sync]
+fragments = 4               # the model is cut into so many, each synchronised on its own
+sync_every = 24             # inner steps between two rounds of a fragment
+quorum = 1                  # contributions that let a round close
+
+[cluster]                   # of `diloco up` alone, which trains the built-in model
+shards = 2
+workers = 2
+"""
+
+TRAIN_PY = '''\
+"""A model of your own in a loop of your own. It joins the run of run.toml, on as many machines as you like.
+
+    diloco-server --config run.toml --listen 127.0.0.1:50051 &
+    python train.py 127.0.0.1:50051
+    kill %1                      # the shard serves the model until it is told to end
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+import diloco_worker
+
+
+def batch(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points on two spirals, and the spiral of each point. Put your own data here."""
+    label = torch.randint(0, 2, (size,), generator=generator)
+    angle = 6 * torch.rand(size, generator=generator) + 0.5
+    turn = angle + torch.pi * label
+    points = torch.stack([angle * turn.cos(), angle * turn.sin()], dim=1) / 6
+    return points + 0.02 * torch.randn(size, 2, generator=generator), label
+
+
+def main(shards: str) -> None:
+    # Put your own model and optimizer here.
+    model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    with diloco_worker.join(shards, model, run="{run}") as learner:
+        generator = torch.Generator().manual_seed(learner.seed)  # every learner draws its own data
+        while not learner.done:
+            points, label = batch(256, generator)
+            loss = nn.functional.cross_entropy(model(points), label)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            learner.step(tokens=len(points), loss=loss)  # never waits for the network
+        learner.finish()  # the model now holds the values of the run, the same in all learners
+
+    points, label = batch(4096, torch.Generator().manual_seed(0))
+    accuracy = (model(points).argmax(1) == label).float().mean()
+    print(f"{{learner.learner_id}}: {{100 * accuracy:.1f}} % of held-out points on the right spiral")
+    torch.save(model.state_dict(), "model.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051")
+'''
+
+
+def make_project(folder: Path) -> str:
+    """Write the files, none over another, and return what to do next. Raises ConfigError."""
+    run = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:64] or "local"
+    files = {"run.toml": RUN_TOML.format(run=run), "train.py": TRAIN_PY.format(run=run)}
+    for name in files:
+        if (folder / name).exists():
+            raise ConfigError(f"{folder / name} is there already; name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
+    there = shlex.quote(str(folder))
+    return (
+        f"{folder}: run.toml and train.py\n"
+        f"go there:                cd {there}\n"
+        f"try the built-in model:  diloco up --config run.toml    # and, from another terminal: diloco status\n"
+        f"train your own:          diloco-server --config run.toml --listen 127.0.0.1:50051 &\n"
+        f"                         python train.py 127.0.0.1:50051\n"
+        f"                         kill %1    # ends the shard; until then it serves the model"
+    )
+
+
+def resume(
+    folder: Annotated[Path, Parameter(metavar="FOLDER", help="of an earlier `diloco up`")] = Path("runs/local"),
+    /,
+    *,
+    shards: Annotated[
+        str | None,
+        Parameter(metavar="M", help="as many shards as this from now on (cluster.shards)", show_default="as before"),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        Parameter(metavar="N", help="as many workers (cluster.workers)", show_default="as before"),
+    ] = None,
+    tokens: Annotated[
+        str | None, Parameter(metavar="N", help="end at so many merged tokens (run.tokens)", show_default="as before")
+    ] = None,
+    set: Annotated[
+        list[str] | None, Parameter(metavar="SECTION.KEY=VALUE", help="one setting; may be repeated")
+    ] = None,
+) -> int:
+    """Go on with the run in a folder, with the settings that it had: none need to be given again.
+
+    With another number of shards, every fragment is first written to the data folders of the new ones, bit for bit. The
+    old ones are kept.
+    """
+    from diloco_deploy.run.folder import Files, Outputs, anchored, shown
+    from diloco_deploy.run.placing import place_anew, settle
+    from diloco_deploy.run.ray_up import bring_up_on_ray
+    from diloco_deploy.run.up import bring_up, check_cluster
+
+    flags = {"cluster.shards": shards, "cluster.workers": workers, "run.tokens": tokens}
+    folder = folder.absolute()
+    saved = folder / "settings.json"
+    if not saved.exists():
+        raise DataError(
+            f"{shown(folder)} holds no run of `diloco up` (there is no {saved.name}); begin one: diloco up --folder "
+            f"{shown(folder)}"
+        )
+    is_on_ray = Files(folder, Outputs()).is_on_ray
+    data = None if is_on_ray else anchored(load_saved(saved).settings).shard.data_dir
+    files = Files(folder, Outputs(), data)
+    with files.owned():
+        settle(files)
+        before = load_saved(saved).settings
+        mine = anchored(settings_from(SettingsOptions(set=set or [], settings=saved), flags))
+        mine = mine.model_copy(update={"cluster": mine.cluster.model_copy(update={"folder": folder})})
+        check_cluster(mine)
+        files.check(mine.model_copy(update={"cluster": before.cluster}))
+        if not files.holds_versions:
+            raise NoCheckpoint(
+                f"the run of {shown(folder)} has no versions in {shown(files.data)}, so there is nothing to go on "
+                "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to begin anew: "
+                f"diloco up --folder {shown(folder)} --fresh"
+            )
+        if mine.cluster.shards != before.cluster.shards:
+            print(place_anew(files, mine))
+    return (bring_up_on_ray if is_on_ray else bring_up)(mine, Outputs())
+
+
+def scale(
+    *,
+    workers: Annotated[int, Parameter(metavar="N", help="so many from now on")],
+    folder: Annotated[
+        str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
+    ] = None,
+    config: Config = None,
+) -> int:
+    """Change the number of workers of a running `diloco up`. New ones join within seconds; those with the highest
+    numbers leave in order, and what they have pushed is merged.
+    """
+    from diloco_deploy.run.members import scale_to
+
+    return scale_to(settings_from(SettingsOptions(config), {"cluster.folder": folder}).cluster.folder, workers)

@@ -1,0 +1,236 @@
+"""The folder of a local cluster: its addresses, logs, settings and results, and the lock on it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, TextIO
+
+from diloco_common.command import check_outputs
+from diloco_common.errors import CannotConnect, ConfigError, InUse
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import load_saved
+from diloco_common.wire.addresses import dialable, read_address
+from diloco_deploy.trust.own import OwnCertificates
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The paths of the results; None: in the folder of the cluster."""
+
+    report: Path | None = None
+    model: Path | None = None
+
+
+_IDENTITY: dict[str, tuple[str, ...]] = {
+    "run": ("id", "seed"),
+    "sync": ("fragments",),
+    "outer": ("optimizer",),
+    "shard": ("data_dir",),
+    "model": (),
+    "train": ("average_momentum",),
+    "data": (),
+    "cluster": ("shards",),
+}
+"""Settings that must not change when a run is resumed: section -> keys; no keys: all keys of the section."""
+
+
+class Files:
+    """The folder of a cluster."""
+
+    def __init__(self, folder: Path, outputs: Outputs, data: Path | None = None) -> None:
+        """`data`: the folder for the versions of the shards, if not the folder itself."""
+        self.folder = folder
+        self.data = data or folder
+        """The folder of the shards' data folders."""
+        self.run = folder / "run"
+        self.logs = folder / "logs"
+        self.certs = folder / "certs"
+        """The cluster's own authority, where it needs one."""
+        self.settings = folder / "settings.json"
+        self._where = folder / "where"
+        self.evaluation = folder / "evaluation.json"
+        self.evaluated = self.run / "evaluated.json"
+        """How far the evaluation is."""
+        self.report = outputs.report or folder / "report.json"
+        self.model = outputs.model or folder / "model.safetensors"
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Make the folders, and lock them against a second `diloco up`."""
+        try:
+            for folder in (self.run, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            check_outputs(self.report, self.model)
+            lock = (self.run / "lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        with lock:
+            self._lock(lock)
+            try:
+                yield
+            finally:
+                lock.truncate(0)  # the number may be another process's by the next time that somebody looks
+
+    def _lock(self, lock: TextIO) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise InUse(
+                f"{self.folder} belongs to a running `diloco up` (pid {owner}); stop it or give another --folder"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+
+    def prepare(self, settings: Settings, *, fresh: bool) -> bool:
+        """Remove the leftovers of an earlier start. Returns whether there is a run to go on with.
+
+        With `fresh`, the run begins anew. Raises ConfigError if the folder holds another run.
+        """
+        self.clear_addresses()
+        for path in (self.evaluation, *self.run.glob("*.final.json")):
+            path.unlink(missing_ok=True)
+        shards, workers = _numbered(self.data, "shard"), _numbered(self.folder, "worker")
+        is_resumed = not fresh and (self.holds_versions or self._held_versions_elsewhere())
+        if is_resumed:
+            self.check(settings)
+        else:  # without versions, the checkpoints of workers are useless
+            if not fresh:
+                self._spare_checkpoints(shards)
+            for path in (*shards, *workers):
+                shutil.rmtree(path)
+        return is_resumed
+
+    def _spare_checkpoints(self, shards: Sequence[Path]) -> None:
+        """Raises ConfigError if only checkpoints are left of a run: somebody may be about to restore one."""
+        for shard in shards:
+            if found := sorted(shard.glob("checkpoints/*/checkpoint.json")):
+                raise ConfigError(
+                    f"{self.folder} holds checkpoints ({found[-1].parent}) but no versions. To go on from one, use "
+                    "`diloco restore`; to delete them and begin anew, use --fresh"
+                )
+
+    @property
+    def holds_versions(self) -> bool:
+        """Whether there is a run to go on with."""
+        return _hold_versions(self.data)
+
+    def _held_versions_elsewhere(self) -> bool:
+        """Whether the run in the folder has its versions in another data folder than ours; `check` then refuses."""
+        if self.is_on_ray or not self.settings.exists():
+            return False
+        return _hold_versions(anchored(load_saved(self.settings).settings).shard.data_dir or self.folder)
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether the run in the folder was last started on a Ray cluster."""
+        return self._where.exists() and self._where.read_text(encoding="utf-8").strip() == "ray"
+
+    def runs(self, where: Literal["here", "ray"]) -> None:
+        """Remember where the run was started, for `diloco resume`."""
+        self._where.write_text(where + "\n", encoding="utf-8")
+
+    def check(self, settings: Settings) -> None:
+        """Raises ConfigError if the run in the folder has other settings."""
+        if not self.settings.exists():
+            return
+        mine = anchored(settings).model_dump(mode="json")
+        theirs = anchored(load_saved(self.settings).settings).model_dump(mode="json")
+        names = [(section, key) for section, keys in _IDENTITY.items() for key in keys or mine[section]]
+        lines = [
+            f"{section}.{key}: {theirs[section][key]} <-> {mine[section][key]}"
+            for section, key in names
+            if mine[section][key] != theirs[section][key]
+        ]
+        if lines:
+            raise ConfigError(
+                f"{self.folder} holds another run (its settings <-> these):\n  "
+                + "\n  ".join(lines)
+                + "\ngive the settings of that run, another --folder, or --fresh to delete the run and begin anew"
+            )
+
+    def clear_addresses(self) -> None:
+        """Remove all address files, because no process is running."""
+        for path in self.run.glob("*.json"):
+            if not path.name.endswith(".final.json"):
+                path.unlink(missing_ok=True)
+
+    def worker_folder(self, index: int) -> Path:
+        return self.folder / f"worker-{index}"
+
+    def shard_folder(self, index: int) -> Path:
+        """The folder for the versions of a shard."""
+        return self.data / f"shard-{index}"
+
+    def final_status(self, name: str) -> Path:
+        return self.run / f"{name}.final.json"
+
+
+def anchored(settings: Settings) -> Settings:
+    """The same settings with absolute paths, so that they mean the same to a command that is typed elsewhere."""
+    sections = {}
+    for name in type(settings).model_fields:
+        section = getattr(settings, name)
+        paths: dict[str, object] = {key: value.absolute() for key, value in section if isinstance(value, Path)}
+        if name == "data" and section.source != "stdlib":
+            paths["source"] = str(Path(section.source).expanduser().absolute())
+        sections[name] = section.model_copy(update=paths)
+    return settings.model_copy(update=sections)
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether the process that locked the folder of a cluster last is alive."""
+    try:
+        owner = int((folder / "run" / "lock").read_text(encoding="utf-8"))
+        if owner == os.getpid():  # of another container, or before this machine was started
+            return False
+        os.kill(owner, 0)
+    except PermissionError:
+        return True  # it is, and somebody else's
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it here."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path != here and path.is_relative_to(here) else path))
+
+
+def _hold_versions(data: Path) -> bool:
+    return any(any(shard.glob("fragment-*")) for shard in _numbered(data, "shard"))
+
+
+def _numbered(folder: Path, name: str) -> list[Path]:
+    """The folders NAME-0, NAME-1, ... in a folder."""
+    return [path for path in sorted(folder.glob(f"{name}-*")) if path.is_dir() and re.fullmatch(r".+-\d+", path.name)]
+
+
+class LocalShards(NamedTuple):
+    """What a caller of them needs."""
+
+    addresses: tuple[str, ...]
+    run: str
+    tls: Path | None
+    """Folder of an observer's certificate, if the cluster has made itself one."""
+
+
+def shards_in(folder: Path) -> LocalShards:
+    """Those of the cluster in a folder. Raises CannotConnect: none is up there."""
+    found = [read_address(path) for path in sorted((folder / "run").glob("shard-*.json"))]
+    addresses = tuple(dialable(one.grpc) for one in found if one is not None)
+    if not addresses:
+        raise CannotConnect(f"no shards are up in {folder}; start them with `diloco up`, or name the shards (--shards)")
+    run = load_saved(folder / "settings.json").settings.run.id
+    return LocalShards(addresses, run, OwnCertificates.observer_in(folder))

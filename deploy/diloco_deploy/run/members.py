@@ -1,0 +1,232 @@
+"""Who is in a cluster of `diloco up`, and how their processes are: over time, for its own display and for others.
+
+`Watch` is pure: answers and times come in. It counts for the display; the record in the folder tells `diloco status`
+and `diloco scale`, and by `Members` both hear of every change. `diloco scale` writes a wish for another number of
+workers, `diloco up` looks for it and answers in its record. The folder is the only way in: who may write to it may do
+anything to the run anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_common.errors import CannotConnect, ConfigError
+from diloco_common.settings import Settings
+from diloco_common.wire.addresses import Role, write_json
+from diloco_deploy.cluster.members import Status
+from diloco_deploy.cluster.model import Cluster, Pace
+from diloco_deploy.cluster.record import ClusterRecord, MemberRecord, read_record
+from diloco_deploy.show.terminal import Snapshot
+
+_LOSSES_MAX = 512
+_SAME_EVENT_WITHIN_S = 1.0
+_EVENTS_KEPT_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An event that was already told. Shards report its age, so its time varies a little between answers."""
+
+    key: tuple[str, int, str, str, str]
+    """Member, which of its processes, event, learner, code."""
+    at: float
+    """By the clock of the process: an answer that took long, or lay here for a while, is no new event."""
+    told_at: float
+
+
+class Watch:
+    """The members of a cluster, as far as they are known. Owned by one thread."""
+
+    def __init__(self, started_at: float) -> None:
+        self.doing = "starting"
+        self._started_at = started_at
+        self.cluster = Cluster()
+        self._losses: list[float] = []
+        self._pace = Pace()
+        self._seen: list[_Seen] = []
+        self._disks: dict[str, str] = {}  # shard -> why its disk refuses versions
+
+    def expect(self, name: str, role: Role) -> None:
+        """A member exists from now on. A known member has started a new process."""
+        if name in self.cluster.members:
+            self.cluster.begins_anew(name)
+        self.cluster.expect(name, role)
+
+    def process(self, name: str, state: str) -> None:
+        """The state of a member's process has changed. One that has left is not expected; what it did still counts."""
+        self.cluster.process(name, state)
+
+    def heard(self, name: str, status: Status, now: float) -> list[str]:
+        """A member has answered. Returns its new events, as lines for people."""
+        self.cluster.heard(name, status, now)
+        if status.get("role") == "shard":
+            self._pace.heard(now, self.cluster.tokens_merged or 0)
+        return self._disk_refuses(name, status) + self._new_events(name, status, now)
+
+    def sample_loss(self) -> None:
+        """Add the present training loss to its course. Call this at a steady pace."""
+        loss = self.cluster.totals().loss
+        if loss is None:
+            return
+        self._losses.append(loss)
+        if len(self._losses) > _LOSSES_MAX:  # halve the resolution, keep the whole course
+            self._losses = [(a + b) / 2 for a, b in zip(self._losses[::2], self._losses[1::2], strict=False)]
+
+    def snapshot(self, now: float) -> Snapshot:
+        """The present state of the cluster."""
+        left_s = self._pace.left_s(self.cluster.tokens_budget)
+        return Snapshot(self.cluster, now - self._started_at, now, tuple(self._losses), left_s, self.doing)
+
+    def _disk_refuses(self, name: str, status: Status) -> list[str]:
+        """Says each reason once. The run stands still until the disk takes versions again."""
+        reason = str(status.get("reason") or "")
+        why = reason.removeprefix("storage: ") if reason.startswith("storage: ") else ""
+        if why == self._disks.get(name, ""):
+            return []
+        self._disks[name] = why
+        if not why:
+            return [f"{name}: the disk takes versions again"]
+        return [f"{name}: the disk takes no versions, and the run waits for it: {why} (STORAGE)"]
+
+    def _new_events(self, name: str, status: Status, now: float) -> list[str]:
+        lines = []
+        self._seen = [seen for seen in self._seen if now - seen.told_at < _EVENTS_KEPT_S]
+        life, uptime_s = self.cluster.members[name].starts, float(status.get("uptime_s", now))
+        for event in status.get("events", []):
+            ago_s = float(event.get("ago_s", 0.0))
+            if ago_s > _EVENTS_KEPT_S:
+                continue
+            at = uptime_s - ago_s
+            what, learner, code = (str(event.get(key) or "") for key in ("event", "learner", "code"))
+            key = (name, life, what, learner, code)
+            if any(seen.key == key and abs(seen.at - at) < _SAME_EVENT_WITHIN_S for seen in self._seen):
+                continue
+            self._seen.append(_Seen(key, at, now))
+            lines.append(f"{name}: {learner} {what}".replace("  ", " ") + (f" ({code})" if code else ""))
+        return lines
+
+
+class Members:
+    """Once made, `diloco status` says that the cluster is starting. Owned by one thread. Methods raise OSError."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.watch = Watch(time.monotonic())
+        self._record, self._folder = ClusterRecord.of(settings), folder
+        self._write()
+
+    @property
+    def are_training(self) -> bool:
+        """Workers may come and go."""
+        return self._record.training
+
+    def train(self, training: bool) -> None:
+        self._record.training = training
+        self._write()
+
+    def want_workers(self, count: int) -> None:
+        """There ought to be so many from now on."""
+        self._record.workers = count
+        self._write()
+
+    def expect(self, name: str, role: Role) -> None:
+        """A member has a process from now on, perhaps another one."""
+        self.watch.expect(name, role)
+        old = self._record.members.get(name)
+        self._record.members[name] = MemberRecord(
+            role=role, process="starting", since=time.time(), why=old.why if old else "",
+            restarts=old.restarts + 1 if old else 0,
+        )  # fmt: skip
+        self._write()
+
+    def process_is(self, name: str, state: str, why: str = "") -> None:
+        """The state of a member's process has changed."""
+        self.watch.process(name, state)
+        one = self._record.members[name]
+        one.process, one.since, one.why = state, time.time(), why or one.why
+        self._write()
+
+    def left(self, name: str) -> None:
+        """A member that was told to go is gone, and is not missed."""
+        self.watch.process(name, "left")
+        self._record.members.pop(name, None)
+        self._write()
+
+    def _write(self) -> None:
+        self._record.write(self._folder)
+
+
+WORKERS_MAX = 256
+ANSWER_WITHIN_S = 30.0
+"""Longer than a worker that leaves may take, for `diloco up` answers only after it."""
+_LOOK_S = 0.1
+
+
+def wish_file(folder: Path) -> Path:
+    return folder / "run" / "wish.json"
+
+
+def take_wish(folder: Path) -> int | None:
+    """The number of workers that somebody wants, once. None: nobody wants another one, or it makes no sense."""
+    mine = wish_file(folder).with_suffix(".taken")  # ours alone: a wish that is written meanwhile waits
+    try:
+        wish_file(folder).rename(mine)
+    except FileNotFoundError:
+        return None
+    try:
+        wanted = json.loads(mine.read_text(encoding="utf-8"))["workers"]
+    except (OSError, ValueError, KeyError, TypeError):
+        wanted = None
+    mine.unlink(missing_ok=True)
+    return wanted if isinstance(wanted, int) and 1 <= wanted <= WORKERS_MAX else None
+
+
+def scale_to(
+    folder: Path,
+    workers: int,
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """The command. Raises ConfigError, and CannotConnect: no `diloco up` runs there, or it does not answer."""
+    if not 1 <= workers <= WORKERS_MAX:
+        raise ConfigError(f"--workers {workers}: must be a whole number from 1 to {WORKERS_MAX}")
+    before = read_record(folder)
+    if before is None:
+        raise CannotConnect(
+            f"no `diloco up` runs in {folder}; give its --folder, or start one: diloco up --folder {folder}"
+        )
+    if before.quorum > workers:
+        raise ConfigError(
+            f"--workers {workers} is below the quorum of {before.quorum} (sync.quorum), so no round could close; give "
+            f"at least {before.quorum}"
+        )
+    if not before.training:
+        raise _not_training(folder)
+    write_json(wish_file(folder), {"workers": workers})
+    deadline = clock() + ANSWER_WITHIN_S
+    while (now := read_record(folder)) is None or now.workers != workers:
+        if now is None or not now.training:
+            wish_file(folder).unlink(missing_ok=True)
+            raise _not_training(folder)
+        if clock() > deadline:
+            wish_file(folder).unlink(missing_ok=True)
+            raise CannotConnect(f"`diloco up` in {folder} does not answer; look at it: diloco status --folder {folder}")
+        wait(_LOOK_S)
+    print(_words(before, workers))
+    return 0
+
+
+def _not_training(folder: Path) -> CannotConnect:
+    return CannotConnect(
+        f"`diloco up` in {folder} is not training yet, or no more (and one on Ray keeps its workers); look at it: "
+        f"diloco status --folder {folder}"
+    )
+
+
+def _words(before: ClusterRecord, workers: int) -> str:
+    change = workers - before.workers
+    what = f"{change} start" if change > 0 else f"{-change} leave" if change < 0 else "as it was"
+    return f"{before.workers} -> {workers} workers ({what}); see them come and go: diloco status --watch"

@@ -1,0 +1,387 @@
+"""Child processes: start them, notice when they die, start them again, and never leave one behind.
+
+The pure function `verdict_on_exit` decides what a death means. Each child has its own POSIX session (setsid), so Ctrl-C
+reaches only us. Children end with us even if we are killed (`diloco_common.child`).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+from diloco_common.errors import EXIT_UNEXPECTED
+from diloco_common.wire.addresses import Endpoints, read_address
+
+DEATHS_MAX = 5
+"""A child is not started again after more deaths in a row than this."""
+_SETTLED_AFTER_S = 60.0
+"""If a child ran this long, its deaths are counted anew."""
+_LOOK_EVERY_S = 0.05
+
+Kind = Literal["shard", "worker", "job"]
+
+
+class Action(enum.Enum):
+    """The consequence of a child's exit."""
+
+    ENDED = "ended"  # it did its work
+    AGAIN = "again"  # start it again after a while
+    LOST = "lost"  # go on without it
+    FAIL = "fail"  # the cluster cannot go on
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The action, and why."""
+
+    action: Action
+    why: str
+    wait_s: float = 0.0
+    """Seconds before the child is started again."""
+    exit_code: int = 0
+    """Exit code of `diloco up` if the cluster cannot go on."""
+
+
+def verdict_on_exit(
+    kind: Kind, code: int, *, was_up: bool, deaths: int, restart: bool, out_of_memory: bool = False
+) -> Verdict:
+    """Decide what the exit of a child means.
+
+    Args:
+        kind: a shard never ends by itself, a worker ends when the budget is reached, a job always ends.
+        code: exit code as in `subprocess.Popen`: negative for a signal.
+        was_up: whether this process or an earlier one of the child had bound its ports.
+        deaths: number of deaths in a row, including this one.
+        restart: the setting cluster.restart.
+        out_of_memory: whether the kernel has killed a process for lack of memory since the last exit.
+    """
+    how = describe_exit(code)
+    if out_of_memory and code == -signal.SIGKILL:
+        how += ": the machine or its container ran out of memory"
+    if code == 0 and kind != "shard":
+        return Verdict(Action.ENDED, "ended")
+    failed = Verdict(Action.FAIL, f"failed ({how})", exit_code=code if code > 0 else EXIT_UNEXPECTED)
+    if kind == "job" or (not was_up and code > 0):
+        return failed
+    if deaths > DEATHS_MAX:
+        return Verdict(Action.FAIL, f"died {deaths} times in a row ({how})", exit_code=failed.exit_code)
+    if not restart:
+        off = f"died ({how}) and is not started again, because cluster.restart is off"
+        if kind == "shard":
+            return Verdict(Action.FAIL, off, exit_code=failed.exit_code)
+        return Verdict(Action.LOST, off, exit_code=failed.exit_code)
+    return Verdict(Action.AGAIN, f"died ({how})", wait_s=min(0.5 * 2 ** (deaths - 1), 10.0))
+
+
+def describe_exit(code: int) -> str:
+    """ "exit code 3", "signal 9"."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def memory_kills() -> int:
+    """Processes that the kernel has killed for lack of memory since boot; 0 if it does not say."""
+    try:
+        counted = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(counted[1]) if counted else 0
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """How to start one child. Once up, the child writes its `address_file`; a job has none."""
+
+    name: str
+    kind: Kind
+    module: str
+    arguments: Callable[[], Sequence[str]]
+    """Called at every start: a later process may get the ports of the first."""
+    log: Path
+    address_file: Path | None = None
+
+
+@dataclass
+class _Child:
+    spec: ChildSpec
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    deaths: int = 0
+    was_up: bool = False
+    start_again_at: float | None = None  # set while it is dead and will be started again
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A child has exited."""
+
+    name: str
+    kind: Kind
+    log: Path
+    verdict: Verdict
+
+
+class Supervisor:
+    """The child processes of one command. All calls come from the main thread.
+
+    The kernel ties "end with the parent" to the thread that started a child; the main thread lives longest.
+    """
+
+    def __init__(self, restart: bool) -> None:
+        self._restart = restart
+        self._children: dict[str, _Child] = {}
+        self._memory_kills = memory_kills()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def start(self, spec: ChildSpec) -> None:
+        """Start a new child."""
+        spec.log.unlink(missing_ok=True)
+        self._children[spec.name] = child = _Child(spec)
+        self._spawn(child)
+
+    def endpoints(self, name: str) -> Endpoints | None:
+        """The addresses of a child, once its present process is up."""
+        child = self._children[name]
+        if child.process is None or child.spec.address_file is None:
+            return None
+        found = read_address(child.spec.address_file)
+        if found is None or found.pid != child.process.pid:
+            return None
+        child.was_up = True
+        return found
+
+    def pid(self, name: str) -> int | None:
+        """The process id of a child; None while it is dead."""
+        process = self._children[name].process
+        return process.pid if process else None
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a child, if it is alive."""
+        if (process := self._children[name].process) is not None:
+            _signal(process, number)
+
+    def kill_for(self, name: str, dead_s: float) -> None:
+        """Kill a child on purpose. `start_due` starts it again after `dead_s` seconds."""
+        child = self._children[name]
+        self._kill([child])
+        child.start_again_at = time.monotonic() + dead_s
+
+    def names(self) -> set[str]:
+        """Every child that was started, alive or not."""
+        return set(self._children)
+
+    def look(self, now: float) -> list[Exit]:
+        """Find the children that have exited, and judge their exits. `start_due` starts children again."""
+        exits = []
+        for name, child in self._children.items():
+            if child.process is None or not _has_exited(child.process):
+                continue
+            self.endpoints(name)  # the child may have come up and died between two looks
+            code = _reap(child.process)
+            child.process = None
+            child.deaths = 1 if now - child.started_at > _SETTLED_AFTER_S else child.deaths + 1
+            kills_before, self._memory_kills = self._memory_kills, memory_kills()
+            verdict = verdict_on_exit(
+                child.spec.kind, code, was_up=child.was_up, deaths=child.deaths, restart=self._restart,
+                out_of_memory=self._memory_kills > kills_before,
+            )  # fmt: skip
+            if verdict.action is Action.AGAIN:
+                child.start_again_at = now + verdict.wait_s
+            exits.append(Exit(name, child.spec.kind, child.spec.log, verdict))
+        return exits
+
+    def start_due(self, now: float) -> list[str]:
+        """Start the dead children whose wait is over. Returns their names."""
+        due = [
+            child
+            for child in self._children.values()
+            if child.start_again_at is not None and now >= child.start_again_at
+        ]
+        for child in due:
+            self._spawn(child)
+        return [child.spec.name for child in due]
+
+    def waiting(self) -> set[str]:
+        """Children that are dead and will be started again."""
+        return {name for name, child in self._children.items() if child.start_again_at is not None}
+
+    def stop(self, names: Iterable[str], grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
+        """Ask children to end (SIGTERM). Kill those that are left after `grace_s`, or once `hurry` returns true.
+
+        Returns the names of the killed children.
+        """
+        children = [self._children[name] for name in names]
+        for child in children:
+            child.start_again_at = None
+            if child.process is not None:
+                _signal(child.process, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and not hurry():
+            for child in children:
+                if child.process is not None and _has_exited(child.process):
+                    _reap(child.process)
+                    child.process = None
+            if all(child.process is None for child in children):
+                return []
+            time.sleep(_LOOK_EVERY_S)
+        killed = [child.spec.name for child in children if child.process is not None]
+        self._kill(children)
+        return killed
+
+    def dismiss(self, name: str) -> None:
+        """Ask a child to end for good (SIGTERM). `look` tells when it has."""
+        child = self._children[name]
+        child.start_again_at = None
+        if child.process is not None:
+            _signal(child.process, signal.SIGTERM)
+
+    def forget(self, name: str) -> None:
+        """A child that has ended was the last process of its name."""
+        self._kill([self._children.pop(name)])
+
+    def kill(self) -> None:
+        """End every child now."""
+        self._kill(self._children.values())
+
+    def _kill(self, children: Iterable[_Child]) -> None:
+        for child in children:
+            child.start_again_at = None
+            if child.process is not None:
+                _signal(child.process, signal.SIGKILL)
+        for child in children:
+            if child.process is not None:
+                _reap(child.process)
+                child.process = None
+
+    def _spawn(self, child: _Child) -> None:
+        spec = child.spec
+        if spec.address_file is not None:
+            spec.address_file.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "diloco_common.child",
+            str(os.getpid()),
+            spec.module,
+            *spec.arguments(),
+        ]
+        with spec.log.open("ab") as log:
+            child.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        child.started_at = time.monotonic()
+        child.start_again_at = None
+
+
+def _has_exited(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process has exited. Leaves its exit status in place, so its process group cannot be reused yet."""
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """Kill all processes that the child may have started, then take its exit status."""
+    while not _has_exited(process):
+        time.sleep(_LOOK_EVERY_S / 5)
+    _signal(process, signal.SIGKILL)
+    return process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal the child alone; SIGKILL also goes to everything it has started."""
+    try:
+        if number is signal.SIGKILL:
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # it has just ended
+
+
+class Interrupts:
+    """Counts the signals that ask us to end: Ctrl-C, SIGTERM, and the hangup of the terminal."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._wake = threading.Event()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self._wake.set()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not longer than until the next interrupt."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+
+LOOKS_WITHIN_S = 5.0
+"""If we did not look for longer than this, the time does not count."""
+
+
+class Hanging:
+    """Who was heard when."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: seconds of silence after which a process hangs; 0: never."""
+        self._limit_s = limit_s
+        self._heard_at: dict[str, float] = {}
+        self._hung: set[str] = set()
+        self._looked_at: float | None = None
+
+    def heard(self, name: str, now: float, *, is_hung: bool) -> None:
+        """A process has answered. `is_hung`: its training thread makes no progress, as it says itself."""
+        self._heard_at[name] = now
+        if is_hung:
+            self._hung.add(name)
+
+    def look(self, names: Iterable[str], now: float) -> dict[str, str]:
+        """Those of `names` (whose ports are bound) that hang, and why. Each is told once per process."""
+        if self._looked_at is not None and (gap := now - self._looked_at) > LOOKS_WITHIN_S:
+            self._heard_at = {name: at + gap for name, at in self._heard_at.items()}
+        self._looked_at = now
+        self._heard_at = {name: self._heard_at.get(name, now) for name in names}
+        found = {}
+        for name, at in self._heard_at.items():
+            if name in self._hung:
+                found[name] = "its training thread makes no progress (worker.hung_s)"
+            elif self._limit_s and now - at > self._limit_s:
+                found[name] = f"it has answered nothing for {now - at:.0f} s (cluster.hung_s)"
+        for name in found:
+            del self._heard_at[name]
+        self._hung.clear()
+        return found if self._limit_s else {}

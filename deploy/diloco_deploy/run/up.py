@@ -1,0 +1,417 @@
+"""`diloco up`: one cluster on this machine, from the first process to the exported model.
+
+Starts shards first, then workers. At the end it evaluates the global model while the shards still hold it.
+`supervisor.py` decides what the death of a child means, `members.py` notes it, and `live.py` shows the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataError
+from diloco_common.settings import Settings
+from diloco_common.settings_loader import save
+from diloco_common.wire.addresses import dialable, write_json
+from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
+from diloco_deploy.run.children import EVALUATE, Children, Programs, names
+from diloco_deploy.run.folder import Files, Outputs, anchored, shown
+from diloco_deploy.run.members import Members, take_wish
+from diloco_deploy.run.placing import settle
+from diloco_deploy.run.supervisor import Action, Exit, Hanging, Interrupts, Supervisor
+from diloco_deploy.show.report import Report, make_report, summary
+from diloco_deploy.show.terminal import Display, display_for
+from diloco_deploy.trust.own import OBSERVER, OwnCertificates, own_certificates
+from diloco_deploy.web.command import PageThread
+
+_TICK_S = 0.1
+_LAST_WORD_S = 4.0
+_SAMPLE_EVERY_S = 1.0
+_DRAIN_S = 35.0
+"""Seconds for a child to end after SIGTERM, before it is killed."""
+_TAIL_LINES = 8
+
+
+def bring_up(
+    settings: Settings,
+    outputs: Outputs,
+    programs: Programs | None = None,
+    console: Console | None = None,
+    *,
+    fresh: bool = False,
+) -> int:
+    """Run a cluster until its token budget is reached, and return the exit code of the command.
+
+    Goes on with the run in the folder, if there is one; `fresh` deletes it and begins anew.
+
+    Raises:
+        ConfigError: the settings cannot make a cluster, the folder holds another run, or an output cannot be written.
+        InUse: another `diloco up` works in the same folder.
+    """
+    check_cluster(settings)
+    settings = anchored(settings)
+    console = console or Console()
+    files = Files(settings.cluster.folder, outputs, settings.shard.data_dir)
+    with files.owned(), Supervisor(settings.cluster.restart) as supervisor, Interrupts() as interrupts:
+        settle(files)
+        is_resumed = files.prepare(settings, fresh=fresh)
+        save(settings, files.settings)
+        files.runs("here")
+        members = Members(settings, files.folder)
+        display = display_for(console)
+        if is_resumed:
+            display.tell(f"going on with the run in {files.folder} (--fresh begins anew)")
+        certificates = own_certificates(settings, files.certs)
+        if certificates is not None:
+            display.tell(f"each process has a certificate; more: diloco certs issue learner/ID --folder {files.certs}")
+        poller = Poller(asker=Asker(certificates.of(OBSERVER) if certificates else None))
+        poller.start()
+        page = PageThread(files.folder, settings)
+        try:
+            display.tell(page.start())
+            children = Children(settings, files, programs or Programs(), certificates)
+            run = LocalRun(settings, files, members, children, certificates, supervisor, interrupts, poller, display)
+            return run.run()
+        finally:
+            display.close()
+            page.stop()
+            poller.stop()
+            files.clear_addresses()
+
+
+def check_cluster(settings: Settings) -> None:
+    """Refuse settings that are wrong only for a cluster with a known number of workers.
+
+    Raises:
+        ConfigError: the quorum asks for more contributions than there are workers.
+        DataError: there is no such data.
+    """
+    quorum, workers = settings.sync.quorum, settings.cluster.workers
+    if quorum != "all" and quorum > workers:
+        raise ConfigError(
+            f"sync.quorum ({quorum}) is above cluster.workers ({workers}), so no round could ever close; "
+            "lower the quorum or start more workers"
+        )
+    source = settings.data.source
+    if source != "stdlib" and not Path(source).expanduser().exists():
+        raise DataError(f"data.source: there is no file or folder {source!r}; give one, or 'stdlib'")
+
+
+class _Interrupted(Exception):
+    """Somebody asked us to end."""
+
+
+class _ChildFailed(Exception):
+    """A child has failed, and starting it again would not help."""
+
+    def __init__(self, exit: Exit) -> None:
+        self.exit = exit
+        super().__init__(exit.name)
+
+
+class LocalRun:
+    """The shards and workers of one `diloco up`. Everything here runs on the main thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        files: Files,
+        members: Members,
+        children: Children,
+        certificates: OwnCertificates | None,
+        supervisor: Supervisor,
+        interrupts: Interrupts,
+        poller: Poller,
+        display: Display,
+    ) -> None:
+        self._settings, self._files, self._members = settings, files, members
+        self._children, self._certificates = children, certificates
+        self._supervisor, self._interrupts, self._poller, self._display = (
+            supervisor,
+            interrupts,
+            poller,
+            display,
+        )
+        self._started_at = time.monotonic()
+        self._watch = members.watch
+        self._shards, self._workers = self._children.shards, self._children.workers
+        self._ended: set[str] = set()
+        self._leaving: dict[str, float] = {}  # workers that were told to go and have not ended -> when they are killed
+        self._lost: set[str] = set()
+        self._http: dict[str, str] = {}  # name -> address of /status
+        self._asked: dict[str, str] = {}
+        self._hanging = Hanging(settings.cluster.hung_s)
+        self._next_sample = 0.0
+        self._has_loss = False
+        self._report: Report = {}  # filled when training is over
+
+    def run(self) -> int:
+        try:
+            self._train()
+            wall_s = time.monotonic() - self._started_at
+            self._gather()
+            # Before the evaluation pulls, so the report holds only the traffic of training.
+            self._report = self._make_report(wall_s)
+            self._report |= _losses(self._evaluate())
+            self._stop_all()
+        except _Interrupted:
+            return self._interrupted()
+        except _ChildFailed as failure:
+            return self._failed(failure.exit)
+        write_json(self._files.report, self._report)
+        self._display.close()
+        results = {"model": self._files.model, "report": self._files.report, "logs": self._files.logs}
+        print("\n" + summary(self._report, results, self._files.folder), flush=True)
+        return EXIT_OK
+
+    # ------------------------------------------------------------ phases
+
+    def _train(self) -> None:
+        self._watch.doing = "starting shards"
+        for index, name in enumerate(self._shards):
+            self._members.expect(name, "shard")
+            self._supervisor.start(self._children.shard(index))
+        self._until(lambda: self._children.shards_are_up)
+        self._watch.doing = "starting workers"
+        for index, name in enumerate(self._workers):
+            self._start_worker(index, name)
+        self._members.train(True)
+        try:
+            self._until(self._training_is_over)
+        finally:
+            self._members.train(False)
+
+    def _training_is_over(self) -> bool:
+        # Once one worker has ended, the budget is reached. Dead workers need not come back to hear it.
+        left = set(self._workers) - self._ended - self._lost
+        return bool(self._ended) and left <= self._supervisor.waiting()
+
+    def _gather(self) -> None:
+        """Collect the last status of each worker from its file, and of each shard by asking once more."""
+        for name in self._workers:
+            try:
+                status = json.loads(self._files.final_status(name).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue  # killed before it could write; its last answer stays
+            if isinstance(status, dict):
+                self._watch.heard(name, status, time.monotonic())
+        shards = {name: self._http[name] for name in self._shards if name in self._http}
+        for name, status in fetch_all(shards, 2.0, self._poller.asker).items():
+            self._watch.heard(name, status, time.monotonic())
+
+    def _evaluate(self) -> dict[str, Any]:
+        self._display.tell("training is over; evaluating the global model on held-out text")
+        # Do not start dead workers again: the rest of the run needs only the shards.
+        self._supervisor.stop(self._supervisor.waiting() & set(self._workers), 0.0)
+        self._supervisor.start(self._children.evaluation())
+        self._until(self._evaluation_is_over)
+        try:
+            found: dict[str, Any] = json.loads(self._files.evaluation.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self._display.tell(f"the evaluation wrote no result; its log is {self._children.log(EVALUATE)}")
+            return {}
+        return found
+
+    def _evaluation_is_over(self) -> bool:
+        self._watch.doing = "evaluating the model"
+        with contextlib.suppress(OSError, ValueError, KeyError):  # not written yet
+            self._watch.doing += f", {json.loads(self._files.evaluated.read_text(encoding='utf-8'))['share']:.0%}"
+        return EVALUATE in self._ended
+
+    def _stop_all(self) -> None:
+        # Workers first, so their last pushes still find the shards.
+        self._stop([*self._workers, *self._leaving, EVALUATE])
+        self._stop(self._shards)
+
+    def _stop(self, names: Sequence[str]) -> None:
+        """Let children end by themselves; a second interrupt ends them at once."""
+        started = set(names) & self._supervisor.names()
+        for name in self._supervisor.stop(started, _DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
+            self._display.tell(f"{name} did not end by itself and was killed")
+
+    def _interrupted(self) -> int:
+        self._display.tell("interrupted: workers and shards are ending; interrupt again to kill them at once")
+        wall_s = time.monotonic() - self._started_at
+        self._stop([*self._workers, *self._leaving])
+        if self._interrupts.count < 2:
+            self._gather()
+        self._stop_all()
+        write_json(self._files.report, self._report or self._make_report(wall_s, interrupted=True))
+        self._display.close()
+        when = "while the model was evaluated" if self._report else "before the token budget was reached"
+        print(
+            f"interrupted after {wall_s:.0f} s, {when}; no model was exported.\n"
+            f"the report so far: {shown(self._files.report)}, logs: {shown(self._files.logs)}\n"
+            f"every announced version is on disk; to go on: diloco resume {shown(self._files.folder)}",
+            flush=True,
+        )
+        return EXIT_INTERRUPTED
+
+    def _failed(self, failed: Exit) -> int:
+        self._display.tell(f"stopping the cluster because of {failed.name}")
+        self._stop_all()
+        if self._report:  # only the evaluation failed
+            write_json(self._files.report, self._report)
+        self._display.close()
+        print(f"diloco: {failed.name} {failed.verdict.why}; the end of {failed.log}:", file=sys.stderr)
+        for line in tail(failed.log):
+            print(f"  {line}", file=sys.stderr)
+        sys.stderr.flush()
+        return failed.verdict.exit_code
+
+    # ------------------------------------------------------------ the loop
+
+    def _until(self, is_over: Callable[[], bool]) -> None:
+        """Supervise the cluster until a condition holds."""
+        while True:
+            now = time.monotonic()
+            if self._certificates is not None:
+                self._certificates.renew(now)
+            self._look_after_children(now)
+            self._kill_who_stays(now)
+            self._kill_who_hangs(now)
+            self._look_for_wish()
+            self._listen(now)
+            self._display.show(self._watch.snapshot(now), now)
+            if self._interrupts.count:
+                raise _Interrupted
+            if is_over():
+                return
+            self._interrupts.wait(_TICK_S)
+
+    def _look_after_children(self, now: float) -> None:
+        for exit in self._supervisor.look(now):
+            self._http.pop(exit.name, None)
+            verdict = exit.verdict
+            if exit.name in self._leaving:
+                self._has_left(exit.name)
+                continue
+            if verdict.action is Action.FAIL:
+                raise _ChildFailed(exit)
+            if verdict.action is Action.ENDED:
+                self._ended.add(exit.name)
+            else:
+                self._display.tell(f"{exit.name} {verdict.why}")
+            if exit.kind != "job":
+                states = {Action.ENDED: "ended", Action.AGAIN: "died", Action.LOST: "lost"}
+                self._members.process_is(exit.name, states[verdict.action], verdict.why)
+            if verdict.action is Action.LOST:
+                self._lost.add(exit.name)
+                if self._lost >= set(self._workers):
+                    raise _ChildFailed(exit)
+        for name in self._supervisor.start_due(now):
+            if name in self._workers or name in self._shards:
+                self._members.expect(name, "shard" if name in self._shards else "worker")
+            self._display.tell(f"{name} started again")
+        self._find_addresses()
+
+    def _look_for_wish(self) -> None:
+        """Carry out what `diloco scale` asks for, once training goes on."""
+        if not self._members.are_training or self._leaving or (wanted := take_wish(self._files.folder)) is None:
+            return
+        before, after = set(self._workers), set(names("worker", wanted))
+        self._children.scale(wanted)
+        self._workers = self._children.workers
+        for name in sorted(before - after):
+            self._leaving[name] = time.monotonic() + _DRAIN_S
+            if name in self._supervisor.waiting() | self._ended | self._lost:
+                self._has_left(name)
+            else:
+                self._supervisor.dismiss(name)
+        for index, name in enumerate(self._workers):
+            if name not in before:
+                self._start_worker(index, name)
+        self._members.want_workers(wanted)
+        self._settings = self._settings.model_copy(
+            update={"cluster": self._settings.cluster.model_copy(update={"workers": wanted})}
+        )
+        save(self._settings, self._files.settings)  # `diloco resume` begins with as many
+        self._display.tell(f"workers: {len(before)} -> {wanted}")
+
+    def _kill_who_stays(self, now: float) -> None:
+        """A worker that was told to go has as long as at the end of the run."""
+        for name, until in self._leaving.items():
+            if now > until:
+                self._leaving[name] = float("inf")
+                self._supervisor.signal(name, signal.SIGKILL)
+                self._display.tell(f"{name} did not end by itself and was killed")
+
+    def _kill_who_hangs(self, now: float) -> None:
+        """They are started again as those are that died by themselves."""
+        found = self._hanging.look(self._http, now)
+        if not found:
+            return
+        # A busy machine may have left no time for them among all others: they are asked once more, alone.
+        answers = fetch_all({name: self._http[name] for name in found}, _LAST_WORD_S, self._poller.asker)
+        for name, why in found.items():
+            if not answers.get(name, {"hung": True}).get("hung"):
+                continue
+            self._display.tell(f"{name} hangs, and is killed: {why}")
+            self._supervisor.signal(name, signal.SIGKILL)
+
+    def _start_worker(self, index: int, name: str) -> None:
+        if self._certificates is not None:
+            self._certificates.include(f"learner/{name}")
+            self._certificates.renew(time.monotonic())
+        self._ended.discard(name)
+        self._lost.discard(name)
+        self._members.expect(name, "worker")
+        self._supervisor.start(self._children.worker(index))
+
+    def _has_left(self, name: str) -> None:
+        """A worker that was told to go is gone."""
+        self._leaving.pop(name, None)
+        self._supervisor.forget(name)
+        self._members.left(name)
+
+    def _find_addresses(self) -> None:
+        names = self._supervisor.names() - {EVALUATE}
+        for name in names - self._http.keys():
+            if (found := self._supervisor.endpoints(name)) is None:
+                continue
+            self._http[name] = dialable(found.http)
+            self._members.process_is(name, "up")
+            self._children.found(name, found)
+        if self._http != self._asked:
+            self._asked = dict(self._http)
+            self._poller.ask(self._asked)
+
+    def _listen(self, now: float) -> None:
+        for name, status in self._poller.take().items():
+            self._hanging.heard(name, now, is_hung=bool(status.get("hung")))
+            for event in self._watch.heard(name, status, now):
+                self._display.tell(event)
+        if now >= self._next_sample:
+            self._next_sample = now + _SAMPLE_EVERY_S
+            self._watch.sample_loss()
+        snapshot = self._watch.snapshot(now)
+        if not self._has_loss and (loss := snapshot.cluster.totals().loss) is not None:
+            self._has_loss = True
+            self._watch.doing = "training"
+            self._display.tell(f"first loss {loss:.3f} after {snapshot.elapsed_s:.1f} s")
+
+    # ------------------------------------------------------------ results
+
+    def _make_report(self, wall_s: float, *, interrupted: bool = False) -> Report:
+        return make_report(self._watch.cluster, self._settings, wall_s=wall_s, evaluation=None, interrupted=interrupted)
+
+
+def _losses(evaluation: dict[str, Any]) -> Report:
+    keys = ("eval_loss_first", "eval_loss_final")
+    return {**{key: evaluation.get(key) for key in keys}, "evaluation": evaluation}
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines of a log, as far as it can be read."""
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        return []

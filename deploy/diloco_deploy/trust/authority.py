@@ -1,0 +1,321 @@
+"""What must not be overwritten: an authority, and certificates and tokens of others."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from diloco_common.errors import ConfigError, DilocoError
+from diloco_common.trust.identity import Proof, Scope, Subject
+from diloco_common.trust.revocations import REVOKED, write_revocations
+from diloco_common.trust.security import read_private
+from diloco_common.trust.tls import CA, CERTIFICATE, KEY, LEARNER_HOST, read_folder, serial_text, subject_of_certificate
+from diloco_common.trust.tokens import TOKEN_MAX, sign_token, verify_token
+from diloco_deploy.trust.registry import ISSUED, Issued, Registry, write_private, write_public
+
+CA_KEY, TOKEN_KEY, TOKEN_PUBLIC = "ca.key", "token.key", "token.pub"
+_BESIDE_THE_KEY = (CA, TOKEN_KEY, TOKEN_PUBLIC, ISSUED, REVOKED)
+
+
+def check_no_authority(folder: Path) -> None:
+    """Where no authority's key is, nothing else of one may be: it would be lost. Raises ConfigError."""
+    found = [name for name in _BESIDE_THE_KEY if os.path.lexists(folder / name)]
+    if found:
+        raise ConfigError(
+            f"{folder} holds {', '.join(found)} of an authority, but not its {CA_KEY}; bring that back, give another "
+            "--folder, or remove these files if the authority is no more"
+        )
+
+
+def check_free_for_certificate(into: Path, subject: Subject, ca: bytes) -> None:
+    """A folder may hold a certificate of the same subject, or nothing that is written there. Raises ConfigError.
+
+    `ca`: ca.pem of the authority that issues.
+    """
+    if any(os.path.lexists(into / name) for name in (CA_KEY, TOKEN_KEY, ISSUED)):
+        raise ConfigError(f"{into} is the folder of an authority; give a certificate a folder of its own (--out)")
+    if os.path.lexists(into / CERTIFICATE):
+        held = _subject_in(into / CERTIFICATE)
+        if held != subject:
+            raise ConfigError(f"{into} holds a certificate of {held or 'somebody else'}, not of {subject}; {_ELSE}")
+        return
+    if os.path.lexists(into / KEY):
+        raise ConfigError(f"{into} holds {KEY} without a certificate: nobody knows whose it is; {_ELSE}")
+    if os.path.lexists(into / CA) and not _holds(into / CA, ca):
+        raise ConfigError(f"{into} holds {CA} of another authority; {_ELSE}")
+
+
+def check_free_for_token(path: Path, subject: Subject, authority: Path, key: Ed25519PublicKey) -> None:
+    """A file may hold a token of the same subject, or not be there. Raises ConfigError.
+
+    `authority`: its folder, in which its own files are to be. `key`: with which it signs.
+    """
+    if path.name in (CA_KEY, *_BESIDE_THE_KEY) and path.parent.resolve() == authority.resolve():
+        raise ConfigError(f"{path} is a file of the authority; {_ELSE}")
+    if not os.path.lexists(path):
+        return
+    try:
+        with path.open("rb") as file:
+            held = verify_token(key, file.read(TOKEN_MAX + 2).decode().strip()).subject
+    except (OSError, ValueError, DilocoError):
+        raise ConfigError(f"{path} exists and holds no token of this authority; {_ELSE}") from None
+    if held != subject:
+        raise ConfigError(f"{path} holds a token of {held}, not of {subject}; {_ELSE}")
+
+
+_ELSE = "give another --out, or remove it if nobody needs it"
+
+
+def _subject_in(certificate: Path) -> Subject | None:
+    try:
+        return subject_of_certificate(certificate.read_bytes(), certificate)
+    except (OSError, ValueError, ConfigError):
+        return None
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
+
+
+CA_DAYS, CERTIFICATE_DAYS, TOKEN_DAYS = 3650, 90, 30
+CLOCKS_DIFFER = timedelta(hours=1)
+"""A certificate begins so long before it is made: the clocks of other machines may be behind."""
+KEEP_SHARE = 1 / 3
+"""A certificate is good for a while yet as long as this share of its time is left."""
+HERE = ("localhost", "127.0.0.1", "::1")
+"""Every shard's certificate is good for these, too: its health is asked for on its own machine."""
+
+
+class Authority:
+    """The authority of one run."""
+
+    def __init__(
+        self, folder: Path, run_id: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+    ) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self.registry = Registry(folder)
+        self._certificate = certificate
+        self._key = key
+
+    # ------------------------------------------------------------ issue
+
+    def issue(
+        self, subject: Subject, now: datetime, *, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS,
+        into: Path | None = None,
+    ) -> tuple[Path, Issued]:  # fmt: skip
+        """Make a key and a certificate, and write them with ca.pem into a folder. Repeating it renews.
+
+        `hosts`: names and IP addresses under which a shard is dialed. Raises ConfigError.
+        """
+        if bool(hosts) and subject.scope is not Scope.SHARD:
+            raise ConfigError(f"{subject} has no use for --host: only shards are dialed")
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._sign(subject, key.public_key(), _alternative_names(subject, hosts), now, days)
+        into = into or self.folder / str(subject).replace("/", "-")
+        expires = int(certificate.not_valid_after_utc.timestamp())
+        issued = Issued("certificate", subject.uri, serial_text(certificate.serial_number), expires)
+        try:
+            into.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.registry.note(issued)  # first: whatever ends this process, no certificate is about that is not listed
+            # A process that looks in between sees a pair that does not fit, and waits for the other.
+            write_public(into / CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+            write_private(into / KEY, _private_pem(key))
+            write_public(into / CA, self._certificate.public_bytes(Encoding.PEM))
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        return into, issued
+
+    def issue_token(self, subject: Subject, now: datetime, *, days: float = TOKEN_DAYS) -> tuple[str, Issued]:
+        """Sign a token. Shards check it with token.pub (`security.token_key`). Raises ConfigError."""
+        key, expires = self._token_key(), int((now + timedelta(days=days)).timestamp())
+        serial = serial_text(secrets.randbits(128) | 1 << 127)
+        token = sign_token(key, Proof(subject, serial, expires))
+        return token, self.registry.note(Issued("token", subject.uri, serial, expires))
+
+    def check_free(self, into: Path, subject: Subject) -> None:
+        """Whether a certificate may be put into a folder and overwrites nothing of others. Raises ConfigError."""
+        check_free_for_certificate(into, subject, self._certificate.public_bytes(Encoding.PEM))
+
+    def check_free_for_token(self, path: Path, subject: Subject) -> None:
+        """The same for a token. Raises ConfigError, SecretExposed."""
+        check_free_for_token(path, subject, self.folder, self._token_key().public_key())
+
+    def _sign(
+        self,
+        subject: Subject,
+        public: ec.EllipticCurvePublicKey,
+        names: list[x509.GeneralName],
+        now: datetime,
+        days: float,
+    ) -> x509.Certificate:
+        uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if subject.scope in (Scope.SHARD, Scope.LEARNER):
+            uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        authority = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)]))
+            .issuer_name(self._certificate.subject)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCKS_DIFFER)
+            .not_valid_after(now + timedelta(days=days))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_calls=True), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def _token_key(self) -> Ed25519PrivateKey:
+        """Made once. Raises ConfigError, SecretExposed."""
+        path = self.folder / TOKEN_KEY
+        try:
+            if not path.exists():
+                made = Ed25519PrivateKey.generate()
+                public = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+                write_public(self.folder / TOKEN_PUBLIC, public)
+                write_private(path, _private_pem(made))
+            key = load_pem_private_key(read_private(path), None)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}: is not a private key in PEM: {error}") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigError(f"{path}: is not an Ed25519 key")
+        return key
+
+
+def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
+    """Make the authority of a run in a folder, unless there is one already. Returns whether it did.
+
+    Raises ConfigError: the folder cannot be written, or holds the authority of another run, or one whose key is away.
+    """
+    if (folder / CA_KEY).exists():
+        found = open_authority(folder).run_id
+        if found != run_id:
+            raise ConfigError(
+                f"{folder} holds the authority of run {found!r}, not of {run_id!r}; give another --folder"
+            )
+        return False
+    check_no_authority(folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name(
+        [x509.NameAttribute(NameOID.ORGANIZATION_NAME, "diloco"), x509.NameAttribute(NameOID.COMMON_NAME, run_id)]
+    )
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_after(now + timedelta(days=CA_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_calls=False), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        write_public(folder / CA, certificate.public_bytes(Encoding.PEM))
+        write_revocations(folder / REVOKED, [])
+        write_private(folder / CA_KEY, _private_pem(key))  # last: with it, the authority is whole
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    return True
+
+
+def open_authority(folder: Path) -> Authority:
+    """Raises ConfigError, SecretExposed."""
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+        key = load_pem_private_key(read_private(folder / CA_KEY), None)
+    except OSError as error:
+        raise ConfigError(f"{folder} holds no authority ({error.strerror}); `diloco certs init` makes one") from None
+    except ValueError as error:
+        raise ConfigError(f"{folder}: its authority cannot be read: {error}") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise ConfigError(f"{folder}: {CA_KEY} is not the key of {CA}")
+    (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return Authority(folder, str(name.value), certificate, key)
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _alternative_names(subject: Subject, hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Raises ConfigError."""
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject.uri)]
+    if subject.scope is Scope.SHARD:
+        names += [_host_name(host) for host in dict.fromkeys((*hosts, *HERE))]
+    if subject.scope is Scope.LEARNER:
+        names.append(x509.DNSName(LEARNER_HOST))
+    return names
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    """Raises ConfigError."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    labels = host.split(".")
+    if not (0 < len(host) <= 253 and all(label and set(label) <= _DNS_CHARACTERS for label in labels)):
+        raise ConfigError(f"--host {host[:80]!a} is neither a host name nor an IP address; leave out the port")
+    return x509.DNSName(host)
+
+
+_DNS_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+
+
+def _key_usage(*, signs_calls: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=signs_calls, key_cert_sign=not signs_calls, crl_sign=not signs_calls,
+        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def is_good(folder: Path, subject: Subject, hosts: Sequence[str], revoked: set[str], now: datetime) -> bool:
+    """Whether a folder holds a certificate of this subject and hosts that has enough of its time left."""
+    try:
+        files = read_folder(folder, needs_pair=True)
+        certificate = files.certificate
+        is_of_subject = files.subject == subject
+    except ConfigError:
+        return False
+    assert certificate is not None
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    known = {*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))}
+    return (
+        is_of_subject
+        and serial_text(certificate.serial_number) not in revoked
+        and (ends - now) > KEEP_SHARE * (ends - begins)
+        and {host.strip("[]") for host in hosts} <= known | {*HERE}
+    )

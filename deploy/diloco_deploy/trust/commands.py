@@ -1,0 +1,246 @@
+"""`diloco certs` and `diloco token`: their options, what they do, and what they print."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from diloco_common.command import new_app
+from diloco_common.errors import ConfigError, did_you_mean
+from diloco_common.options import Days, Flag
+from diloco_common.trust.identity import Scope, subject_of
+from diloco_common.trust.tls import shown
+from diloco_deploy.trust.authority import CA_DAYS, TOKEN_PUBLIC, is_good, make_authority, open_authority
+from diloco_deploy.trust.registry import Issued, write_private
+from diloco_deploy.trust.tending import LOOK_S, Tending
+
+Folder = Annotated[Path, Parameter(metavar="PATH", help="of the authority")]
+Run = Annotated[str, Parameter(metavar="ID", help="run.id")]
+Identities = Annotated[
+    list[str], Parameter(metavar="IDENTITY", help="learner/ID, shard/N, observer/NAME or admin/NAME")
+]
+_VALID = Parameter(help="days until it expires")
+CERTS = Path("certs")
+
+certs = new_app(
+    "certs",
+    "Make a certificate authority for a run, certificates for its shards, learners and observers, and the list of "
+    "those that hold no longer.",
+)
+
+
+@certs.command(help="make the authority of a run, once")
+def init(*, run: Run = "local", folder: Folder = CERTS) -> int:
+    """Make the authority of a run, once."""
+    made = make_authority(folder, run, datetime.now(UTC))
+    print(f"{folder}: the authority of run {run} {f'made, for {CA_DAYS} days' if made else 'exists already'}")
+    return 0
+
+
+@certs.command(help="make certificates, or renew them")
+def issue(
+    identities: Identities,
+    /,
+    *,
+    host: Annotated[
+        list[str] | None, Parameter(metavar="NAME|IP", help="of a shard, as workers dial it; may be repeated")
+    ] = None,
+    days: Annotated[Days, _VALID] = 90.0,
+    out: Annotated[
+        Path | None,
+        Parameter(metavar="FOLDER", help="where it is put", show_default="SCOPE-NAME in the folder of the authority"),
+    ] = None,
+    keep: Annotated[
+        Flag, Parameter(help="leave alone what is still good for a third of its time and these hosts")
+    ] = False,
+    folder: Folder = CERTS,
+) -> int:
+    """Make a key and a certificate per identity, in a folder of its own: copy that to its machine, and name it there
+    with --tls FOLDER. The same again renews; the certificate before stays valid.
+    """
+    authority, now = open_authority(folder), datetime.now(UTC)
+    subjects = [subject_of(authority.run_id, text) for text in identities]
+    if out is not None and len(subjects) > 1:
+        raise ConfigError("--out takes one identity; name one, or leave --out out")
+    for subject in subjects:
+        into = out or authority.folder / str(subject).replace("/", "-")
+        if keep and is_good(into, subject, host or (), authority.registry.revoked(), now):
+            print(f"{into}: {subject} is good for a while yet")
+            continue
+        authority.check_free(into, subject)
+        _, issued = authority.issue(subject, now, hosts=host or (), days=days, into=into)
+        print(f"{into}: {subject}, serial {issued.serial}, until {_until(issued)}")
+    return 0
+
+
+@certs.command(name="list", help="show what was issued")
+def listing(*, folder: Folder = CERTS) -> int:
+    """Show what was issued."""
+    authority, now = open_authority(folder), datetime.now(UTC)
+    revoked = authority.registry.revoked()
+    rows = [("IDENTITY", "KIND", "STATE", "UNTIL", "SERIAL")]
+    rows += [
+        (str(one.subject), one.kind, one.state(now, revoked), _until(one), one.serial)
+        for one in authority.registry.issued()
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+@certs.command(help="put certificates and signed tokens on the deny-list")
+def revoke(
+    what: Annotated[
+        str, Parameter(metavar="IDENTITY|SERIAL", help="such as learner/a, or a serial of `diloco certs list`")
+    ],
+    /,
+    *,
+    folder: Folder = CERTS,
+) -> int:
+    """Put everything that an identity was issued, or one serial, on the deny-list. Shards that read it
+    (security.revoked) end the open calls of its holder within a second, and take no new ones.
+    """
+    authority, now = open_authority(folder), datetime.now(UTC)
+    registry = authority.registry
+    if "/" in what:
+        new, before = registry.revoke(subject_of(authority.run_id, what), now)
+    else:
+        new, before = registry.revoke_serial(what, now)
+    for one in before:
+        print(f"{one.serial} of {one.who} was revoked at {one.at}")
+    for one in new:
+        print(f"{one.serial} of {one.who} is revoked")
+    if new:
+        print(f"shards that read {registry.deny_list} act on it at once; copy it to those that have a copy")
+    return 0
+
+
+@certs.command(help="stay, and see to the certificates of all containers on a host")
+def tend(
+    identities: Identities,
+    /,
+    *,
+    out: Annotated[Path, Parameter(metavar="FOLDER", help="where they are put")],
+    run: Run = "local",
+    host: Annotated[
+        list[str] | None,
+        Parameter(metavar="NAME|IP", help="of every shard, beside the name of its folder; may be repeated"),
+    ] = None,
+    lend: Annotated[
+        list[str] | None,
+        Parameter(metavar="observer/NAME", help="our group may read its key: it runs as another user; may be repeated"),
+    ] = None,
+    days: Annotated[Days, _VALID] = 90.0,
+    folder: Folder = CERTS,
+) -> int:
+    """Make the authority of a run if there is none. Then stay: issue and renew certificates for shards and observers,
+    for each learner that makes a folder OUT/learners/learner-ID, and pass the deny-list on to the shards. SIGHUP renews
+    all of them at once. docker-compose.yml runs this.
+    """
+    from diloco_common.observe import logs
+
+    make_authority(folder, run, datetime.now(UTC))
+    authority = open_authority(folder)
+    subjects, lent = ([subject_of(authority.run_id, text) for text in texts] for texts in (identities, lend or ()))
+    if strange := [str(one) for one in lent if one.scope is not Scope.OBSERVER or one not in subjects]:
+        raise ConfigError(f"--lend {strange[0]}: name an observer that is among the identities")
+    logs.configure()
+    log = logs.Log("certs")
+    tending, said = Tending(authority, out, subjects, host or (), days, lent), ""
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: asked.append(number))
+    while not {signal.SIGTERM, signal.SIGINT} & set(asked):
+        renews = bool(asked)
+        asked.clear()
+        try:
+            for words in tending.look(datetime.now(UTC), renews=renews):
+                log.event("issued", to=words)
+            why = tending.why_not
+        except ConfigError as error:  # what was issued before goes on
+            why = str(error)
+        if why and why != said:
+            log.error("not everything could be seen to", why=why)
+        said = why
+        time.sleep(LOOK_S)
+    return 0
+
+
+def _until(issued: Issued) -> str:
+    return shown(datetime.fromtimestamp(issued.expires, UTC))
+
+
+token = new_app(
+    "token",
+    "`diloco token FILE` writes a random bearer token, which shards and workers share. `diloco token issue` signs one "
+    "for one caller.",
+)
+
+
+@token.command(help="make the bearer token for shards and workers; `diloco token FILE` is short for it")
+@token.default
+def share(file: Annotated[Path, Parameter(metavar="FILE", help="written, unless it exists")], /) -> int:
+    """Write a random bearer token to a file that only you can read. Keeps an existing file."""
+    if not file.is_absolute() and file.parent == Path() and (meant := did_you_mean(file.name, ("issue",))):
+        raise ConfigError(f"there is no command {file}{meant} For a file, take another name")
+    print(f"{file}: {'made' if make_bearer_token(file) else 'exists already'}")
+    return 0
+
+
+@token.command(name="issue", help="sign a token for one learner or observer")
+def issue_token(
+    identity: Annotated[str, Parameter(metavar="IDENTITY", help="learner/ID, shard/N, observer/NAME or admin/NAME")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(metavar="FILE", help="the token, for security.token_file")],
+    days: Annotated[Days, Parameter(help="days until it expires")] = 30.0,
+    folder: Folder = CERTS,
+) -> int:
+    """Sign a token for one learner or observer. Shards check it with token.pub of the folder (security.token_key). For
+    set-ups in which a proxy ends TLS.
+    """
+    authority, now = open_authority(folder), datetime.now(UTC)
+    subject = subject_of(authority.run_id, identity)
+    authority.check_free_for_token(out, subject)
+    signed, issued = authority.issue_token(subject, now, days=days)
+    try:
+        write_private(out, signed.encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+    print(f"{out}: {subject}, serial {issued.serial}, until {_until(issued)}")
+    print(f"shards check it with security.token_key={authority.folder / TOKEN_PUBLIC}")
+    return 0
+
+
+BEARER_TOKEN_BYTES = 32
+
+
+def make_bearer_token(path: Path) -> bool:
+    """Write a random bearer token to `path` (mode 0600), unless the file exists. Returns whether it did.
+
+    Processes that start together agree on one token: the first to create the file decides, and the file is whole when
+    it appears. Raises ConfigError.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.exists():  # check first: the folder may be read-only
+            return False
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(BEARER_TOKEN_BYTES) + "\n")
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            return False
+        finally:
+            partial.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot make a bearer token here: {error.strerror}") from None
+    return True

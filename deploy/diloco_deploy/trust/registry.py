@@ -1,0 +1,162 @@
+"""What an authority has issued, and what of it holds no longer; and how its files are written: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from diloco_common.errors import ConfigError
+from diloco_common.trust.identity import Subject, subject_of_uri
+from diloco_common.trust.revocations import REVOKED, Revocation, normal_serial, read_revocations, write_revocations
+from diloco_common.trust.tls import shown
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file for its owner alone; a reader sees all of it or what was there before. Raises OSError."""
+    _write(path, content, 0o600)
+
+
+def write_public(path: Path, content: bytes) -> None:
+    """The same for a file that anybody may read. Raises OSError."""
+    _write(path, content, 0o644)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+ISSUED = "issued.jsonl"
+SERIAL_DIGITS_MIN = 12
+"""What is shorter is a slip of the pen: a serial that nobody issued here is revoked all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate or a signed token that was made once."""
+
+    kind: str
+    """certificate or token."""
+    who: str
+    """URI."""
+    serial: str
+    expires: int
+    """Seconds since 1970."""
+
+    @property
+    def subject(self) -> Subject:
+        return subject_of_uri(self.who)
+
+    def state(self, now: datetime, revoked: set[str]) -> str:
+        if self.serial in revoked:
+            return "revoked"
+        return "expired" if self.expires <= now.timestamp() else "valid"
+
+
+class Registry:
+    """The records in the folder of an authority."""
+
+    def __init__(self, folder: Path) -> None:
+        self._issued = folder / ISSUED
+        self.deny_list = folder / REVOKED
+        """The master copy of the deny-list."""
+
+    @property
+    def files(self) -> list[Path]:
+        """What changes with the records."""
+        return [self._issued, self.deny_list]
+
+    def note(self, issued: Issued) -> Issued:
+        """Raises ConfigError."""
+        line = json.dumps(asdict(issued)) + "\n"
+        try:
+            with os.fdopen(os.open(self._issued, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"{self._issued}: cannot be written: {error.strerror}") from None
+        return issued
+
+    def issued(self) -> list[Issued]:
+        """Everything, oldest first. Raises ConfigError."""
+        try:
+            lines = self._issued.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        try:
+            return [Issued(**json.loads(line)) for line in lines]
+        except (ValueError, TypeError):
+            raise ConfigError(
+                f"{self._issued}: a line is damaged; remove it, and revoke what it named by its serial"
+            ) from None
+
+    def revoked(self) -> set[str]:
+        """Serials on the deny-list. Raises ConfigError."""
+        return {one.serial for one in read_revocations(self.deny_list)}
+
+    def is_out(self, who: Subject) -> bool:
+        """Whether what somebody was issued last is revoked. Raises ConfigError."""
+        serials = [one.serial for one in self.issued() if one.who == who.uri]
+        return bool(serials) and serials[-1] in self.revoked()
+
+    def revoke(self, who: Subject, now: datetime) -> tuple[list[Revocation], list[Revocation]]:
+        """Revoke all that somebody was issued: what is new on the deny-list, and what was on it. Raises ConfigError."""
+        serials = [one.serial for one in self.issued() if one.who == who.uri]
+        if not serials:
+            raise ConfigError(f"{who} was issued nothing here; see `diloco certs list`")
+        return self._deny([Revocation(serial, who.uri, shown(now)) for serial in serials])
+
+    def revoke_serial(self, text: str, now: datetime) -> tuple[list[Revocation], list[Revocation]]:
+        """Revoke one certificate or token, also one that somebody else issued. Raises ConfigError."""
+        try:
+            serial = normal_serial(text)
+        except ValueError:
+            serial = ""
+        if len(serial) < SERIAL_DIGITS_MIN:
+            raise ConfigError(
+                f"{text[:80]!a} is neither an identity (learner/a) nor a whole serial; see `diloco certs list`"
+            )
+        who = "somebody who was not issued it here"
+        with contextlib.suppress(ConfigError):  # the name is for people; damaged records keep nobody in
+            who = next((one.who for one in self.issued() if one.serial == serial), who)
+        return self._deny([Revocation(serial, who, shown(now))])
+
+    def _deny(self, wanted: list[Revocation]) -> tuple[list[Revocation], list[Revocation]]:
+        with self._alone():
+            return self._deny_alone(wanted)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One at a time, also among processes: who reads the deny-list to write it must not lose what another wrote."""
+        path = self.deny_list.with_name("lock")
+        try:
+            held = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(held)
+
+    def _deny_alone(self, wanted: list[Revocation]) -> tuple[list[Revocation], list[Revocation]]:
+        listed = {one.serial: one for one in read_revocations(self.deny_list)}
+        new = [one for one in wanted if one.serial not in listed]
+        if new:
+            try:
+                write_revocations(self.deny_list, [*listed.values(), *new])
+            except OSError as error:
+                raise ConfigError(f"{self.deny_list}: cannot be written: {error.strerror}") from None
+        return new, [listed[one.serial] for one in wanted if one.serial in listed]

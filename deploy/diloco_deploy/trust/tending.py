@@ -1,0 +1,196 @@
+"""`diloco certs tend`: stay, and see to the certificates of all containers on one host.
+
+    OUT/shards/shard-0/ ...             of every shard; OUT/shards/revoked.json is a copy of the deny-list
+    OUT/observers/observer-NAME/ ...    of every observer; a key that is lent is readable for our group
+    OUT/learners/learner-ID/ ...        whoever makes this folder gets a certificate in it
+
+The authority's own folder stays with this process. What lies in `learners` belongs to the learners: it is neither read
+nor followed, for they could put links there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from itertools import islice
+from pathlib import Path
+
+from diloco_common.errors import ConfigError
+from diloco_common.trust.identity import Scope, Subject
+from diloco_common.trust.revocations import REVOKED
+from diloco_common.trust.tls import CA, KEY, Stamp, stamp_of
+from diloco_deploy.trust.authority import CERTIFICATE_DAYS, Authority
+from diloco_deploy.trust.registry import Issued, write_public
+
+LOOK_S = 0.25
+"""How often to look: shards look as often, so whoever is revoked is out within a second."""
+RENEW_SHARE = 1 / 3
+"""A certificate is renewed when this share of its time is left."""
+AGAIN = timedelta(minutes=1)
+"""Nobody is issued another within this time, whatever becomes of the folder: each is a line in the records."""
+LEARNERS_MAX = 1024
+"""Folders of learners: with so many, whoever is new gets nothing."""
+LOOKED_AT_MAX = 4 * LEARNERS_MAX
+"""Entries among which new ones are looked for."""
+_LEARNER = re.compile(r"learner-([A-Za-z0-9._-]{1,64})\Z")
+
+
+class Tending:
+    """The certificates below one folder."""
+
+    def __init__(
+        self,
+        authority: Authority,
+        out: Path,
+        subjects: Sequence[Subject],
+        hosts: Sequence[str],
+        days: float | None = None,
+        lent: Collection[Subject] = (),
+    ) -> None:
+        """`subjects`: shards and observers. `hosts`: of every shard, beside the name of its own folder.
+
+        `lent`: observers that run as another user, in our group: Prometheus does.
+        """
+        self._authority, self._out, self._subjects, self._hosts = authority, out, subjects, hosts
+        self._days, self._lent = days or CERTIFICATE_DAYS, lent
+        self._newest: dict[str, Issued] = {}
+        self._known: dict[str, Subject] = {}
+        """Name of the folder -> learner that has had a certificate."""
+        self._tried: dict[str, datetime] = {}
+        self._troubles: dict[str, str] = {}
+        """URI, or what else it is about -> why it could not be seen to. Tried again every minute."""
+        self._revoked: set[str] = set()
+        self._records: Stamp = ()
+        for name in ("shards", "observers", "learners"):
+            (out / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def look(self, now: datetime, *, renews: bool = False) -> list[str]:
+        """See to what there is to do; what was done, in words. `renews`: all, however new.
+
+        What cannot be seen to stops nothing else; `why_not` tells. Raises ConfigError: the records cannot be read.
+        """
+        troubles, self._troubles = self._troubles, {}
+        self._pass_on_the_deny_list()  # before all: it must not wait for records that are damaged
+        self._read_records()
+        wishes = [(subject, self._folder(subject)) for subject in self._subjects] + self._wishes()
+        self._tried = {uri: at for uri, at in self._tried.items() if timedelta() <= now - at < AGAIN}
+        self._troubles |= {subject.uri: troubles[subject.uri] for subject, _ in wishes if subject.uri in troubles}
+        done = [self._see_to(*wish, now, renews) for wish in wishes]
+        return [words for words in done if words]
+
+    @property
+    def why_not(self) -> str:
+        """Why not everything could be seen to; empty: it could."""
+        first = next(iter(self._troubles.values()), "")
+        return f"{first} (and {len(self._troubles) - 1} more)" if len(self._troubles) > 1 else first
+
+    def _read_records(self) -> None:
+        registry = self._authority.registry
+        stamp = stamp_of(registry.files)
+        if stamp != self._records:
+            self._newest = {one.who: one for one in registry.issued() if one.kind == "certificate"}
+            learners = [one.subject for one in self._newest.values() if one.subject.scope is Scope.LEARNER]
+            self._known = {str(learner).replace("/", "-"): learner for learner in learners}
+            self._revoked = registry.revoked()
+            self._records = stamp
+
+    def _pass_on_the_deny_list(self) -> None:
+        """Shards read a copy: their folder holds no key of the authority."""
+        copy = self._out / "shards" / REVOKED
+        try:
+            content = self._authority.registry.deny_list.read_bytes()
+            if not copy.exists() or copy.read_bytes() != content:
+                write_public(copy, content)
+        except OSError as error:
+            self._troubles["deny-list"] = f"the deny-list is not passed on: {error.filename}: {error.strerror}"
+
+    def _folder(self, subject: Subject) -> Path:
+        return self._out / f"{subject.scope}s" / str(subject).replace("/", "-")
+
+    def _wishes(self) -> list[tuple[Subject, Path]]:
+        """Learners that have made a folder: those that are known, then new ones while there is room."""
+        learners, new = self._out / "learners", []
+        known = [(learner, learners / name) for name, learner in self._known.items() if _is_folder(learners / name)]
+        try:
+            with os.scandir(learners) as entries:
+                looked_at = list(islice(entries, LOOKED_AT_MAX))
+        except OSError as error:
+            self._troubles["learners"] = f"{learners}: {error.strerror}"
+            return known
+        for entry in looked_at:
+            name = _LEARNER.match(entry.name)
+            if name and entry.name not in self._known and _is_folder(Path(entry.path)):
+                new.append((Subject(self._authority.run_id, Scope.LEARNER, name[1]), Path(entry.path)))
+        room = max(0, LEARNERS_MAX - len(known))
+        if len(new) > room or len(looked_at) == LOOKED_AT_MAX:
+            self._troubles["learners"] = (
+                f"{learners} holds more than {LEARNERS_MAX} folders: whoever is new gets no certificate; remove some"
+            )
+        return known + new[:room]
+
+    def _see_to(self, subject: Subject, folder: Path, now: datetime, renews: bool) -> str:
+        """Issue one certificate if that is due; what was done."""
+        newest, uri = self._newest.get(subject.uri), subject.uri
+        if newest is not None and newest.serial in self._revoked:
+            self._troubles.pop(uri, None)
+            return ""  # only whoever has revoked it may let it in again
+        if not renews:
+            left = 0.0 if newest is None else newest.expires - now.timestamp()
+            is_good = left > RENEW_SHARE * self._days * 86400 and os.path.lexists(folder / CA)
+            if uri in self._tried or (is_good and uri not in self._troubles):
+                self._lend_or_take_back(subject, folder)
+                return ""
+        self._tried[uri] = now
+        self._troubles.pop(uri, None)
+        try:
+            return self._make(subject, folder, now)
+        except ConfigError as error:
+            self._troubles[uri] = f"{subject}: {error}"
+            return ""
+
+    def _lend_or_take_back(self, subject: Subject, folder: Path) -> None:
+        """A key that there is: readable for the group while it is lent, and for nobody else otherwise."""
+        if subject.scope is Scope.OBSERVER:
+            with suppress(OSError):
+                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    self._set_modes(subject, held)
+                finally:
+                    os.close(held)
+
+    def _set_modes(self, subject: Subject, held: int) -> None:
+        """Of an observer's folder, which is open, and of the key in it. Raises OSError."""
+        is_lent = subject in self._lent
+        os.fchmod(held, 0o750 if is_lent else 0o700)
+        Path(f"/proc/self/fd/{held}", KEY).chmod(0o640 if is_lent else 0o600)
+
+    def _make(self, subject: Subject, folder: Path, now: datetime) -> str:
+        """Issue one certificate; what was done. Raises ConfigError."""
+        hosts = [folder.name, *self._hosts] if subject.scope is Scope.SHARD else []
+        try:
+            if subject.scope is not Scope.LEARNER:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                into = Path(f"/proc/self/fd/{held}")  # this very folder, whatever takes its name meanwhile
+                _, issued = self._authority.issue(subject, now, hosts=hosts, days=self._days, into=into)
+                if subject.scope is Scope.OBSERVER:
+                    self._set_modes(subject, held)
+            finally:
+                os.close(held)
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror}") from None
+        self._newest[subject.uri] = issued
+        return f"{subject}, serial {issued.serial}"
+
+
+def _is_folder(path: Path) -> bool:
+    """And no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
