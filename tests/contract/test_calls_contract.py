@@ -161,11 +161,11 @@ def test_pulls_in_an_encoding_of_their_own_are_limited_and_others_are_not(serve,
     shard = serve(settings_with(sync={"pull": "bfloat16"}), clock)
     joined(shard).seed(0.25)
     observer = shard.caller("")
-    monkeypatch.setattr("diloco_server.shell.service.OBSERVERS_AT_ONCE", 1)
+    monkeypatch.setattr(shard.server.service._observers, "_together", 1)
     assert observer.pull(encodings=["float32"])[0].version == 0
     assert observer.pull(encodings=["float32"])[0].version == 0, "the first one has ended"
 
-    monkeypatch.setattr("diloco_server.shell.service.OBSERVERS_AT_ONCE", 0)
+    monkeypatch.setattr(shard.server.service._observers, "_together", 0)
     found = refusal(lambda: observer.pull(encodings=["float32"]))
 
     assert (found.status, found.code) == (STATUS.RESOURCE_EXHAUSTED, "BUSY")

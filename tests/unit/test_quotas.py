@@ -82,10 +82,11 @@ def test_a_place_that_was_lost_or_given_back_can_be_given_back_again() -> None:
 
 def test_nobody_is_pushed_out_of_a_place_that_cannot_be_taken_away() -> None:
     places = Places[str](each=1)
-    places.take_if_free("ann", "1", "pulls of ann")
-    with pytest.raises(Busy, match="1 pulls of ann are open"):
-        places.take_if_free("ann", "2", "pulls of ann")
-    assert places.of("ann") == 1
+    with places.held("ann", "pulls of ann"):
+        with pytest.raises(Busy, match="1 pulls of ann are open"), places.held("ann", "pulls of ann"):
+            pass
+        assert places.of("ann") == 1
+    assert places.of("ann") == 0
 
 
 # ---------------------------------------------------------------- pushes

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import torch
+from torch import Tensor
+
 from diloco_common.errors import Busy
 from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader, VersionId
@@ -57,18 +60,33 @@ class Phases:
 class Asking:
     """Whom rounds ask, and what counted of them then. Rounds that open at the same time share it."""
 
+    members: Sequence[Member]
     generations: dict[str, int]
     tokens: dict[str, int]
     boundaries: dict[Arrivals, float]
     """Of the step after which each contributes."""
+    begins: Tensor
+    """When the bytes of each should begin to come: float64 [members]."""
+    s_per_element: Tensor
+    """And how long each of their elements takes."""
 
     @classmethod
     def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Asking:
+        boundaries = {m.arrivals: next_boundary(m.trail, patience_s, now) for m in members}
+        begins = [boundary_at + (arrivals.lag_s or 0.0) for arrivals, boundary_at in boundaries.items()]
         return cls(
+            members,
             {m.learner_id: m.generation for m in members},
             {m.learner_id: m.counted.tokens for m in members},
-            {m.arrivals: next_boundary(m.trail, patience_s, now) for m in members},
+            boundaries,
+            torch.tensor(begins, dtype=torch.float64),
+            torch.tensor([m.arrivals.s_per_element for m in members], dtype=torch.float64),
         )
+
+    def usual_at(self, num_elements: int) -> float:
+        """When the usual one of them is expected to have contributed: their lower median."""
+        expected = self.begins + num_elements * self.s_per_element
+        return float(expected.kthvalue((len(self.members) + 1) // 2).values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +197,7 @@ class FragmentState:
         of all live ones."""
         assert self.phase is Phase.RESTING
         self.collected = Round(self.version + 1, now, asking.generations.copy())
+        self.collected.usual_at = asking.usual_at(self.fragment.num_elements)
         self.call = Call(self.collected.round, asking.boundaries)
         self.rounds_opened += 1
         self.base_steps = dict(steps)

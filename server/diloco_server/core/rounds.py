@@ -9,10 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median_low
-
-import torch
 
 from diloco_common.codec import Payload
 from diloco_common.errors import Busy, ContributionConflict, NormTooLarge, NotSeeded, Quarantined, Refusal
@@ -48,36 +45,6 @@ LAST_S = 30.0
 
 ASKS_AT_ONCE = 1 << 13
 """So many learners are asked by one tick, over all rounds that it opens: the event loop must hear others meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calling:
-    """Learners that rounds ask at the same time, and when each is expected to answer."""
-
-    members: Sequence[Member]
-    asking: Asking
-    leaving: list[Member]
-    begins: torch.Tensor
-    """When the bytes of each should begin to come: float64 [members]."""
-    s_per_element: torch.Tensor
-    """And how long each of their elements takes."""
-
-    @classmethod
-    def of(cls, members: Sequence[Member], patience_s: float, now: float) -> Calling:
-        asking = Asking.of(members, patience_s, now)
-        begins = [boundary_at + (arrivals.lag_s or 0.0) for arrivals, boundary_at in asking.boundaries.items()]
-        return cls(
-            members,
-            asking,
-            [m for m in members if m.progress.last_rounds is not None],
-            torch.tensor(begins, dtype=torch.float64),
-            torch.tensor([m.arrivals.s_per_element for m in members], dtype=torch.float64),
-        )
-
-    def usual_at(self, num_elements: int) -> float:
-        """When the usual one of them is expected to have contributed: their lower median."""
-        expected = self.begins + num_elements * self.s_per_element
-        return float(expected.kthvalue((len(self.members) + 1) // 2).values)
 
 
 class Rounds:
@@ -438,25 +405,25 @@ class Rounds:
         self._due.put_off(due[at_once:])
         patience_s, fragments = self.grace.patience_s(self.grace_s()), self._versions.fragments
         steps = {m.learner_id: m.counted.inner_step for m in live}
-        callings: dict[tuple[bool, ...], Calling] = {}  # by whom they ask: most fragments ask the same
+        askings: dict[tuple[bool, ...], Asking] = {}  # by whom they ask: most fragments ask the same
         opening = due[:at_once]
         all_asked = self._due.asked(opening, live, asks_all=self.trust.asks_all)
         for fragment_id, asked in zip(opening, all_asked, strict=True):
             key = tuple(asked)
-            if key not in callings:
-                callings[key] = Calling.of([*itertools.compress(live, asked)], patience_s, now)
-            self._open(fragments[fragment_id], callings[key], steps, now)
+            if key not in askings:
+                askings[key] = Asking.of([*itertools.compress(live, asked)], patience_s, now)
+            self._open(fragments[fragment_id], askings[key], steps, now)
 
-    def _open(self, state: FragmentState, calling: Calling, steps: Mapping[str, int], now: float) -> None:
+    def _open(self, state: FragmentState, asking: Asking, steps: Mapping[str, int], now: float) -> None:
         """`steps`: of all live learners, whether they are asked or not."""
-        opened, live = state.open_round(calling.asking, steps, now), calling.members
+        opened, live = state.open_round(asking, steps, now), asking.members
         fragment_id = state.fragment.fragment_id
-        opened.last_of |= {m.learner_id for m in calling.leaving if m.takes_last(fragment_id)}
         self._outbox.note(RoundOpened(fragment_id, opened.round, len(live)))
         for member in live:
             member.asked += 1
+            if member.progress.last_rounds is not None and member.takes_last(fragment_id):
+                opened.last_of.add(member.learner_id)
         self._outbox.tell_all(live, state.request())
-        opened.usual_at = calling.usual_at(state.fragment.num_elements)
 
     def _ask_again(self, state: FragmentState, live: Sequence[Member], now: float) -> None:
         there = [m for m in live if m.takes_part(state.fragment.fragment_id)]

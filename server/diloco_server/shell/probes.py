@@ -13,8 +13,8 @@ most 4 MiB and 2 seconds, and one in 5 seconds in the long run. What comes is th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,10 @@ class Health:
         self._status: int = Status.NOT_SERVING
         self._services = frozenset(services)
         self._changed = asyncio.Event()
-        self._bodies, self._watches = Bodies(), Places[object](WATCHES_EACH)
+        self._bodies, self._watches = (
+            Bodies(),
+            Places[object](WATCHES_EACH, WATCHES_MAX, "watches of its health are open; call Check, or try again later"),
+        )
 
     def set(self, status: int) -> None:
         """From now on. Watches tell it."""
@@ -79,7 +82,7 @@ class Health:
     async def Watch(self, requests: Messages, context: Context) -> None:
         async with self._admitted(context) as caller:
             await context.send_initial_metadata(())  # see ParameterServer.admitted
-            with self._place(caller):
+            with self._watches.held(caller.account, f"watches of {caller.account or 'this host'}"):
                 name = await self._asked_for(requests)
                 try:
                     async with asyncio.timeout(WATCH_S) as limit:
@@ -109,18 +112,6 @@ class Health:
         if len(message) > MESSAGE_BYTES_MAX:
             raise BadRequest(f"HealthCheckRequest has {len(message)} bytes; at most {MESSAGE_BYTES_MAX} are taken")
         return str(protobuf.parse(health_pb2.HealthCheckRequest, message).service)
-
-    @contextmanager
-    def _place(self, caller: Identity) -> Iterator[None]:
-        """Held while a Watch is open. Raises Busy."""
-        if len(self._watches) >= WATCHES_MAX:
-            raise Busy(f"{WATCHES_MAX} watches of its health are open; call Check, or try again later")
-        place = object()
-        self._watches.take_if_free(caller.account, place, f"watches of {caller.account or 'this host'}")
-        try:
-            yield
-        finally:
-            self._watches.give_back(caller.account, place)
 
     @asynccontextmanager
     async def _admitted(self, context: Context) -> AsyncIterator[Identity]:
@@ -154,7 +145,7 @@ class Probe:
     ) -> None:
         """`admitted`: who may call, as `ParameterServer.admitted` says. `package`: the version that is told."""
         self._admitted, self._wall_clock, self._package = admitted, wall_clock, package
-        self._open = Places[object](1)
+        self._open = Places[object](1, PROBES_MAX, "others measure their way to this shard; try again in a moment")
         self._rate = Rate("probes", PROBES, PROBES_PER_S)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -164,7 +155,8 @@ class Probe:
 
     async def Measure(self, requests: Messages, context: Context) -> pb.ProbeResponse:
         async with self._admitted(context, "Probe", answers_many=False) as caller:
-            with self._place(caller):
+            with self._open.held(caller.account, f"probes of {caller.account or 'this host'}"):
+                self._rate.take(caller.account, asyncio.get_running_loop().time())
                 num_bytes, seconds = await self._take(requests)
                 return pb.ProbeResponse(
                     num_bytes=num_bytes, seconds=seconds, clock=self._wall_clock(), package=self._package
@@ -189,16 +181,3 @@ class Probe:
         except TimeoutError:  # a thin link: what came will do
             last = max(last, time()) if num_bytes > 0 else last
         return max(0, num_bytes), last - began
-
-    @contextmanager
-    def _place(self, caller: Identity) -> Iterator[None]:
-        """Held while a probe is open. Raises Busy."""
-        if len(self._open) >= PROBES_MAX:
-            raise Busy(f"{PROBES_MAX} others measure their way to this shard; try again in a moment")
-        account, place = caller.account, object()
-        self._rate.take(account, asyncio.get_running_loop().time())
-        self._open.take_if_free(account, place, f"probes of {account or 'this host'}")
-        try:
-            yield
-        finally:
-            self._open.give_back(account, place)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from diloco_common.errors import Busy
 from diloco_common.observe.http_connections import CONNECTIONS_MAX, HEALTH_MAX
@@ -56,8 +56,9 @@ class Bytes:
 class Places(Generic[H]):
     """Places of one kind, so many for each account. Its holders are kept in the order in which they came."""
 
-    def __init__(self, each: int) -> None:
-        self._each = each
+    def __init__(self, each: int, together: int | None = None, crowded: str = "") -> None:
+        """`together`: of all accounts; `crowded`: what they hear where these are taken."""
+        self._each, self._together, self._crowded = each, together, crowded
         self._holders: dict[str, dict[H, None]] = {}  # not sets: they have no order
         self._count = 0
 
@@ -80,11 +81,19 @@ class Places(Generic[H]):
         self._count += 1
         return oldest
 
-    def take_if_free(self, account: str, holder: H, what: str) -> None:
-        """A place where nobody can be pushed out. Raises Busy."""
+    @contextmanager
+    def held(self, account: str, what: str) -> Iterator[None]:
+        """A place where nobody can be pushed out, while something is open. Raises Busy."""
+        if self._together is not None and self._count >= self._together:
+            raise Busy(f"{self._together} {self._crowded}")
         if self.of(account) >= self._each:
             raise Busy(f"{self._each} {what} are open; try again in a moment")
+        holder: Any = object()
         self.take(account, holder)
+        try:
+            yield
+        finally:
+            self.give_back(account, holder)
 
     def give_back(self, account: str, holder: H) -> None:
         """Repeating it is fine: whoever was pushed out also ends by itself."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import aclosing, closing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -86,12 +86,14 @@ class Service:
         limits = host.settings.shard
         self._host = host
         self._pushes = Pushes[OpenPush](PUSHES_AT_ONCE, limits.max_pushes, limits.bytes_in_max)
-        self._rank_pushes = Places[OpenPush](max(PUSHES_AT_ONCE, limits.max_pushes // 2))
+        self._rank_pushes = Places[object](max(PUSHES_AT_ONCE, limits.max_pushes // 2))
         self._pulls, self._host_pulls = Places[object](PULLS_AT_ONCE), Places[object](HOST_PULLS_AT_ONCE)
         self._rank_pulls = Places[object](max(PULLS_AT_ONCE, limits.max_pushes // 2))
         self._takers = Takers()
         self._outgoing = Outgoing(limits.bytes_out_max)
-        self._observers = Places[object](HOST_OBSERVERS_AT_ONCE)  # pulls whose bytes are made for them alone
+        self._observers = Places[object](  # pulls whose bytes are made for them alone
+            HOST_OBSERVERS_AT_ONCE, OBSERVERS_AT_ONCE, "pulls in an encoding of their own are open; try again soon"
+        )
         self._seeding: dict[tuple[int, int], OpenPush] = {}  # fragments whose seed is coming in, and the part
         self._messages, self._bodies = Places[Wait](MESSAGES_AT_ONCE), Bodies()
         self._joins = Rate("joins from this host, or of this identity", HOST_JOINS, HOST_JOINS_PER_S)
@@ -247,16 +249,14 @@ class Service:
         """Held while a push is open. Ranks have places each, but those above 0 at most half of all. Raises Busy."""
         account = f"{learner_id}/{rank}" if rank else learner_id
         push = OpenPush(account, learner_id)
-        if rank:
-            self._rank_pushes.take_if_free(learner_id, push, "pushes of ranks of this island")
-        try:
-            oldest = self._pushes.opened(account, push)
-            if oldest is not None:
-                oldest.end(TornUpload(f"{PUSHES_AT_ONCE} later pushes of this learner are open; push again"))
-            yield push
-        finally:
-            self._pushes.closed(account, push)
-            self._rank_pushes.give_back(learner_id, push)
+        with self._rank_pushes.held(learner_id, "pushes of ranks of this island") if rank else nullcontext():
+            try:
+                oldest = self._pushes.opened(account, push)
+                if oldest is not None:
+                    oldest.end(TornUpload(f"{PUSHES_AT_ONCE} later pushes of this learner are open; push again"))
+                yield push
+            finally:
+                self._pushes.closed(account, push)
 
     def _announce(self, push: OpenPush, header: PushHeader) -> None:
         """Its bytes may come. An older push of the fragment is what a broken connection has left. Raises Busy."""
@@ -319,7 +319,8 @@ class Service:
                         yield part
                 pulled.num_bytes = header.payload.num_bytes if header.payload is not None else 0
             else:
-                with self._observer_place(caller):
+                whose = f"pulls of {caller.account or 'this host'} in an encoding of their own"
+                with self._observers.held(caller.account, whose):
                     header, payload = await self._host.encode_for(caller, request.fragment_id, encoding)
                     header = replace(header, payload=payload.header)
                     unread = Unread(payload.chunks, self._host.settings.lease.lease_s)
@@ -344,32 +345,17 @@ class Service:
 
         Ranks have places each, but those above 0 of one learner only so many together: a caller chooses its rank.
         """
-        place, learner_id = object(), ""
-        if caller.generation:
-            learner_id = self._host.member(caller).learner_id
-            places, account = self._pulls, f"{learner_id}/{caller.rank}" if caller.rank else learner_id
-        else:
-            places, account = self._host_pulls, caller.account
-        if learner_id and caller.rank:
-            self._rank_pulls.take_if_free(learner_id, place, "pulls of ranks of this island")
-        try:
-            places.take_if_free(account, place, f"pulls of {account or 'this host'}")
+        if not caller.generation:
+            with self._host_pulls.held(caller.account, f"pulls of {caller.account or 'this host'}"):
+                yield caller.account
+            return
+        learner_id, rank = self._host.member(caller).learner_id, caller.rank
+        account = f"{learner_id}/{rank}" if rank else learner_id
+        with (
+            self._rank_pulls.held(learner_id, "pulls of ranks of this island") if rank else nullcontext(),
+            self._pulls.held(account, f"pulls of {account}"),
+        ):
             yield account
-        finally:
-            places.give_back(account, place)
-            self._rank_pulls.give_back(learner_id, place)
-
-    @contextmanager
-    def _observer_place(self, caller: Identity) -> Iterator[None]:
-        """Held while a pull is open whose bytes are made for its caller alone. Raises Busy."""
-        if len(self._observers) >= OBSERVERS_AT_ONCE:
-            raise Busy(f"{OBSERVERS_AT_ONCE} pulls in an encoding of their own are open; try again soon")
-        place, account = object(), caller.account
-        self._observers.take_if_free(account, place, f"pulls of {account or 'this host'} in an encoding of their own")
-        try:
-            yield
-        finally:
-            self._observers.give_back(account, place)
 
 
 def now() -> float:
