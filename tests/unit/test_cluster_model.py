@@ -1,0 +1,278 @@
+"""Who is in a cluster and how it is: one model of which the terminal, `--json` and the page are views. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_deploy.cluster.learners import put_together
+from diloco_deploy.cluster.members import Member
+from diloco_deploy.cluster.model import Cluster, Pace
+from diloco_deploy.cluster.record import ClusterRecord, MemberRecord
+from diloco_deploy.cluster.roll_call import Roll, roll_call
+from diloco_deploy.run.members import Watch
+from diloco_deploy.show.status import EXIT_DEGRADED, ClusterStatus, snapshot_of
+from diloco_deploy.show.terminal import line
+from diloco_deploy.web.feed import Feed
+from statuses import learner, shard, worker
+
+NOW = 1000.0
+KILLED = {"since": NOW - 12, "why": "died (signal 9)"}
+
+
+def record(**processes: str) -> ClusterRecord:
+    names = {name.replace("_", "-"): process for name, process in processes.items()}
+    members = {
+        name: MemberRecord(role="shard" if name[0] == "s" else "worker", process=process, **KILLED)
+        for name, process in names.items()
+    }
+    return ClusterRecord(run="local", shards=2, workers=2, fragments=24, members=members)
+
+
+def called(*said: dict[str, Any], known: ClusterRecord | None = None, silent: tuple[str, ...] = ()) -> Roll:
+    """A roll call in which these answer, each at an address, and those in `silent` do not."""
+    answers = {str(one["name"]): one for one in said}
+    return roll_call({**{name: f"{name}:1" for name in answers}, **{s: s for s in silent}}, answers, known, NOW)
+
+
+def presences(roll: Roll) -> dict[str, str]:
+    return {one.name: one.presence for one in roll.present}
+
+
+def away(index: int | None, for_s: float) -> list[dict[str, Any]]:
+    return [{"address": "ps-1:50051", "index": index, "for_s": for_s}]
+
+
+def of(*members: Member) -> Cluster:
+    return Cluster({member.name: member for member in members})
+
+
+# ------------------------------------------------------------ one learner, over all shards
+
+
+@pytest.mark.parametrize(
+    ("at_0", "at_1", "word"),
+    [
+        ("alive", "alive", "training"),
+        ("alive", "evicted", "partly"),
+        ("evicted", "alive", "partly"),
+        ("left", "alive", "partly"),
+        ("alive", "left", "partly"),
+        ("alive", None, "partly"),
+        ("stalled", "alive", "stalled"),
+        ("evicted", "evicted", "away"),
+        ("left", "evicted", "away"),
+        ("left", "left", "left"),
+        (None, None, "away"),
+    ],
+)
+def test_every_view_says_the_same_of_a_learner(at_0: str | None, at_1: str | None, word: str) -> None:
+    bob = learner("bob")
+    said = [shard(i, *([learner("ann", state)] if state else []), bob) for i, state in enumerate((at_0, at_1))]
+    feed = Feed(NOW)
+    feed.expect(["shard-0", "shard-1"])
+    for now in (NOW, NOW + 1):  # it was there before
+        for index in (0, 1):
+            status = said[index] if now > NOW else shard(index, learner("ann"), bob)
+            feed.heard(f"shard-{index}", status, None, now, now)
+    (row,) = feed.learners(sort="id", descending=False, find="ann", page=0, now=NOW)["rows"]
+    assert row["state"] == word
+    known = {one.name: one.state for one in ClusterStatus.of(called(*said)).members}
+    assert known.get("ann", "away") == word
+
+
+def test_a_learner_is_told_once_though_every_shard_knows_it() -> None:
+    (ann,) = put_together([Member(f"s{i}", "shard", "up", shard(i)) for i in (0, 1)], {}).values()
+    assert (ann.counts["asked"], ann.counts["merged"], ann.missed["LATE"]) == (10, 8, 2)
+
+
+@pytest.mark.parametrize("step_time_s", [5e-324, 0.0, 1e-9, 1e-7, float("nan"), float("inf")])
+def test_a_step_that_takes_no_time_has_no_rate(step_time_s: float) -> None:
+    said = shard(0, learner(step_time_s=step_time_s), count=1)
+    assert put_together([Member("s", "shard", "up", said)], {})["ann"].tokens_per_s == 0.0
+    (ann,) = [one for one in called(said).present if one.name == "ann"]
+    assert ann.status is not None
+    assert ann.status["tokens_per_s"] == 0.0
+
+
+# ------------------------------------------------------------ one member, and the sums
+
+
+@pytest.mark.parametrize(
+    ("member", "state"),
+    [
+        (Member("worker-0", "worker", "starting"), "starting"),
+        (Member("worker-0", "worker", "up"), "starting"),
+        (Member("worker-0", "worker", "up", worker()), "training"),
+        (Member("gone", "worker", "up", worker()), "away"),
+        (Member("hurt", "worker", "up", worker()), "quarantined"),
+        (Member("worker-0", "worker", "up", worker(), heard_at=NOW - 7), "silent 7s"),
+        (Member("worker-0", "worker", "died", worker()), "died"),
+        (Member("shard-0", "shard", "up", shard(0, ready=False)), "not ready"),
+        (Member("shard-0", "shard", "up", shard(0, done=True)), "done"),
+    ],
+)
+def test_a_member_is_described_by_the_worst_that_is_known(member: Member, state: str) -> None:
+    hurt = learner("hurt", quarantine={"left_s": 30.0, "why": "NOT_FINITE", "times": 1})
+    known = [learner("worker-0"), learner("gone", "evicted"), hurt]
+    assert of(Member("shard-9", "shard", "up", shard(9, *known)), member).state_of(member, NOW) == state
+
+
+def test_sums_are_taken_over_shards_and_workers() -> None:
+    shards = [Member(f"s{i}", "shard", "up", shard(i, rounds=10, evictions=1)) for i in (0, 1)]
+    totals = of(*shards, *(Member(name, "worker", "up", worker(loss=loss)) for name, loss in (("a", 2), ("b", 3))))
+    found = totals.totals()
+    assert (found.tokens, found.tokens_merged, found.tokens_budget) == (600_000, 1000, 4000)
+    assert (found.loss, found.tokens_per_s, found.tokens_carried) == (2.5, 2000.0, 20)
+    assert (found.rounds, found.participants_mean, found.late, found.evictions) == (20, 2.0, 2, 2)
+    assert (found.bytes_pushed, found.bytes_pulled, found.done) == (200, 400, False)
+
+
+def test_a_shard_with_more_fragments_weighs_more_in_the_progress() -> None:
+    three = shard(0, tokens_merged=400, fragments=[{"id": i, "version": 1} for i in range(3)])
+    assert (
+        of(Member("a", "shard", "up", three), Member("b", "shard", "up", shard(1, tokens_merged=800))).tokens_merged
+        == 500
+    )
+
+
+def test_progress_and_budget_do_not_move_while_a_shard_starts_again() -> None:
+    watch = Watch(0.0)
+    for index, merged in enumerate((400, 800)):
+        watch.expect(f"shard-{index}", "shard")
+        watch.heard(f"shard-{index}", shard(index, tokens_merged=merged), 1.0)
+    for name in ("shard-0", "shard-1"):
+        watch.expect(name, "shard")
+    assert (watch.cluster.tokens_merged, watch.cluster.tokens_budget) == (600, 4000), "nobody has answered yet"
+    watch.heard("shard-1", shard(1, tokens_merged=0, fragments=[]), 3.0)
+    assert watch.cluster.tokens_merged == 600, "it reads its versions"
+    watch.heard("shard-1", shard(1, tokens_merged=802), 4.0)
+    assert watch.cluster.tokens_merged == 601
+
+
+def test_counters_survive_the_end_of_a_life() -> None:
+    watch = Watch(0.0)
+    for now, tokens, carried, rounds, mean, pushed in ((1.0, 500, 10, 10, 2.0, 100), (3.0, 700, 5, 30, 4.0, 50)):
+        watch.expect("worker-0", "worker")
+        watch.expect("shard-0", "shard")
+        if now > 1.0:
+            assert watch.cluster.totals().tokens == 500, "what a dead worker did still counts"
+        watch.heard("worker-0", worker(tokens=tokens, tokens_carried=carried), now)
+        watch.heard("shard-0", shard(0, rounds=rounds, participants_mean=mean, bytes_pushed=pushed), now)
+    totals = watch.cluster.totals()
+    assert totals.tokens == 700, "a worker goes on counting from its checkpoint"
+    assert (totals.tokens_carried, totals.rounds, totals.bytes_pushed) == (15, 40, 150)
+    assert totals.participants_mean == 3.5
+
+
+@pytest.mark.parametrize(
+    ("heard", "left_s"),
+    [
+        ([(0, 0)], None),  # one point has no pace
+        ([(0, 0), (1, 50)], None),  # a moment has none either
+        ([(0, 0), (1, 50), (5, 250)], 15.0),
+        ([*((now, 0) for now in range(101)), (105, 500)], 5.0),  # the time before the first version is none
+    ],
+)
+def test_the_time_left_follows_the_pace_of_merging(heard: list[tuple[int, int]], left_s: float | None) -> None:
+    pace = Pace()
+    for now, merged in heard:
+        pace.heard(now, merged)
+    assert pace.left_s(1000) == (None if left_s is None else pytest.approx(left_s))
+
+
+# ------------------------------------------------------------ who ought to be there: one shard misses the others
+
+
+def test_a_run_is_as_old_as_its_oldest_process() -> None:
+    roll = called(shard(0, uptime_s=12.0), shard(1, uptime_s=725.0))
+    assert line(snapshot_of(roll), 200).startswith("12:05  ")
+
+
+def test_one_shard_misses_another_that_its_learners_do_not_reach() -> None:
+    known = [learner("a", away=away(1, 12.0)), learner("b", away=away(1, 14.0)), learner("c", "evicted", silent_s=60.0)]
+    roll = called(shard(0, *known))
+    assert presences(roll) == {"shard-0": "alive", "shard-1": "away", "a": "alive", "b": "alive", "c": "away"}
+    (gone, c) = roll.problems
+    assert (gone.code, gone.member) == ("SHARD_AWAY", "shard-1")
+    assert "away for 0:13 (2 of 2 learners do not reach it): half of the model is away" in gone.words
+    assert (c.code, c.words.split(":")[0]) == ("WORKER_AWAY", "c is away for 1")
+
+
+@pytest.mark.parametrize(
+    ("known", "silent", "presence", "why"),
+    [
+        # A learner that was started after the shard had died does not know which one it is.
+        ([learner("a", away=away(None, 12.0))], (), "away", "1 of 1 learners do not reach it"),
+        ([learner("a", away=away(1, 12.0)), learner("b"), learner("c")], (), "alive", "2 of 3 learners reach it"),
+        ([learner("a", "evicted")], (), "unknown", ""),
+        ([learner("a", "evicted")], ("ps-1:8080",), "away", "nobody answers at ps-1:8080"),  # the only missing one
+    ],
+)
+def test_what_is_known_of_a_shard_that_did_not_answer(
+    known: list[dict[str, Any]], silent: tuple[str, ...], presence: str, why: str
+) -> None:
+    roll = called(shard(0, *known), silent=silent)
+    (one,) = [one for one in roll.present if one.name == "shard-1"]
+    assert (one.presence, one.why, one.answered) == (presence, why, False)
+    codes = [problem.code for problem in roll.problems if problem.member == "shard-1"]
+    assert codes == {"away": ["SHARD_AWAY"], "unknown": ["SHARD_UNKNOWN"]}.get(presence, [])
+
+
+def test_workers_that_were_not_asked_are_shown_as_the_shards_hear_them() -> None:
+    roll = called(shard(0, learner("a"), learner("b", "left"), count=1))
+    (a,) = [one for one in roll.present if one.name == "a"]
+    assert a.status is not None
+    assert (a.status["tokens_per_s"], a.status["loss"], a.status["contributions"]["merged"]) == (200.0, 2.0, 4)
+    assert (a.answered, a.why) == (False, "heard by 1 shard")
+    status = ClusterStatus.of(roll)
+    assert (status.complete, status.expected.workers) == (True, 1), "who said goodbye is not expected"
+
+
+def test_only_shards_that_hear_a_learner_are_said_to() -> None:
+    roll = called(shard(0, learner("a")), shard(1, learner("a", "evicted")))
+    assert [one.why for one in roll.present if one.name == "a"] == ["heard by 1 shard"]
+
+
+@pytest.mark.parametrize(
+    ("process", "presence", "since_s"),
+    [("died", "dead", 12.0), ("lost", "dead", 12.0), ("starting", "starting", None), ("ended", "left", None)],
+)
+def test_the_record_says_who_died_and_since_when(process: str, presence: str, since_s: float | None) -> None:
+    known = record(shard_0="up", shard_1="up", worker_0="up", worker_1=process)
+    roll = called(shard(1), worker("worker-0"), known=known)
+    assert [(o.presence, o.since_s) for o in roll.present if o.name == "worker-1"] == [(presence, since_s)]
+
+
+@pytest.mark.parametrize(
+    ("process", "then"),
+    [
+        ("died", "if `diloco up` still runs, it starts it again"),
+        ("up", "if `diloco up` still runs, it starts it again"),  # it has not noticed yet
+        ("starting", "wait: `diloco up` starts it"),
+        ("lost", "`diloco up` has given it up: look at `diloco logs shard-0`"),
+        (None, "start it again with its data folder"),
+    ],
+)
+def test_nobody_is_told_to_start_what_starts_by_itself(process: str | None, then: str) -> None:
+    known = None if process is None else record(shard_0=process, shard_1="up")
+    roll = called(shard(1), known=known, silent=("shard-0",))
+    assert roll.problems[0].words.endswith(f"lose nothing; {then}")
+    assert presences(roll)["shard-1"] == "alive"
+    assert presences(roll)["shard-0"] != "alive", "although its record says up"
+
+
+def test_what_is_printed_as_json_is_what_the_schema_reads() -> None:
+    status = ClusterStatus.of(called(shard(0, learner("a", away=away(1, 1.0)))))
+    again = ClusterStatus.model_validate_json(status.model_dump_json())
+    assert again == status
+    assert (again.complete, again.exit_code(strict=True), again.exit_code(strict=False)) == (False, EXIT_DEGRADED, 0)
+    assert [(one.name, one.presence) for one in again.members] == [
+        ("shard-0", "alive"), ("shard-1", "away"), ("a", "alive"),
+    ]  # fmt: skip
+
+
+def test_a_complete_cluster_has_no_problems() -> None:
+    status = ClusterStatus.of(called(shard(0), shard(1), worker("ann")))
+    assert (status.complete, status.problems, status.exit_code(strict=True)) == (True, [], 0)
