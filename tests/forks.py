@@ -143,6 +143,7 @@ class _Become:
         log_to(self.log, self.errors)
         os.environ.clear()
         os.environ.update(self.environment)
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
         if self.folder is not None:
             os.chdir(self.folder)
         sys.argv = [self.program, *self.arguments]

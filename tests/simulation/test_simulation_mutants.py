@@ -82,6 +82,13 @@ KEPT = {
     "keep_one_answer_per_fragment": 110, "know_only_of_own_parts": 8,
 }  # fmt: skip
 """The seed that has found a mutant, where it is not the first of its row."""
+SLOW = {
+    "believe_step_times",
+    "forget_what_is_held",
+    "let_one_learner_take_all_places",
+    "give_the_latest_whatever_is_wanted",
+}
+"""Their schedules take seconds: in `make mutants`."""
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +102,8 @@ def test_every_mutant_is_hunted() -> None:
 
 def of_each(test: Callable[..., None]) -> Callable[..., None]:
     """A test of every mutant; a schedule that failed leaves coroutines that never began."""
-    each = pytest.mark.parametrize(("mutant", "draw", "seeds", "finders"), KILLED, ids=[name for name, *_ in KILLED])
+    rows = [pytest.param(*row, id=row[0], marks=[pytest.mark.gate] * (row[0] in SLOW)) for row in KILLED]
+    each = pytest.mark.parametrize(("mutant", "draw", "seeds", "finders"), rows)
     ignored = ("ignore:coroutine", "ignore::pytest.PytestUnraisableExceptionWarning")
     return each(pytest.mark.filterwarnings(*ignored)(test))
 
